@@ -1,0 +1,36 @@
+# Everything below works from a clean clone with nothing prepared: Python 3.11 or newer, no more.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-all check bench clean
+
+demo: $(VENV)/.package            ## set everything up and show the product on embedded data
+	$(BIN)/paceline demo
+
+test: check                       ## lint, types and the quick tests (minutes)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check                   ## every test, the long ones and those on real data included
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.package           ## measure beside plain PyTorch DDP; results under bench/results
+	$(BIN)/python bench/run.py
+
+$(VENV)/.package: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.package
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

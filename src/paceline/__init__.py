@@ -1,0 +1,51 @@
+"""Paceline trains one neural network on many unequal machines, at the pace those machines allow."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.job import Job
+    from paceline.launch.compare import compare
+    from paceline.launch.run import train
+    from paceline.load import load
+    from paceline.specs.strategy import AllReduce, ParameterServer, Single, Switch
+    from paceline.worker.own_loop import prepare, rank
+
+__version__ = "0.1.0"
+
+# Names are imported on first use, so that `import paceline` and `paceline --help` stay instant.
+_WHERE = {
+    "AllReduce": "paceline.specs.strategy",
+    "Job": "paceline.job",
+    "ParameterServer": "paceline.specs.strategy",
+    "Single": "paceline.specs.strategy",
+    "Switch": "paceline.specs.strategy",
+    "compare": "paceline.launch.compare",
+    "load": "paceline.load",
+    "prepare": "paceline.worker.own_loop",
+    "rank": "paceline.worker.own_loop",
+    "train": "paceline.launch.run",
+}
+
+__all__ = [
+    "AllReduce",
+    "Job",
+    "ParameterServer",
+    "Single",
+    "Switch",
+    "compare",
+    "load",
+    "prepare",
+    "rank",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,39 @@
+"""`paceline demo`: the product on data that comes with it, in a minute or so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as opt
+from paceline.cli.compare import show_comparison
+
+STRATEGIES = "single; allreduce; ps; switch(allreduce, ps, at=50%)"
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for all runs. [runs/demo-...]")
+    ] = None,
+    workers: opt.Workers = 2,
+    epochs: Annotated[int, typer.Option(help="Times through the 1,297 training images.")] = 20,
+) -> None:
+    from paceline.job import make_job
+    from paceline.launch.compare import compare
+    from paceline.launch.run import new_run_name
+    from paceline.specs.strategy import split_strategies
+
+    folder = out if out is not None else Path("runs") / new_run_name("demo")
+    typer.echo(
+        f"{workers} worker processes on this machine learn to read 8x8 digits (scikit-learn's), "
+        f"{epochs} epochs, four ways of keeping in step:"
+    )
+    job = make_job(model="mlp-128", data="digits", epochs=epochs, batch=64, lr=0.05)
+    comparison = compare(
+        job, list(split_strategies(STRATEGIES)), workers, out=folder, progress=True
+    )
+    show_comparison(comparison, folder, title="Paceline demo: digits, four strategies")
+    if comparison["runs_failed"]:
+        raise typer.Exit(1)

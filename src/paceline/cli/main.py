@@ -1,0 +1,69 @@
+"""`paceline`: the commands, and what becomes of an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from paceline.cli import compare, demo, evaluate, launch, report, train
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train one neural network on many unequal machines, at the pace those machines allow.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(
+    "demo", help="Compare strategies on this machine; small real data, a report at the end."
+)(demo.demo)
+app.command("train", help="Train one job with one strategy.")(train.train)
+app.command("compare", help="Train one job with several strategies and seeds, side by side.")(
+    compare.compare
+)
+app.command(
+    "launch",
+    help="Run a script with its own training loop on several workers.",
+    context_settings={"allow_interspersed_args": False},
+)(launch.launch)
+app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
+app.command("report", help="Write an HTML report of one or more runs.")(report.report)
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run a command: 0 done, 2 the user's mistake in one line, 1 failed or diverged."""
+    try:
+        app(standalone_mode=False)
+    except PacelineError as error:
+        details = getattr(error, "details", "")
+        if details:
+            print(details.rstrip(), file=sys.stderr)
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.Abort:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        # typer's own usage errors (click's) come here: one line, exit 2.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        print(f"paceline: {message()}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

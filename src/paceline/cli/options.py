@@ -1,0 +1,67 @@
+"""Options that several commands share, and how they become a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.errors import UsageError
+from paceline.job import JobRef, refer_to_job
+
+JobFile = Annotated[
+    Path | None,
+    typer.Argument(help="A job file: job.py with a function job(), or YAML.", show_default=False),
+]
+Model = Annotated[str | None, typer.Option(help="A model by name. [mlp-128]")]
+Data = Annotated[str | None, typer.Option(help="A data set by name. [digits]")]
+DataDir = Annotated[Path | None, typer.Option(help="Holds DIR/<data set>/<original files>.")]
+Epochs = Annotated[int | None, typer.Option(help="Times through the training data. [10]")]
+Batch = Annotated[int | None, typer.Option(help="The global batch, shared by all workers. [128]")]
+BatchPerWorker = Annotated[int | None, typer.Option(help="In place of --batch: a worker's share.")]
+Lr = Annotated[
+    float | None, typer.Option(help="Learning rate for the global batch. [by optimizer]")
+]
+Optimizer = Annotated[
+    str | None, typer.Option(help="E.g. 'sgd(momentum=0.9)', 'adamw(weight_decay=0.05)'.")
+]
+Schedule = Annotated[
+    str | None, typer.Option(help="E.g. 'milestones(80, 130)', 'cosine(warmup=5%)'. [constant]")
+]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient.")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order and augmentation. [0]")]
+Augment = Annotated[bool | None, typer.Option(help="Flip and pad-crop training images.")]
+Dtype = Annotated[str | None, typer.Option(help="float32 or float64. [float32]")]
+Until = Annotated[str | None, typer.Option(help='Stop early, e.g. "val_acc>=0.97".')]
+Patience = Annotated[
+    int | None, typer.Option(help="Stop after so many epochs without a better val_loss.")
+]
+CheckpointEvery = Annotated[
+    str | None, typer.Option(help="epoch(1), samples(50000) or never. [epoch(1)]")
+]
+Workers = Annotated[int, typer.Option(help="Worker processes in all; servers not counted.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads a worker. [cores divided by the workers]")
+]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds a worker may stay in one phase before the run is stopped.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the run in the output folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+
+
+def make_reference(
+    file: Path | None, workers: int, batch_per_worker: int | None, **fields: Any
+) -> JobRef:
+    """The job that file and options describe; only what was given is changed."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if batch_per_worker is not None:
+        if "batch" in given:
+            raise UsageError("--batch and --batch-per-worker say the same thing: give one of them")
+        if batch_per_worker < 1:
+            raise UsageError(f"--batch-per-worker is {batch_per_worker}: at least 1 is needed")
+        given["batch"] = batch_per_worker * workers
+    if "data_dir" in given:
+        given["data_dir"] = str(Path(given["data_dir"]).resolve())
+    return refer_to_job(file, given)

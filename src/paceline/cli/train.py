@@ -1,0 +1,89 @@
+"""`paceline train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as opt
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="The run folder to write.", show_default=False)],
+    job: opt.JobFile = None,
+    strategy: Annotated[
+        str, typer.Option(help="E.g. 'ps(sync=bsp, servers=2)', 'switch(allreduce, ps, at=50%)'.")
+    ] = "allreduce",
+    workers: opt.Workers = 2,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    data_dir: opt.DataDir = None,
+    epochs: opt.Epochs = None,
+    batch: opt.Batch = None,
+    batch_per_worker: opt.BatchPerWorker = None,
+    lr: opt.Lr = None,
+    optimizer: opt.Optimizer = None,
+    schedule: opt.Schedule = None,
+    clip: opt.Clip = None,
+    seed: opt.Seed = None,
+    augment: opt.Augment = None,
+    dtype: opt.Dtype = None,
+    until: opt.Until = None,
+    patience: opt.Patience = None,
+    checkpoint_every: opt.CheckpointEvery = None,
+    threads: opt.Threads = None,
+    timeout: opt.Timeout = 300.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
+    ] = False,
+    force: opt.Force = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    from paceline.errors import UsageError
+    from paceline.launch.run import RunOptions, run_job
+    from paceline.report.html import write_report
+    from paceline.report.show import make_show
+    from paceline.report.table import results_table
+    from paceline.specs.strategy import read_strategy
+
+    if resume and force:
+        raise UsageError("--resume and --force exclude each other: go on, or replace")
+    chosen = read_strategy(strategy)
+    reference = opt.make_reference(
+        job,
+        workers,
+        batch_per_worker,
+        model=model,
+        data=data,
+        data_dir=data_dir,
+        epochs=epochs,
+        batch=batch,
+        lr=lr,
+        optimizer=optimizer,
+        schedule=schedule,
+        clip=clip,
+        seed=seed,
+        augment=augment,
+        dtype=dtype,
+        until=until,
+        patience=patience,
+        checkpoint_every=checkpoint_every,
+    )
+    with make_show(str(chosen), quiet=quiet) as show:
+        options = RunOptions(
+            out=out,
+            workers=workers,
+            threads=threads,
+            timeout_s=timeout,
+            resume=resume,
+            force=force,
+            show=show,
+        )
+        result = run_job(reference, chosen, options)
+    from rich.console import Console
+
+    report = write_report([out], out / "report.html", title=f"{result['model']}: {chosen}")
+    Console().print(results_table([result]))
+    typer.echo(f"report: {report}")

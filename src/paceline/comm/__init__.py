@@ -1,0 +1,1 @@
+"""How processes talk: wire format, control connections, collectives, shards of parameters."""

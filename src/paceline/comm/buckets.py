@@ -1,0 +1,179 @@
+"""Gradients grouped into buckets, each summed over all workers while backward still goes on.
+
+The layout is fixed from the first step (and kept in checkpoints), because another grouping adds
+the same numbers in another order and so differs in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.group import Group
+from paceline.errors import StateError, UsageError
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""A small first bucket, so that the exchange begins early in the backward pass."""
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def plan_layout(parameters: Named, bucket_bytes: int) -> list[list[str]]:
+    """Names bucket by bucket, in the order in which backward is likely to reach them."""
+    layout: list[list[str]] = []
+    room, dtype = 0, None
+    for name, parameter in reversed(parameters):
+        size = parameter.numel() * parameter.element_size()
+        if not layout or size > room or parameter.dtype != dtype:
+            room = FIRST_BUCKET_BYTES if not layout else bucket_bytes
+            layout.append([])
+            dtype = parameter.dtype
+        layout[-1].append(name)
+        room -= size
+    return layout
+
+
+class Bucket:
+    """One flat buffer: the gradients of its parameters, then one flag a parameter.
+
+    The flags are summed along with the gradients: a parameter that no worker used keeps no
+    gradient at all, as in plain training, where the optimizer then leaves it alone.
+    """
+
+    def __init__(self, parameters: Named) -> None:
+        self.parameters = parameters
+        first = parameters[0][1]
+        sizes = [p.numel() for _, p in parameters]
+        self.flat = torch.zeros(
+            sum(sizes) + len(parameters), dtype=first.dtype, device=first.device
+        )
+        self.views = []
+        start = 0
+        for _, parameter in parameters:
+            self.views.append(self.flat[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()
+        self.flags = self.flat[start:]
+        self.filled = [False] * len(parameters)
+        self.left = len(parameters)
+
+    def reset(self) -> None:
+        self.filled = [False] * len(self.parameters)
+        self.left = len(self.parameters)
+
+    def fill(self, index: int, weight: float) -> None:
+        parameter = self.parameters[index][1]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise UsageError(
+                f"parameter {self.parameters[index][0]} has a sparse gradient: "
+                "allreduce needs dense ones (Embedding(sparse=False))"
+            )
+        torch.mul(gradient, weight, out=self.views[index])
+        # The optimizer and the user read the sum from here; the local gradient is let go.
+        parameter.grad = self.views[index]
+        self.filled[index] = True
+        self.left -= 1
+
+    def close(self) -> None:
+        """Nothing more will be filled: what is missing counts as zero."""
+        if self.left == 0:
+            self.flags.fill_(1)
+            return
+        for index, filled in enumerate(self.filled):
+            self.flags[index] = 1 if filled else 0
+            if not filled:
+                self.views[index].zero_()
+
+    def hand_out(self) -> None:
+        """The sums are here: give every parameter that anybody used its gradient."""
+        if self.left == 0:
+            return
+        used = self.flags.tolist()
+        for index, (_, parameter) in enumerate(self.parameters):
+            if not self.filled[index]:
+                parameter.grad = self.views[index] if used[index] > 0 else None
+
+
+class GradientExchange:
+    """Sums weighted gradients over a group, bucket by bucket, overlapped with backward."""
+
+    def __init__(
+        self, parameters: Named, group: Group, layout: list[list[str]], *, in_backward: bool
+    ) -> None:
+        by_name = dict(parameters)
+        if sorted(by_name) != sorted(name for names in layout for name in names):
+            raise StateError("the stored bucket layout is of another model")
+        self._group = group
+        self._buckets = [Bucket([(n, by_name[n]) for n in names]) for names in layout]
+        self._in_backward = in_backward
+        self._armed = False
+        self._weight = 0.0
+        self._launched = 0
+        self._works: list[dist.Work | None] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            for bucket in self._buckets
+            for index, (_, parameter) in enumerate(bucket.parameters)
+        ]
+        self.bytes_sent = 0
+        """Payload handed to the collectives (their own traffic depends on the algorithm)."""
+
+    def begin(self, weight: float) -> None:
+        """Gradients computed from now on belong to one step and count with this weight."""
+        self._armed = True
+        self._weight = weight
+        self._launched = 0
+        self._works = []
+        self._callback_queued = False
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if not self._armed:
+                return
+            if bucket.filled[index]:
+                raise UsageError(
+                    "two backward passes in one step: call optimizer.step() once a batch, "
+                    "and use a larger batch in place of gradient accumulation"
+                )
+            bucket.fill(index, self._weight)
+            if bucket.left == 0:
+                self._launch_ready()
+            if self._in_backward and not self._callback_queued:
+                self._callback_queued = True
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self.finish)
+
+        return on_gradient
+
+    def _launch_ready(self) -> None:
+        # In the order of the layout on every worker: collectives must be begun alike everywhere.
+        while self._launched < len(self._buckets) and self._buckets[self._launched].left == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._launched]
+        bucket.close()
+        self._works.append(self._group.sum_async(bucket.flat))
+        self.bytes_sent += bucket.flat.numel() * bucket.flat.element_size()
+        self._launched += 1
+
+    def finish(self) -> None:
+        """Wait for all sums; afterwards every parameter's `grad` is the weighted sum."""
+        if not self._armed:
+            return
+        self._armed = False
+        while self._launched < len(self._buckets):
+            self._launch_next()
+        for bucket, work in zip(self._buckets, self._works, strict=True):
+            if work is not None:
+                work.wait()
+            bucket.hand_out()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,60 @@
+"""A worker's or server's control connection to the coordinator."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from paceline.comm.wire import Channel
+from paceline.errors import WireError
+from paceline.protocol.messages import Message, from_plain, to_plain
+
+
+class Control:
+    """Messages to and from the coordinator; sending is safe from several threads."""
+
+    def __init__(
+        self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
+    ) -> None:
+        self._channel = Channel.connect(
+            host, port, token=token, peer="the coordinator", timeout_s=timeout_s
+        )
+        self._send_lock = threading.Lock()
+        self._channel.send({"who": who, "pid": pid, "role": "member"})
+
+    def tell(self, message: Message) -> None:
+        with self._send_lock:
+            self._channel.send(to_plain(message))
+
+    def hear(self) -> Message:
+        """Wait for the next message; raises PeerLost or DeadlineExceeded."""
+        head, _ = self._channel.receive()
+        return from_plain(head)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class StoreClient:
+    """Keys and values kept by the coordinator, for rendezvous; on a connection of its own.
+
+    torch's own TCPStore listens on all interfaces and knows no token.
+    """
+
+    def __init__(self, host: str, port: int, *, token: str, who: str, timeout_s: float) -> None:
+        self._channel = Channel.connect(
+            host, port, token=token, peer="the coordinator's store", timeout_s=timeout_s
+        )
+        self._lock = threading.Lock()
+        self._channel.send({"who": who, "pid": 0, "role": "store"})
+
+    def call(self, operation: str, *args: Any) -> Any:
+        with self._lock:
+            self._channel.send([operation, *args])
+            (status, value), _ = self._channel.receive()
+        if status != "ok":
+            raise WireError(f"store: {operation}{args!r}: {value}")
+        return value
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,104 @@
+"""The process group of all workers: torch.distributed, met through the coordinator."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.control import StoreClient
+
+
+class CoordinatorStore(dist.Store):
+    """torch's rendezvous store, kept by the coordinator behind the run's token."""
+
+    def __init__(self, client: StoreClient, timeout_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        value = self._client.call("get", key, self._timeout_s)
+        assert isinstance(value, bytes)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._client.call("add", key, amount))
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._client.call("get", key, limit)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._client.call("check", list(keys)))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value = self._client.call("compare_set", key, bytes(expected), bytes(desired))
+        assert isinstance(value, bytes)
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._client.call("delete", key))
+
+    def num_keys(self) -> int:
+        return int(self._client.call("count"))
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._timeout_s)
+
+
+class Group:
+    """Collectives among all workers; a group of one does nothing, exactly."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def join(
+        cls, store: StoreClient | None, *, rank: int, size: int, interface: str, timeout_s: float
+    ) -> Group:
+        """Meet the others; Gloo listens on `interface` only. It knows no token of its own."""
+        if size > 1:
+            assert store is not None
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            dist.init_process_group(
+                "gloo",
+                store=CoordinatorStore(store, timeout_s),
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+        return cls(rank, size)
+
+    def sum_async(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin summing in place over all workers; `wait()` on what comes back."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, async_op=True)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def maximum(self, tensor: torch.Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        if self.size > 1:
+            dist.broadcast(tensor, source)
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()

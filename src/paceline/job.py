@@ -1,0 +1,249 @@
+"""A job: what to train. Torch-free, so that commands can read and check one instantly.
+
+A job of names (`Job(model="mlp-128", data="digits")`) travels as JSON. A job file (`job.py` with
+a function `job()`, or YAML) travels by reference: path, function and hash. A job that holds live
+objects goes only to processes that this one starts itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from paceline.errors import PacelineError, UsageError
+from paceline.specs.optimizer import Optimizer, read_optimizer
+from paceline.specs.point import Point, read_point
+from paceline.specs.schedule import Schedule, read_schedule
+from paceline.specs.text import parse
+from paceline.specs.until import Until, read_until
+
+DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "adadelta": 1.0}
+"""Where no learning rate is given; 0.001 for all others."""
+
+
+class Job(BaseModel):
+    """What to train. Strings are names or expressions; `model` and `data` may be live objects.
+
+    model: a name, a torch module, or a function without arguments that builds one (seeded).
+    data: a name, or (train, val, test) of tables, torch datasets or (inputs, targets) pairs, or
+        a function without arguments that gives them; val and test may be None.
+    loss: a function of (output, target) that gives the mean loss; cross-entropy by default.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    model: Any = "mlp-128"
+    data: Any = "digits"
+    data_dir: Path | None = None
+    loss: Callable[..., Any] | None = None
+    optimizer: str = "sgd(momentum=0.9)"
+    lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    schedule: str = "constant"
+    clip: float | None = Field(default=None, gt=0)
+    batch: int = Field(default=128, ge=1)
+    epochs: int = Field(default=10, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    augment: bool = False
+    dtype: Literal["float32", "float64"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    until: str | None = None
+    patience: int | None = Field(default=None, ge=1)
+    checkpoint_every: str = "epoch(1)"
+
+    @field_validator("model", "data")
+    @classmethod
+    def _check_present(cls, value: Any) -> Any:
+        if value is None or value == "":
+            raise ValueError("it is empty: name one")
+        return value
+
+    def check(self) -> None:
+        """Read every expression and name now; raises UsageError before anything is started."""
+        _ = self.optimizer_spec, self.schedule_spec, self.until_spec, self.checkpoint_point
+        if isinstance(self.model, str):
+            from paceline import models
+
+            models.find(self.model)
+        if isinstance(self.data, str):
+            from paceline import data
+
+            data.locate(self.data, self.data_dir)
+
+    @property
+    def optimizer_spec(self) -> Optimizer:
+        return read_optimizer(self.optimizer)
+
+    @property
+    def schedule_spec(self) -> Schedule:
+        return read_schedule(self.schedule)
+
+    @property
+    def until_spec(self) -> Until | None:
+        return read_until(self.until) if self.until else None
+
+    @property
+    def checkpoint_point(self) -> Point | None:
+        """Every so many epochs or samples; None for never."""
+        if self.checkpoint_every == "never":
+            return None
+        point = read_point(parse(self.checkpoint_every))
+        if point.fraction is not None:
+            raise UsageError(
+                f"checkpoint_every {self.checkpoint_every!r}: write epoch(1), samples(50000) or never"
+            )
+        return point
+
+    @property
+    def base_lr(self) -> float:
+        return self.lr if self.lr is not None else DEFAULT_LR.get(self.optimizer_spec.word, 0.001)
+
+    @property
+    def is_plain(self) -> bool:
+        """Made of names only, so that it can be written as JSON."""
+        return isinstance(self.model, str) and isinstance(self.data, str) and self.loss is None
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-able facts for the run folder; live objects are named, not stored."""
+        facts = {name: getattr(self, name) for name in type(self).model_fields}
+        for name in ("model", "data", "loss"):
+            facts[name] = name_of(facts[name])
+        facts["data_dir"] = str(self.data_dir) if self.data_dir else None
+        return facts
+
+
+def name_of(thing: Any) -> str | None:
+    if thing is None or isinstance(thing, str):
+        return thing
+    return getattr(thing, "__qualname__", None) or type(thing).__name__
+
+
+def make_job(**fields: Any) -> Job:
+    """A checked Job, with the first mistake told in one line."""
+    try:
+        return Job(**fields)
+    except ValidationError as error:
+        raise UsageError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"]) or "job"
+    if first["type"] == "extra_forbidden":
+        from paceline.errors import nearest
+
+        return f"a job has no {name!r}: {nearest(name, Job.model_fields)}"
+    return f"{name} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+
+
+class JobRef(BaseModel):
+    """Where a job comes from, and how a process on any machine gets the same one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: Path | None = None
+    function: str = "job"
+    hash: str | None = None
+    fields: dict[str, Any] = Field(default_factory=dict)
+    """The whole job where there is no file, else what the command line changes of it."""
+
+    def resolve(self) -> Job:
+        """The job; raises UsageError when the file is missing, broken or has changed."""
+        if self.file is None:
+            return make_job(**self.fields)
+        if self.hash is not None and hash_file(self.file) != self.hash:
+            raise UsageError(f"{self.file} has changed since the run was started: start it anew")
+        job = _read_job_file(self.file, self.function)
+        if not self.fields:
+            return job
+        return make_job(**{**{n: getattr(job, n) for n in Job.model_fields}, **self.fields})
+
+
+def refer_to_job(file: Path | None, fields: dict[str, Any]) -> JobRef:
+    """A reference to a job file (`path.py`, `path.py:function`, YAML), or to named fields."""
+    if file is None:
+        return JobRef(fields=fields)
+    text, function = str(file), "job"
+    if not Path(text).exists() and ":" in text:
+        text, function = text.rsplit(":", 1)
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"job file {path} does not exist: name a .py or .yaml file")
+    return JobRef(file=path.resolve(), function=function, hash=hash_file(path), fields=fields)
+
+
+def hash_file(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"job file {path} cannot be read: {error.strerror}") from None
+
+
+def _read_job_file(path: Path, function: str) -> Job:
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return make_job(**_read_fields(path))
+    if path.suffix != ".py":
+        raise UsageError(f"job file {path}: a .py, .yaml or .json file is needed")
+    module = load_module(path, "paceline_job")
+    build = getattr(module, function, None)
+    if not callable(build):
+        raise UsageError(f"job file {path} has no function {function}(): define one")
+    job = build()
+    if not isinstance(job, Job):
+        raise UsageError(f"{function}() in {path} gave {type(job).__name__}: return a paceline.Job")
+    return job
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    try:
+        if path.suffix == ".json":
+            value = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            import yaml
+
+            try:
+                value = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except yaml.YAMLError as error:
+                raise UsageError(
+                    f"job file {path} is not YAML: {error}".replace("\n", " ")
+                ) from None
+    except ValueError as error:
+        raise UsageError(f"job file {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"job file {path}: a mapping such as 'model: mlp-128' is needed")
+    return value
+
+
+def load_module(path: Path, name: str) -> Any:
+    """Import a user's file under `name`; a mistake in it is told with its file and line."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except PacelineError:
+        raise
+    except Exception as error:
+        line = getattr(error, "lineno", None) or _last_line(error, path)
+        raise UsageError(f"{path}:{line}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _last_line(error: BaseException, path: Path) -> int:
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line

@@ -1,0 +1,1 @@
+"""How the processes of a run start and are supervised. Nothing here imports torch."""

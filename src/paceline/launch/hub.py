@@ -1,0 +1,240 @@
+"""The coordinator's ear: control connections of all processes, and the rendezvous store.
+
+Runs inside the supervisor's event loop. A peer is listened to only after it has proved that it
+knows the run's token; one that does not follow the format is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from paceline.comm.wire import (
+    GREETING,
+    HEADER,
+    PROOF_BYTES,
+    check_proof,
+    make_greeting,
+    pack_head,
+    prove,
+    read_greeting,
+    unpack_head,
+    unpack_header,
+)
+from paceline.errors import WireError
+from paceline.protocol.messages import Message, from_plain, to_plain
+
+MAX_STORE_BYTES = 1 << 20
+
+
+class Hub:
+    """Accepts connections; tells `on_message(who, message)` and `on_gone(who)`."""
+
+    def __init__(
+        self,
+        token: str,
+        on_message: Callable[[str, Message], None],
+        on_gone: Callable[[str], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self.token = token
+        self.on_message = on_message
+        self.on_gone = on_gone
+        self.on_refused = on_refused
+        self.members: dict[str, Peer] = {}
+        self.store = KeyStore()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str) -> int:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Peer(self), host, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def tell(self, who: str, message: Message) -> None:
+        """Send to a member; one that is gone is reported by `on_gone`, not here."""
+        peer = self.members.get(who)
+        if peer is not None:
+            peer.send(to_plain(message))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self.members.values()):
+            peer.drop()
+        self.members.clear()
+
+
+class Peer(asyncio.Protocol):
+    """One connection: greeting, then who it is, then messages."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._buffer = bytearray()
+        self._take: Callable[[], bool] = self._take_greeting
+        self._transport: asyncio.Transport | None = None
+        self._address = "?"
+        self._mine = self._theirs = b""
+        self.who: str | None = None
+        self.role = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._address = str((transport.get_extra_info("peername") or "?")[0])
+        greeting, self._mine = make_greeting()
+        transport.write(greeting)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            while self._take():
+                pass
+        except WireError as error:
+            self._hub.on_refused(f"{self.who or self._address}: {error}")
+            self.drop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.who is not None and self.role == "member":
+            self._hub.members.pop(self.who, None)
+            self._hub.on_gone(self.who)
+
+    def drop(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def send(self, head: Any) -> None:
+        if self._transport is not None:
+            self._transport.write(pack_head(head))
+
+    # Each of these takes one thing from the buffer; False means that more bytes are needed.
+
+    def _take_greeting(self) -> bool:
+        need = GREETING.size + PROOF_BYTES
+        if len(self._buffer) < need:
+            return False
+        self._theirs = read_greeting(bytes(self._buffer[: GREETING.size]))
+        proof = bytes(self._buffer[GREETING.size : need])
+        del self._buffer[:need]
+        check_proof(proof, self._hub.token, "client", self._theirs, self._mine)
+        assert self._transport is not None
+        self._transport.write(prove(self._hub.token, "server", self._theirs, self._mine))
+        self._take = self._take_introduction
+        return True
+
+    def _take_introduction(self) -> bool:
+        head = self._take_head()
+        if head is None:
+            return False
+        if not isinstance(head, dict) or not isinstance(head.get("who"), str):
+            raise WireError("a peer that does not say who it is")
+        self.who, self.role = head["who"], str(head.get("role"))
+        if self.role == "store":
+            self._take = self._take_store_call
+            return True
+        if self.who in self._hub.members:
+            raise WireError(f"a second {self.who}")
+        self._hub.members[self.who] = self
+        self._take = self._take_message
+        return True
+
+    def _take_message(self) -> bool:
+        head = self._take_head()
+        if head is None:
+            return False
+        assert self.who is not None
+        self._hub.on_message(self.who, from_plain(head))
+        return True
+
+    def _take_store_call(self) -> bool:
+        head = self._take_head()
+        if head is None:
+            return False
+        if not isinstance(head, list) or not head or not isinstance(head[0], str):
+            raise WireError("a store call that is none")
+        self._hub.store.serve(head[0], head[1:], lambda *reply: self.send(list(reply)))
+        return True
+
+    def _take_head(self) -> Any | None:
+        if len(self._buffer) < HEADER.size:
+            return None
+        head_bytes, _ = unpack_header(bytes(self._buffer[: HEADER.size]), max_body=0)
+        end = HEADER.size + head_bytes
+        if len(self._buffer) < end:
+            return None
+        head = unpack_head(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        return head
+
+
+Reply = Callable[[str, Any], None]
+
+
+class KeyStore:
+    """Keys and values for rendezvous; `get` waits until the key is there."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[Reply, asyncio.TimerHandle]]] = {}
+
+    def serve(self, operation: str, args: list[Any], reply: Reply) -> None:
+        handlers: dict[str, Callable[..., None]] = {
+            "set": self._set,
+            "get": self._get,
+            "add": self._add,
+            "check": self._check,
+            "compare_set": self._compare_set,
+            "delete": self._delete,
+            "count": self._count,
+        }
+        if operation not in handlers:
+            raise WireError(f"a store cannot {operation!r}")
+        try:
+            handlers[operation](reply, *args)
+        except (TypeError, ValueError) as error:
+            raise WireError(f"store: {operation}: {error}") from None
+
+    def _put(self, key: str, value: bytes) -> None:
+        if len(value) > MAX_STORE_BYTES:
+            raise WireError(f"store: a value of {len(value)} bytes")
+        self._values[key] = value
+        for waiting, timer in self._waiting.pop(key, []):
+            timer.cancel()
+            waiting("ok", value)
+
+    def _set(self, reply: Reply, key: str, value: bytes) -> None:
+        self._put(key, value)
+        reply("ok", None)
+
+    def _get(self, reply: Reply, key: str, timeout_s: float) -> None:
+        if key in self._values:
+            reply("ok", self._values[key])
+            return
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, key, reply)
+        self._waiting.setdefault(key, []).append((reply, timer))
+
+    def _give_up(self, key: str, reply: Reply) -> None:
+        self._waiting[key] = [w for w in self._waiting.get(key, []) if w[0] is not reply]
+        reply("timeout", f"nobody set {key!r} in time")
+
+    def _add(self, reply: Reply, key: str, amount: int) -> None:
+        value = int(self._values.get(key, b"0")) + amount
+        self._put(key, str(value).encode())
+        reply("ok", value)
+
+    def _check(self, reply: Reply, keys: list[str]) -> None:
+        reply("ok", all(key in self._values for key in keys))
+
+    def _compare_set(self, reply: Reply, key: str, expected: bytes, desired: bytes) -> None:
+        now = self._values.get(key)
+        if now == expected or (now is None and expected == b""):
+            self._put(key, desired)
+            now = desired
+        reply("ok", now if now is not None else expected)
+
+    def _delete(self, reply: Reply, key: str) -> None:
+        reply("ok", self._values.pop(key, None) is not None)
+
+    def _count(self, reply: Reply) -> None:
+        reply("ok", len(self._values))

@@ -1,0 +1,133 @@
+"""Processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from paceline.worker.assignment import Assignment, write_assignment
+from paceline.worker.spawn import COMMAND
+
+MAX_LINE = 1 << 20
+
+
+class Process(Protocol):
+    """What a supervisor needs of a process, wherever it runs."""
+
+    who: str
+    pid: int
+
+    async def wait(self) -> str | None:
+        """Until it ends: None if in order, else how it ended, in words."""
+        ...
+
+    def ask_stacks(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run; local here, over SSH or on an engine elsewhere."""
+
+    host: str
+    interface: str
+
+    async def start(
+        self, assignment: Assignment, live: bytes | None, on_line: Callable[[str, str], None]
+    ) -> Process: ...
+
+
+class LocalProcess:
+    def __init__(self, who: str, process: asyncio.subprocess.Process) -> None:
+        self.who = who
+        self.pid = process.pid
+        self._process = process
+
+    async def wait(self) -> str | None:
+        code = await self._process.wait()
+        if code == 0:
+            return None
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit status {code}"
+
+    def ask_stacks(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(b"stacks\n")
+
+    def kill(self) -> None:
+        # The whole session: a worker's servers are its children and share it.
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+class _Pipe:
+    """Just enough of a file for write_assignment."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> int:
+        self.data += data
+        return len(data)
+
+    def flush(self) -> None:
+        return
+
+
+class LocalLauncher:
+    """Spawns `python -m paceline.worker` in sessions of their own, on loopback."""
+
+    host = "127.0.0.1"
+    interface = "lo"
+
+    async def start(
+        self, assignment: Assignment, live: bytes | None, on_line: Callable[[str, str], None]
+    ) -> LocalProcess:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            limit=MAX_LINE,
+            env=child_environment(assignment.threads),
+        )
+        pipe = _Pipe()
+        write_assignment(pipe, assignment, live)  # type: ignore[arg-type]
+        assert process.stdin is not None
+        process.stdin.write(pipe.data)
+        started = LocalProcess(assignment.who, process)
+        started.reader = asyncio.create_task(  # type: ignore[attr-defined]
+            _read_lines(process, assignment.who, on_line)
+        )
+        return started
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The parent's environment, with thread pools kept to the worker's share of the cores."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+async def _read_lines(
+    process: asyncio.subprocess.Process, who: str, on_line: Callable[[str, str], None]
+) -> None:
+    assert process.stdout is not None
+    while True:
+        try:
+            line = await process.stdout.readline()
+        except ValueError:
+            continue  # A line longer than the limit: its rest follows.
+        if not line:
+            return
+        on_line(who, line.decode(errors="replace").rstrip("\n"))

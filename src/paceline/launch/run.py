@@ -1,0 +1,305 @@
+"""One run from beginning to end: check, start, supervise, sum up. The way in for Python callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.errors import Diverged, RunFailed, UsageError
+from paceline.job import Job, JobRef
+from paceline.launch.local import LocalLauncher
+from paceline.launch.supervisor import Outcome, Supervisor
+from paceline.protocol.coordinator import RunPlan
+from paceline.specs.strategy import Strategy, read_strategy
+from paceline.telemetry.folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.notes import NoteKeeper
+from paceline.telemetry.result import make_result
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Longest time a worker may spend in one phase of a step, or in starting up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run, apart from what and by which strategy."""
+
+    out: Path
+    workers: int = 2
+    threads: int | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    resume: bool = False
+    force: bool = False
+    show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UsageError(f"--workers is {self.workers}: at least one is needed")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}: at least one is needed")
+        if self.timeout_s <= 0:
+            raise UsageError(f"--timeout is {self.timeout_s}: a time above 0 s is needed")
+
+    @property
+    def threads_each(self) -> int:
+        return self.threads or max(1, usable_cores() // self.workers)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def train(
+    job: Job | JobRef,
+    strategy: Strategy | str = "allreduce",
+    workers: int = 2,
+    *,
+    out: str | Path | None = None,
+    threads: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Train a job on local processes and return its result (what `result.json` holds).
+
+    Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
+    ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
+    """
+    from paceline.report.show import make_show
+
+    folder = Path(out) if out is not None else Path("runs") / new_run_name(str(strategy))
+    with make_show(str(strategy), quiet=not progress) as show:
+        options = RunOptions(
+            out=folder,
+            workers=workers,
+            threads=threads,
+            timeout_s=timeout_s,
+            resume=resume,
+            force=force,
+            show=show,
+        )
+        return run_job(job, read_strategy(strategy), options)
+
+
+def new_run_name(label: str) -> str:
+    word = "".join(c if c.isalnum() else "-" for c in label).strip("-")[:40]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{word}-{secrets.token_hex(2)}"
+
+
+def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
+    """The same with everything said; raises as `train` does."""
+    started_wall_s = time.time()
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    check_sizes(resolved.batch, strategy, options.workers)
+    live = None
+    if isinstance(job, JobRef):
+        reference: JobRef | None = job
+    elif resolved.is_plain:
+        reference = JobRef(fields=plain_fields(resolved))
+    else:
+        from paceline.worker.spawn import pack_live
+
+        reference, live = None, pack_live(resolved)
+    point = resolved.checkpoint_point
+    plan = RunPlan(
+        strategy=strategy,
+        workers=options.workers,
+        clip=resolved.clip,
+        until=resolved.until_spec,
+        patience=resolved.patience,
+        checkpoint_epochs=point.epoch if point else None,
+        checkpoint_samples=point.samples if point else None,
+    )
+    facts = resolved.describe()
+    facts["job_file"] = str(reference.file) if reference and reference.file else None
+    if reference is not None:
+        facts["job_ref"] = reference.model_dump(mode="json")
+    template = {"job": reference}
+    return _run(plan, facts, template, live, options, started_wall_s)
+
+
+def run_script(
+    script: Path, args: list[str], strategy: Strategy, options: RunOptions
+) -> dict[str, Any]:
+    """Run a user's own loop on local processes."""
+    started_wall_s = time.time()
+    if not script.is_file():
+        raise UsageError(f"script {script} does not exist: name a Python file")
+    strategy.check_workers(options.workers)
+    plan = RunPlan(strategy=strategy, workers=options.workers, own_loop=True)
+    facts = {"model": script.stem, "data": "own loop", "seed": 0, "script": str(script)}
+    template = {"script": str(script.resolve()), "script_args": tuple(args)}
+    return _run(plan, facts, template, None, options, started_wall_s)
+
+
+def check_sizes(batch: int, strategy: Strategy, workers: int) -> None:
+    strategy.check_workers(workers)
+    if batch < workers:
+        raise UsageError(
+            f"--batch {batch} is smaller than --workers {workers}: "
+            "the global batch must give every worker a sample"
+        )
+
+
+def plain_fields(job: Job) -> dict[str, Any]:
+    return job.model_dump(mode="json", exclude_defaults=True)
+
+
+def _run(
+    plan: RunPlan,
+    facts: dict[str, Any],
+    template: dict[str, Any],
+    live: bytes | None,
+    options: RunOptions,
+    started_wall_s: float,
+) -> dict[str, Any]:
+    folder = RunFolder(options.out)
+    fresh = not options.out.exists()
+    checkpoint, memory = (None, None)
+    if options.resume:
+        checkpoint, memory = find_checkpoint(folder, facts)
+    folder.prepare(force=options.force, resume=options.resume)
+    if memory is not None:
+        started_wall_s -= float(memory["elapsed_s"])
+    config = {
+        "format": 1,
+        "strategy": str(plan.strategy),
+        "workers": options.workers,
+        "servers": plan.servers,
+        "threads": options.threads_each,
+        "timeout_s": options.timeout_s,
+        "job": facts,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    write_json(folder.config, config)
+    writer = EventWriter(folder.events("run"))
+    keeper = NoteKeeper(writer, options.show)
+    keeper.started(config)
+    template = {
+        **template,
+        "strategy": str(plan.strategy),
+        "threads": options.threads_each,
+        "checkpoint": checkpoint,
+    }
+
+    async def supervise() -> Outcome:
+        supervisor = Supervisor(
+            plan=plan,
+            launcher=LocalLauncher(),
+            folder=folder,
+            template=template,
+            live=live,
+            timeout_s=options.timeout_s,
+            started_wall_s=started_wall_s,
+            show=keeper.note,
+            memory=memory,
+            show_output=plan.own_loop,
+        )
+        return await supervisor.run()
+
+    outcome = run_async(supervise)
+    if outcome.usage and fresh:
+        # The user's mistake, found late: nothing half-written stays behind.
+        writer.close()
+        folder.clear()
+        options.out.rmdir()
+        raise UsageError(outcome.error)
+    keeper.ended(outcome.status, outcome.error, outcome.seconds)
+    writer.close()
+    result = make_result(config, outcome, folder)
+    write_json(folder.result, result)
+    return _conclude(result, outcome, folder)
+
+
+def _conclude(result: dict[str, Any], outcome: Outcome, folder: RunFolder) -> dict[str, Any]:
+    if outcome.status == "done":
+        return result
+    if outcome.status == "cancelled":
+        raise KeyboardInterrupt
+    if outcome.usage:
+        raise UsageError(outcome.error)
+    text = outcome.error or outcome.status
+    if outcome.status == "diverged":
+        kept = sorted(folder.checkpoints.glob("[0-9]*"))
+        if kept:
+            text += f"; the last good checkpoint is {kept[-1]}"
+        raise Diverged(text)
+    failed = RunFailed(text)
+    failed.details = outcome.details  # type: ignore[attr-defined]
+    raise failed
+
+
+def run_async(main: Callable[[], Any]) -> Any:
+    """asyncio.run, also where an event loop is running already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(asyncio.run(main())))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+def find_checkpoint(
+    folder: RunFolder, facts: dict[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The newest checkpoint of a run to resume; raises UsageError when there is nothing to."""
+    import json
+
+    if not folder.config.exists():
+        raise UsageError(f"--resume: {folder.path} holds no run: start it without --resume")
+    before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
+    for name in ("model", "data", "batch", "seed", "dtype"):
+        if before.get(name) != facts.get(name):
+            raise UsageError(
+                f"--resume: {folder.path} was run with {name} {before.get(name)!r}, "
+                f"not {facts.get(name)!r}: its checkpoint is of another job"
+            )
+    whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
+    if not whole:
+        return None, None
+    try:
+        head = json.loads((whole[-1] / "state.json").read_text(encoding="utf-8"))
+        memory = head["plain"]["coordinator"]
+    except (ValueError, KeyError, OSError) as error:
+        raise UsageError(f"--resume: checkpoint {whole[-1]} cannot be read: {error}") from None
+    if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
+        raise UsageError(
+            f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
+            "raise --epochs to train on"
+        )
+    return str(whole[-1].resolve()), memory
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("paceline", "torch", "numpy", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }

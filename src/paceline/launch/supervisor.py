@@ -1,0 +1,318 @@
+"""The supervisor: starts a run's processes, carries out what the coordinator says, ends it all.
+
+The first failure ends the run: the process that caused it is named, everything else is killed
+within seconds, and nothing is left behind, whether the run is done, failed or interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from paceline.launch.hub import Hub
+from paceline.launch.local import Launcher, Process
+from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
+from paceline.protocol.messages import Failing, Finished, Message, ServerStop
+from paceline.protocol.pace import Tell, TellServers
+from paceline.telemetry.folder import RunFolder
+from paceline.worker.assignment import Assignment
+from paceline.worker.main import STACKS_BEGIN, STACKS_END
+
+GRACE_S = 1.0
+"""After a failure that may be a consequence, wait this long for its cause to show."""
+STACKS_S = 2.0
+ORDERLY_S = 10.0
+"""How long processes may take to end by themselves when the run is done."""
+PROGRESS_S = 0.5
+
+Shown = Callable[[str, dict[str, Any]], None]
+"""Gets notes for people: kind and facts."""
+
+
+@dataclass
+class Failure:
+    who: str
+    text: str
+    weight: int
+    """2: certainly a cause. 1: an exception of its own. 0: probably a consequence."""
+    usage: bool = False
+    details: str = ""
+
+
+@dataclass
+class Outcome:
+    status: str
+    error: str | None
+    seconds: float
+    coordinator: Coordinator
+    usage: bool = False
+    details: str = ""
+    servers_lost: list[str] = field(default_factory=list)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        *,
+        plan: RunPlan,
+        launcher: Launcher,
+        folder: RunFolder,
+        template: dict[str, Any],
+        live: bytes | None,
+        timeout_s: float,
+        started_wall_s: float,
+        show: Shown,
+        memory: dict[str, Any] | None = None,
+        show_output: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._folder = folder
+        self._template = template
+        self._live = live
+        self._timeout_s = timeout_s
+        self._began = started_wall_s
+        self._show = show
+        self._show_output = show_output
+        self._token = secrets.token_hex(32)
+        self._coordinator = Coordinator(plan, now=self._now(), memory=memory)
+        self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
+        self._processes: list[Process] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._failures: list[Failure] = []
+        self._end: End | None = None
+        self._ended = asyncio.Event()
+        self._logs: dict[str, IO[str]] = {}
+        self._stacks: dict[str, list[str]] = {}
+        self._stacks_open: set[str] = set()
+        self._progress_due = 0.0
+
+    def _now(self) -> float:
+        return time.time() - self._began
+
+    async def run(self) -> Outcome:
+        """Run to the end; always cleans up, also when cancelled (then the status says so)."""
+        try:
+            await self._start()
+            await self._ended.wait()
+            if self._end is not None and self._end.status == "done":
+                await self._let_end()
+        except asyncio.CancelledError:
+            self._carry_out(self._coordinator.stop("cancelled", "interrupted by the user"))
+        finally:
+            await self._clean_up()
+        assert self._end is not None
+        chief = self._main_failure()
+        return Outcome(
+            status=self._end.status,
+            error=self._end.error,
+            seconds=self._now(),
+            coordinator=self._coordinator,
+            usage=bool(chief and chief.usage and self._end.status == "failed"),
+            details=chief.details if chief else "",
+        )
+
+    async def _start(self) -> None:
+        port = await self._hub.listen(self._launcher.host)
+        servers = self._plan.servers
+        for rank in range(self._plan.workers):
+            assignment = Assignment(
+                kind="worker",
+                index=rank,
+                workers=self._plan.workers,
+                token=self._token,
+                host=self._launcher.host,
+                port=port,
+                interface=self._launcher.interface,
+                bind=self._launcher.host,
+                timeout_s=self._timeout_s,
+                folder=str(self._folder.path.resolve()),
+                started_wall_s=self._began,
+                servers=tuple(range(rank, servers, self._plan.workers)),
+                has_live_job=self._live is not None,
+                **self._template,
+            )
+            process = await self._launcher.start(assignment, self._live, self._on_line)
+            self._processes.append(process)
+            self._tasks.append(asyncio.create_task(self._watch(process)))
+        self._tasks.append(asyncio.create_task(self._watch_deadlines()))
+
+    # ---- what comes in ------------------------------------------------------------------------
+
+    def _on_message(self, who: str, message: Message) -> None:
+        if isinstance(message, Failing):
+            weight = {"usage": 2, "own": 1, "peer": 0}[message.blame]
+            text = f"{self._name(who)} failed{self._at_step(who)}: {message.error}"
+            if message.blame == "usage":
+                text = message.error
+            self._fail(
+                Failure(who, text, weight, message.blame == "usage", details=message.traceback)
+            )
+            return
+        self._carry_out(self._coordinator.handle(message, self._now()))
+        if not isinstance(message, Finished):
+            self._show_progress()
+
+    def _on_gone(self, who: str) -> None:
+        if self._ended.is_set() or not who.startswith("server"):
+            return  # A worker's end is told by its process, with its exit status.
+        if not any(f.who == who for f in self._failures):
+            parent = int(who.split("-")[1]) % self._plan.workers
+            self._fail(
+                Failure(
+                    who,
+                    f"{self._name(who)} (beside worker {parent}) went away without a word "
+                    f"after {self._coordinator.history.updates} updates: it was killed or crashed",
+                    2,
+                )
+            )
+
+    def _on_refused(self, text: str) -> None:
+        self._log("supervisor", f"refused a connection from {text}")
+
+    def _on_line(self, who: str, line: str) -> None:
+        if line.startswith(STACKS_BEGIN):
+            self._stacks_open.add(who)
+            self._stacks[who] = []
+        elif line.startswith(STACKS_END):
+            self._stacks_open.discard(who)
+        elif who in self._stacks_open:
+            self._stacks[who].append(line)
+        self._log(who, line)
+        if self._show_output:
+            self._show("output", {"who": who, "line": line})
+
+    def _log(self, who: str, line: str) -> None:
+        if who not in self._logs:
+            path = self._folder.log(who)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._logs[who] = path.open("a", encoding="utf-8")
+        self._logs[who].write(line + "\n")
+        self._logs[who].flush()
+
+    # ---- what goes out ------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                self._hub.tell(f"worker-{action.worker}", action.message)
+            elif isinstance(action, TellServers):
+                for server in range(action.servers):
+                    self._hub.tell(f"server-{server}", action.message)
+            elif isinstance(action, Note):
+                self._show(action.kind, {**action.facts, "t": self._now()})
+            elif isinstance(action, End):
+                self._end = action
+                self._ended.set()
+
+    def _show_progress(self) -> None:
+        now = self._now()
+        if now < self._progress_due:
+            return
+        self._progress_due = now + PROGRESS_S
+        history = self._coordinator.history
+        strategy = self._plan.strategy.phases[history.phase]
+        self._show(
+            "progress",
+            {
+                "t": now,
+                "epoch": history.epoch,
+                "samples": history.samples,
+                "updates": history.updates,
+                "loss": history.tally.loss,
+                "strategy": str(strategy),
+            },
+        )
+
+    # ---- failures -----------------------------------------------------------------------------
+
+    async def _watch(self, process: Process) -> None:
+        how = await process.wait()
+        if self._ended.is_set():
+            return
+        # Its last words may still be on their way through the control connection.
+        await asyncio.sleep(0.1)
+        told = [f for f in self._failures if f.who == process.who]
+        if self._ended.is_set() or told:
+            return
+        text = (
+            f"{self._name(process.who)} (pid {process.pid}) ended"
+            f"{self._at_step(process.who)}: {how or 'exit status 0 before the run was over'}"
+        )
+        last = self._last_lines(process.who)
+        self._fail(Failure(process.who, text, 2, details=last))
+
+    def _fail(self, failure: Failure) -> None:
+        first = not self._failures
+        self._failures.append(failure)
+        if failure.weight == 2:
+            self._conclude()
+        elif first:
+            asyncio.get_running_loop().call_later(GRACE_S, self._conclude)
+
+    def _conclude(self) -> None:
+        chief = self._main_failure()
+        if chief is not None and not self._ended.is_set():
+            self._carry_out(self._coordinator.stop("failed", chief.text))
+
+    def _main_failure(self) -> Failure | None:
+        return max(self._failures, key=lambda f: f.weight, default=None)
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._timeout_s / 4))
+            stuck = self._coordinator.members.stuck(self._now(), self._timeout_s)
+            if not stuck:
+                continue
+            for process in self._processes:
+                process.ask_stacks()
+            await asyncio.sleep(min(STACKS_S, self._timeout_s))
+            named = ", ".join(f"worker {w} (step {m.step}, {m.phase})" for w, m in stuck)
+            stacks = [
+                f"stacks of worker {w}:\n" + "\n".join(self._stacks.get(f"worker-{w}", ["none"]))
+                for w, _ in stuck
+            ]
+            text = f"{named} made no progress for {self._timeout_s:g} s: stopped at the deadline"
+            self._fail(Failure(f"worker-{stuck[0][0]}", text, 2, details="\n\n".join(stacks)))
+            return
+
+    def _name(self, who: str) -> str:
+        return who.replace("-", " ")
+
+    def _at_step(self, who: str) -> str:
+        if not who.startswith("worker-"):
+            return ""
+        return f" at step {self._coordinator.members.last_step(int(who.split('-')[1]))}"
+
+    def _last_lines(self, who: str) -> str:
+        path = self._folder.log(who)
+        if not path.exists():
+            return ""
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-10:])
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    async def _let_end(self) -> None:
+        """The run is done: servers are told, workers know; all get a moment to leave in order."""
+        for server in range(self._plan.servers):
+            self._hub.tell(f"server-{server}", ServerStop())
+        ends = [asyncio.create_task(process.wait()) for process in self._processes]
+        await asyncio.wait(ends, timeout=ORDERLY_S)
+
+    async def _clean_up(self) -> None:
+        for process in self._processes:
+            process.kill()
+        await self._hub.close()
+        for task in self._tasks:
+            task.cancel()
+        ends = [asyncio.create_task(process.wait()) for process in self._processes]
+        if ends:
+            await asyncio.wait(ends, timeout=ORDERLY_S)
+        await asyncio.sleep(0)
+        for log in self._logs.values():
+            log.close()

@@ -1,0 +1,28 @@
+"""The models Paceline can train, by name. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from paceline.models.catalog import Entry, Kind, check_classes, check_input_shape, find, names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Entry", "Kind", "build", "find", "names"]
+
+
+def build(name: str, *, input_shape: Sequence[int], classes: int) -> torch.nn.Module:
+    """A new model for samples of `input_shape` (no batch dimension) and `classes` outputs.
+
+    Weights are drawn from torch's global generator: seed it first for the same weights again.
+    """
+    entry = find(name)
+    shape = check_input_shape(entry, input_shape)
+    check_classes(entry, classes)
+    module_name, _, factory_name = entry.factory.partition(":")
+    # Imported only now: listing or checking models must not pay for loading torch.
+    factory = getattr(import_module(module_name), factory_name)
+    return cast("torch.nn.Module", factory(input_shape=shape, classes=classes, **entry.options))

@@ -1,0 +1,146 @@
+"""What each model is called, what it takes and where its code lives: torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import UsageError, nearest
+
+Kind = Literal["image", "vector-or-image", "text"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model: `factory` is "module:callable", called with shape, classes and `options`."""
+
+    name: str
+    kind: Kind
+    factory: str
+    description: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    min_side_pixels: int = 1
+    """The smallest image side that unpadded convolutions and pooling leave something of."""
+
+
+_MLP = "paceline.models.mlp:MLP"
+_RESNET_V1 = "paceline.models.resnet:ResNetV1"
+
+
+def _mlp(name: str, *hidden: int) -> Entry:
+    widths = "-".join(map(str, hidden))
+    text = f"perceptron, ReLU, hidden layers {widths}; flattens any input"
+    return Entry(name, "vector-or-image", _MLP, text, {"hidden": hidden})
+
+
+def _resnet_v1(depth: int) -> Entry:
+    text = f"CIFAR ResNet v1 of depth {depth}: three stages of basic blocks, 16/32/64 filters"
+    # Two convolutions a block, three stages, plus the stem and the final dense layer.
+    options = {"blocks_per_stage": (depth - 2) // 6}
+    return Entry(f"resnet{depth}", "image", _RESNET_V1, text, options)
+
+
+_ENTRIES = {
+    entry.name: entry
+    for entry in (
+        _mlp("mlp-128", 128),
+        _mlp("mlp-300-100", 300, 100),
+        _mlp("mlp-wide", 4096, 2048),
+        Entry(
+            "cnn-small",
+            "image",
+            "paceline.models.cnn:SmallCNN",
+            "one 3x3 convolution of 32 filters, max pooling, dense 64",
+            min_side_pixels=4,
+        ),
+        Entry(
+            "cnn-keras",
+            "image",
+            "paceline.models.cnn:KerasCNN",
+            "two 3x3 convolutions of 32 and 64 filters, max pooling, dense 128, dropout",
+            min_side_pixels=6,
+        ),
+        *(_resnet_v1(depth) for depth in (8, 20, 32, 50, 56)),
+        Entry(
+            "resnet56v2",
+            "image",
+            "paceline.models.resnet:ResNetV2",
+            "CIFAR ResNet v2 of depth 56: pre-activation bottlenecks, 64/128/256 outputs, L2",
+            {"blocks_per_stage": 6, "l2": 1e-4},
+        ),
+        Entry(
+            "densenet-bc-40-12",
+            "image",
+            "paceline.models.densenet:DenseNetBC",
+            "DenseNet-BC of depth 40, growth 12, reduction 0.5, dropout 0.1",
+            {"depth": 40, "growth": 12, "reduction": 0.5, "dropout": 0.1},
+            min_side_pixels=4,
+        ),
+        Entry(
+            "char-transformer",
+            "text",
+            "paceline.models.transformer:CharTransformer",
+            "causal transformer over characters: 4 layers, width 128, 4 heads, tied embedding",
+        ),
+    )
+}
+
+
+def names() -> list[str]:
+    """All model names, in the catalogue's order: small to large within a family."""
+    return list(_ENTRIES)
+
+
+def find(name: str) -> Entry:
+    """The entry called `name`, or a UsageError that names the nearest one."""
+    try:
+        return _ENTRIES[name]
+    except KeyError:
+        raise UsageError(f"unknown model {name!r}: {nearest(name, _ENTRIES)}") from None
+
+
+def check_input_shape(entry: Entry, input_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple of ints, or a UsageError if the model cannot take such samples."""
+    shape = tuple(int(size) for size in input_shape)
+    if not shape or min(shape) < 1:
+        raise UsageError(
+            f"input shape {shape} of model {entry.name!r}: needs one or more sizes of at least 1; "
+            "give the shape of one sample without the batch dimension"
+        )
+    if entry.kind == "image":
+        _check_image_shape(entry, shape)
+    elif entry.kind == "text" and len(shape) != 1:
+        raise UsageError(
+            f"input shape {shape} does not fit model {entry.name!r}: "
+            f"it reads text as (time,); use a text data set or {_others('image')}"
+        )
+    return shape
+
+
+def check_classes(entry: Entry, classes: int) -> None:
+    """Refuse a model without outputs."""
+    if classes < 1:
+        raise UsageError(
+            f"classes={classes} for model {entry.name!r}: must be at least 1; "
+            "give the number of classes, or of characters for text"
+        )
+
+
+def _check_image_shape(entry: Entry, shape: tuple[int, ...]) -> None:
+    if len(shape) != 3:
+        raise UsageError(
+            f"input shape {shape} does not fit model {entry.name!r}: it reads images as "
+            f"(channels, height, width); use an image data set or {_others('vector-or-image')}"
+        )
+    if min(shape[1:]) < entry.min_side_pixels:
+        raise UsageError(
+            f"input shape {shape} is too small for model {entry.name!r}: height and width must be "
+            f"at least {entry.min_side_pixels}; use larger images or {_others('vector-or-image')}"
+        )
+
+
+def _others(kind: Kind) -> str:
+    """A remedy: some models that take the other kind of data."""
+    fitting = [entry.name for entry in _ENTRIES.values() if entry.kind == kind]
+    return "a model such as " + " or ".join(fitting[:2])

@@ -1,0 +1,86 @@
+"""Densely connected networks with bottlenecks and compression (DenseNet-BC)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.models.weights import init_he
+
+DENSE_BLOCKS = 3
+BOTTLENECK_FACTOR = 4
+
+
+class DenseLayer(nn.Module):
+    """Adds `growth` channels to its input, through a 1x1 bottleneck."""
+
+    def __init__(self, channels: int, *, growth: int, dropout: float) -> None:
+        super().__init__()
+        inner = BOTTLENECK_FACTOR * growth
+        # No biases: the normalisation that follows would take them out again.
+        self.new_channels = nn.Sequential(
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.Dropout(dropout),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, growth, 3, padding=1, bias=False),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.new_channels(x)], dim=1)
+
+
+def make_transition(channels: int, channels_out: int, *, dropout: float) -> nn.Sequential:
+    """Compress the channels and halve height and width."""
+    return nn.Sequential(
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels_out, 1, bias=False),
+        nn.Dropout(dropout),
+        nn.AvgPool2d(2),
+    )
+
+
+class DenseNetBC(nn.Module):
+    """Three dense blocks with a transition between each two of them."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: Sequence[int],
+        classes: int,
+        depth: int,
+        growth: int,
+        reduction: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        # The stem, the dense layer and two transitions make 4; a layer has two convolutions.
+        layers_per_block = (depth - 4) // (2 * DENSE_BLOCKS)
+        channels = 2 * growth
+        self.stem = nn.Conv2d(input_shape[0], channels, 3, padding=1, bias=False)
+        parts: list[nn.Module] = []
+        for block in range(DENSE_BLOCKS):
+            for _ in range(layers_per_block):
+                parts.append(DenseLayer(channels, growth=growth, dropout=dropout))
+                channels += growth
+            if block < DENSE_BLOCKS - 1:
+                compressed = int(channels * reduction)
+                parts.append(make_transition(channels, compressed, dropout=dropout))
+                channels = compressed
+        self.blocks = nn.Sequential(*parts)
+        self.last_norm = nn.BatchNorm2d(channels)
+        self.head = nn.Linear(channels, classes)
+        init_he(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (batch, classes)."""
+        x = F.relu(self.last_norm(self.blocks(self.stem(images))))
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits

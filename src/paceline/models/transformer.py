@@ -1,0 +1,110 @@
+"""A small causal transformer over characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.errors import UsageError
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention in which no position sees a later one."""
+
+    def __init__(self, width: int, *, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        joint = self.queries_keys_values(x).view(batch, time, 3, self.heads, width // self.heads)
+        # To (3, batch, heads, time, width of a head): attention works on the last two.
+        queries, keys, values = joint.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each normalised before and added to the stream."""
+
+    def __init__(self, width: int, *, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads=heads, dropout=dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        y = self.contract(F.gelu(self.expand(self.mlp_norm(x))))
+        total: Tensor = x + self.dropout(y)
+        return total
+
+
+class CharTransformer(nn.Module):
+    """Predicts each next character; `input_shape` is (context,), `classes` the vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: Sequence[int],
+        classes: int,
+        layers: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        (self.context,) = input_shape
+        self.characters = nn.Embedding(classes, width)
+        self.positions = nn.Embedding(self.context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(Block(width, heads=heads, dropout=dropout) for _ in range(layers))
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes, bias=False)
+        # One tensor under two names: a character is read and predicted by the same vector.
+        self.head.weight = self.characters.weight
+        self._init_weights()
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary) for LongTensor (batch, time)."""
+        time = characters.shape[1]
+        if time > self.context:
+            raise UsageError(
+                f"{time} characters in a sequence: the model's context is {self.context}; "
+                "cut the sequence or build the model with a longer context"
+            )
+        positions = torch.arange(time, device=characters.device)
+        x = self.dropout(self.characters(characters) + self.positions(positions))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+    def _init_weights(self) -> None:
+        std = 0.02
+        # Every block adds to the stream twice: smaller steps keep its variance from growing.
+        residual_std = std / math.sqrt(2 * len(self.blocks))
+        nn.init.normal_(self.characters.weight, std=std)
+        nn.init.normal_(self.positions.weight, std=std)
+        for name, layer in self.blocks.named_modules():
+            if isinstance(layer, nn.Linear):
+                adds_to_stream = name.endswith((".out", ".contract"))
+                nn.init.normal_(layer.weight, std=residual_std if adds_to_stream else std)
+                nn.init.zeros_(layer.bias)

@@ -1,0 +1,26 @@
+"""First weights, drawn from torch's global generator in the order the layers were made."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def init_glorot(model: nn.Module) -> None:
+    """Glorot-uniform kernels and zero biases in every convolution and dense layer."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            _zero_bias(layer)
+
+
+def init_he(model: nn.Module) -> None:
+    """He-normal kernels (by fan-in) and zero biases in every convolution and dense layer."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
+            _zero_bias(layer)
+
+
+def _zero_bias(layer: nn.Conv2d | nn.Linear) -> None:
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,395 @@
+"""The coordinator: one object that decides for the whole run.
+
+Reports of workers and servers come in with the time they came at; actions go out. Between two
+stretches of training the run quiesces, and the coordinator leads all workers through the same
+sequence of questions (`_conduct`): export, evaluate, save, switch, go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import SpecError
+from paceline.protocol.history import History, Tally
+from paceline.protocol.ledger import Ledger
+from paceline.protocol.membership import Membership
+from paceline.protocol.messages import (
+    Advanced,
+    Diverging,
+    Enter,
+    Entered,
+    EpochOver,
+    Evaluate,
+    Evaluated,
+    Finish,
+    Finished,
+    Heartbeat,
+    Message,
+    Onward,
+    Pushed,
+    Quiesce,
+    Quiesced,
+    Ready,
+    Reduced,
+    Resumed,
+    Save,
+    Saved,
+    ServerReady,
+)
+from paceline.protocol.pace import Order, Pace, Tell, make_pace
+from paceline.protocol.switch import Decision, make_policy
+from paceline.specs.strategy import Strategy
+from paceline.specs.until import Until
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What the coordinator is told before the run; the rest it learns from the workers."""
+
+    strategy: Strategy
+    workers: int
+    clip: float | None = None
+    until: Until | None = None
+    patience: int | None = None
+    checkpoint_epochs: int | None = None
+    checkpoint_samples: int | None = None
+    own_loop: bool = False
+    save_model: bool = True
+
+    @property
+    def servers(self) -> int:
+        return self.strategy.servers_for(self.workers)
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to write into the run folder and to show: kind, and plain facts."""
+
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class End:
+    status: str
+    error: str | None = None
+
+
+Action = Order | Note | End
+_Script = Generator[None, list[Any], None]
+
+
+class Coordinator:
+    """Events in through `handle`, actions out; `history` can be read at any time."""
+
+    def __init__(self, plan: RunPlan, *, now: float, memory: dict[str, Any] | None = None) -> None:
+        self.plan = plan
+        self.history = History.from_plain(memory["history"]) if memory else History()
+        self.members = Membership(plan.workers, now)
+        self.totals: dict[int, dict[str, Any]] = {}
+        self.final: dict[str, float | None] = {}
+        self._now = now
+        self._actions: list[Action] = []
+        self._servers: dict[int, tuple[str, int]] = {}
+        self._awaited: type[Message] | None = Ready
+        self._answers: dict[int, Any] = {}
+        self._pace: Pace | None = None
+        self._resumed: dict[int, float] = {}
+        self._ended = False
+        self._script = self._conduct()
+        next(self._script)
+
+    def handle(self, event: Message, now: float) -> list[Action]:
+        """Take one report; what comes back is to be carried out in this order."""
+        if self._ended:
+            return []
+        self._now = now
+        self._actions = []
+        if isinstance(event, Heartbeat):
+            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
+        elif isinstance(event, Advanced | Pushed | Reduced):
+            self._on_training(event)
+        elif isinstance(event, Diverging):
+            self._end("diverged", self._describe_divergence(event))
+        elif isinstance(event, Resumed):
+            self._on_resumed(event)
+        elif isinstance(event, ServerReady):
+            self._servers[event.server] = (event.host, event.port)
+            self._go_on_if_answered()
+        elif self._awaited is not None and isinstance(event, self._awaited):
+            self._answers[event.worker] = event  # type: ignore[attr-defined]
+            self._go_on_if_answered()
+        else:
+            self._end("failed", f"an unexpected {type(event).__name__} message from a worker")
+        return self._actions
+
+    def stop(self, status: str, error: str) -> list[Action]:
+        """The shell saw a process go away, a deadline pass or the user interrupt."""
+        self._actions = []
+        self._end(status, error)
+        return self._actions
+
+    # ---- training: the hot path ---------------------------------------------------------------
+
+    def _on_training(self, event: Advanced | Pushed | Reduced) -> None:
+        pace = self._pace
+        if pace is None or pace.drained:
+            self._end("failed", f"a {type(event).__name__} message while no work was handed out")
+            return
+        if not isinstance(event, Reduced):
+            self.members.reached(event.worker, event.step)
+            self.history.tally.add(event.measured)
+        self._actions.extend(pace.on_report(event, self._now))
+        if pace.drained:
+            self._resume([])
+
+    # ---- the sequence of a run ----------------------------------------------------------------
+
+    def _conduct(self) -> _Script:
+        facts = yield  # every worker is ready, every server listens
+        ready: Ready = facts[0]
+        for other in facts[1:]:
+            if dataclasses.replace(other, worker=0) != ready:
+                self._end(
+                    "failed",
+                    f"worker {other.worker} has {other.samples} samples in batches of "
+                    f"{other.batch}, worker 0 {ready.samples} in batches of {ready.batch}: "
+                    "every worker needs the same data and batch",
+                )
+                return
+        history = self.history
+        try:
+            policy = make_policy(self.plan.strategy, ready.samples, ready.epochs)
+        except SpecError as error:
+            self._end("failed", str(error))
+            return
+        ledger = Ledger(
+            ready.samples,
+            epoch=history.epoch,
+            position=history.samples - history.epoch * ready.samples,
+        )
+        last_saved = history.samples
+        self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
+        # A run resumed right at a switch point switches now.
+        yield from self._enter(ready, ledger, policy.decide(history))
+
+        while True:
+            stop = self._next_stop(ready, ledger, policy.next_stop(history), last_saved)
+            yield from self._train(ledger, stop)
+            epoch_ended = ledger.frontier == ready.samples
+            replies: list[Quiesced] = yield from self._ask(Quiesce(self._pace_version()), Quiesced)
+            if not self._replicas_agree(replies):
+                return
+            if epoch_ended:
+                yield from self._close_epoch(ready, replies[0].lr)
+                history.epoch += 1
+                ledger.begin_epoch(history.epoch)
+            reason = self._why_finished(ready) if epoch_ended else None
+            if reason is not None or self._checkpoint_due(ready, epoch_ended, last_saved):
+                yield from self._save()
+                last_saved = history.samples
+            if reason is not None:
+                break
+            if epoch_ended:
+                wishes: list[Onward] = yield from self._ask(EpochOver(history.epoch - 1), Onward)
+                if len({w.more for w in wishes}) > 1:
+                    self._end("failed", "some workers' loops ended, others want another epoch")
+                    return
+                if not wishes[0].more:
+                    reason = "the loop ended"
+                    break
+            decision = policy.decide(history)
+            if decision is not None:
+                yield from self._enter(ready, ledger, decision)
+        yield from self._finish(ready, reason)
+
+    def _train(self, ledger: Ledger, stop: int) -> _Script:
+        assert self._pace is not None
+        began = self._now
+        self._actions.extend(self._pace.run_to(stop, self._now))
+        if not self._pace.drained:
+            yield
+        self.history.train_seconds += self._now - began
+
+    def _enter(self, ready: Ready, ledger: Ledger, decision: Decision | None) -> _Script:
+        """Bring the strategy of a phase into force on all workers."""
+        history = self.history
+        before = self._strategy()
+        drain_s = self._pace.drain_s if self._pace is not None else 0.0
+        if decision is not None:
+            self._flush_switch()
+            history.phase = decision.phase
+        strategy = self._strategy()
+        needed = strategy.servers_for(self.plan.workers)
+        servers = tuple(self._servers[i] for i in range(needed))
+        yield from self._ask(Enter(history.phase, servers, decision is not None), Entered)
+        self._pace = make_pace(
+            strategy,
+            workers=self.plan.workers,
+            batch=ready.batch,
+            ledger=ledger,
+            history=history,
+            clip=self.plan.clip,
+        )
+        if decision is not None:
+            self._resumed = {}
+            row = {
+                "samples": history.samples,
+                "from": str(before),
+                "to": str(strategy),
+                "pause_s": 0.0,
+                "drain_s": round(drain_s, 6),
+                "reason": decision.reason,
+            }
+            history.switches.append(row)
+        self._note(
+            "phase",
+            strategy=str(strategy),
+            samples=history.samples,
+            lr=strategy.lr_note(self.plan.workers),
+        )
+
+    def _close_epoch(self, ready: Ready, lr: float) -> _Script:
+        history = self.history
+        row: dict[str, Any] = {
+            "epoch": history.epoch + 1,
+            "seconds": 0.0,
+            "samples": history.samples,
+            "updates": history.updates,
+            "lr": lr,
+            "train_loss": history.tally.loss,
+            "train_acc": history.tally.accuracy,
+            "val_loss": None,
+            "val_acc": None,
+        }
+        if "val" in ready.splits:
+            row["val_loss"], row["val_acc"] = yield from self._evaluate("val")
+        row["seconds"] = self._now
+        history.tally = Tally()
+        history.rows.append(row)
+        self._note("epoch", row=row)
+
+    def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float]]:
+        parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
+        count = sum(p.count for p in parts)
+        loss = sum(p.loss_sum for p in parts) / count
+        return loss, sum(p.correct for p in parts) / count
+
+    def _save(self) -> _Script:
+        name = f"{self.history.samples:012d}"
+        memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
+        saved: list[Saved] = yield from self._ask(Save(name, memory), Saved)
+        self._note("checkpoint", samples=self.history.samples, path=saved[0].path)
+
+    def _finish(self, ready: Ready, reason: str | None) -> _Script:
+        history = self.history
+        if "test" in ready.splits:
+            self.final["test_loss"], self.final["test_acc"] = yield from self._evaluate("test")
+        ended: list[Finished] = yield from self._ask(Finish(self.plan.save_model), Finished)
+        self.totals = {f.worker: f.totals for f in ended}
+        self._flush_switch()
+        self._note("finished", reason=reason, samples=history.samples)
+        self._end("done", None)
+
+    # ---- decisions ----------------------------------------------------------------------------
+
+    def _next_stop(
+        self, ready: Ready, ledger: Ledger, switch_at: int | None, last_saved: int
+    ) -> int:
+        """The position of this epoch to run to: always the end of a global batch."""
+        epoch_start = self.history.epoch * ready.samples
+        stops = [ready.samples]
+        if switch_at is not None:
+            stops.append(switch_at - epoch_start)
+        if self.plan.checkpoint_samples is not None:
+            stops.append(last_saved + self.plan.checkpoint_samples - epoch_start)
+        stop = max(min(stops), ledger.frontier + 1)
+        return min(ready.samples, -(-stop // ready.batch) * ready.batch)
+
+    def _checkpoint_due(self, ready: Ready, epoch_ended: bool, last_saved: int) -> bool:
+        plan = self.plan
+        if plan.checkpoint_samples is not None:
+            return self.history.samples - last_saved >= plan.checkpoint_samples
+        every = plan.checkpoint_epochs
+        return bool(every and epoch_ended and self.history.epoch % every == 0)
+
+    def _why_finished(self, ready: Ready) -> str | None:
+        history, plan = self.history, self.plan
+        if plan.until is not None and plan.until.met_by(history.value_of(plan.until.figure)):
+            return f"until {plan.until}"
+        if plan.patience is not None:
+            best = history.best_row_index("val_loss", lower_is_better=True)
+            if best is not None and len(history.rows) - 1 - best >= plan.patience:
+                return f"no better val_loss for {plan.patience} epochs"
+        if ready.epochs is not None and not plan.own_loop and history.epoch >= ready.epochs:
+            return f"{ready.epochs} epochs"
+        return None
+
+    def _replicas_agree(self, replies: list[Quiesced]) -> bool:
+        odd = [r.worker for r in replies if r.checksum != replies[0].checksum]
+        if odd:
+            self._end(
+                "failed",
+                f"replicas differ: worker {odd[0]} holds other weights than worker 0 "
+                f"after {self.history.samples} samples",
+            )
+        return not odd
+
+    def _describe_divergence(self, event: Diverging) -> str:
+        loss = "NaN" if math.isnan(event.loss) else f"{event.loss:g}"
+        return (
+            f"diverged: the loss is {loss} at step {event.step} of worker {event.worker} "
+            f"({event.why}): lower the learning rate, add warm-up or clip gradients"
+        )
+
+    # ---- plumbing -----------------------------------------------------------------------------
+
+    def _strategy(self) -> Strategy:
+        return self.plan.strategy.phases[self.history.phase]
+
+    def _pace_version(self) -> int:
+        return self._pace.version if self._pace is not None else 0
+
+    def _ask(
+        self, question: Message, answer: type[Message]
+    ) -> Generator[None, list[Any], list[Any]]:
+        self._awaited, self._answers = answer, {}
+        self._actions.extend(Tell(w, question) for w in range(self.plan.workers))
+        replies = yield
+        return replies
+
+    def _go_on_if_answered(self) -> None:
+        if len(self._answers) == self.plan.workers and len(self._servers) == self.plan.servers:
+            answers = [self._answers[w] for w in sorted(self._answers)]
+            self._awaited, self._answers = None, {}
+            self._resume(answers)
+
+    def _resume(self, answers: list[Any]) -> None:
+        try:
+            self._script.send(answers)
+        except StopIteration:
+            assert self._ended, "the run's sequence ended without an end"
+
+    def _on_resumed(self, event: Resumed) -> None:
+        self._resumed[event.worker] = event.pause_s
+        if len(self._resumed) == self.plan.workers:
+            self._flush_switch()
+
+    def _flush_switch(self) -> None:
+        """Complete the row of the last switch with the slowest worker's pause."""
+        if self._resumed and self.history.switches:
+            row = self.history.switches[-1]
+            row["pause_s"] = round(max(self._resumed.values()), 6)
+            self._resumed = {}
+            self._note("switch", row=row)
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        self._actions.append(Note(kind, facts))
+
+    def _end(self, status: str, error: str | None) -> None:
+        self._ended = True
+        self._actions.append(End(status, error))

@@ -1,0 +1,90 @@
+"""The run so far, as plain numbers: what policies decide from and what result.json is made of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.protocol.messages import Measured
+
+
+@dataclass
+class Tally:
+    """Sums over the training steps of the current epoch."""
+
+    samples: int = 0
+    predictions: int = 0
+    loss_sum: float = 0.0
+    correct: int = 0
+    told: bool = True
+
+    def add(self, measured: Measured) -> None:
+        self.samples += measured.samples
+        self.predictions += measured.predictions
+        self.correct += measured.correct
+        if measured.loss_sum is None:
+            self.told = False
+        else:
+            self.loss_sum += measured.loss_sum
+
+    @property
+    def loss(self) -> float | None:
+        return self.loss_sum / self.samples if self.samples and self.told else None
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.correct / self.predictions if self.predictions and self.told else None
+
+
+@dataclass
+class History:
+    """Everything that has happened, in samples; `phase` is the index of the strategy in force."""
+
+    samples: int = 0
+    updates: int = 0
+    phase: int = 0
+    epoch: int = 0
+    tally: Tally = field(default_factory=Tally)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    switches: list[dict[str, Any]] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+    max_lag: int = 0
+    train_seconds: float = 0.0
+    """Wall time of training alone: start-up, evaluation, saving and switching apart."""
+
+    def value_of(self, name: str) -> float | None:
+        """The newest figure of that name, for --until and early stopping."""
+        return self.rows[-1].get(name) if self.rows else None
+
+    def best_row_index(self, name: str, lower_is_better: bool) -> int | None:
+        figures = [row.get(name) for row in self.rows]
+        known = [(f, i) for i, f in enumerate(figures) if f is not None and not math.isnan(f)]
+        if not known:
+            return None
+        chosen = min(known) if lower_is_better else max(known, key=lambda pair: (pair[0], -pair[1]))
+        return chosen[1]
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "updates": self.updates,
+            "phase": self.phase,
+            "epoch": self.epoch,
+            "tally": vars(self.tally).copy(),
+            "rows": self.rows,
+            "switches": self.switches,
+            "staleness": [[k, v] for k, v in sorted(self.staleness.items())],
+            "max_lag": self.max_lag,
+            "train_seconds": self.train_seconds,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> History:
+        values = dict(plain)
+        values["tally"] = Tally(**values["tally"])
+        values["staleness"] = Counter({int(k): int(v) for k, v in values["staleness"]})
+        values["rows"] = list(values["rows"])
+        values["switches"] = list(values["switches"])
+        return cls(**values)

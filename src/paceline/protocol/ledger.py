@@ -1,0 +1,98 @@
+"""The sample ledger: every position of an epoch is leased, and acknowledged exactly once."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+EVERYBODY = -1
+"""Holder of a block that all workers compute together."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    id: int
+    holder: int
+    lo: int
+    hi: int
+
+
+class Ledger:
+    """Positions 0..samples of one epoch after another.
+
+    A position is in exactly one state: not yet leased, returned, leased out, or done. What a
+    lost worker held goes back and is leased again; an acknowledgement that comes twice, or of a
+    lease that was taken back, is refused.
+    """
+
+    def __init__(self, samples: int, *, epoch: int = 0, position: int = 0) -> None:
+        self.samples = samples
+        self._next_id = 1
+        self.begin_epoch(epoch, position)
+
+    def begin_epoch(self, epoch: int, position: int = 0) -> None:
+        assert 0 <= position <= self.samples
+        self.epoch = epoch
+        self._next = position
+        self._out: dict[int, Entry] = {}
+        self._held: dict[int, set[int]] = {}
+        self._returned: list[tuple[int, int]] = []
+        self._done_after: dict[int, int] = {}
+        self._frontier = position
+
+    @property
+    def frontier(self) -> int:
+        """All positions below it are done."""
+        return self._frontier
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._out)
+
+    def take(self, holder: int, count: int, limit: int) -> Entry | None:
+        """Lease up to `count` positions below `limit`, returned ones first; None if none is left."""
+        assert count > 0
+        if self._returned and self._returned[0][0] < limit:
+            lo, hi = heapq.heappop(self._returned)
+            cut = min(hi, lo + count, limit)
+            if cut < hi:
+                heapq.heappush(self._returned, (cut, hi))
+            return self._lease(holder, lo, cut)
+        if self._next >= min(limit, self.samples):
+            return None
+        lo = self._next
+        self._next = min(lo + count, limit, self.samples)
+        return self._lease(holder, lo, self._next)
+
+    def _lease(self, holder: int, lo: int, hi: int) -> Entry:
+        entry = Entry(self._next_id, holder, lo, hi)
+        self._next_id += 1
+        self._out[entry.id] = entry
+        self._held.setdefault(holder, set()).add(entry.id)
+        return entry
+
+    def acknowledge(self, lease_id: int, holder: int) -> Entry:
+        """The lease's samples are applied; raises KeyError if `holder` does not hold it."""
+        entry = self._drop(lease_id, holder)
+        self._done_after[entry.lo] = entry.hi
+        while self._frontier in self._done_after:
+            self._frontier = self._done_after.pop(self._frontier)
+        return entry
+
+    def give_back(self, lease_id: int, holder: int) -> None:
+        """The lease was not worked on: its positions are leased anew."""
+        entry = self._drop(lease_id, holder)
+        heapq.heappush(self._returned, (entry.lo, entry.hi))
+
+    def forget_holder(self, holder: int) -> None:
+        """A worker is gone: everything it held is leased anew."""
+        for lease_id in sorted(self._held.get(holder, ())):
+            self.give_back(lease_id, holder)
+
+    def _drop(self, lease_id: int, holder: int) -> Entry:
+        entry = self._out.get(lease_id)
+        if entry is None or entry.holder != holder:
+            raise KeyError(f"worker {holder} does not hold lease {lease_id}")
+        del self._out[lease_id]
+        self._held[holder].discard(lease_id)
+        return entry

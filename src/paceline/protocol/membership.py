@@ -1,0 +1,43 @@
+"""Who takes part, what each was last seen doing, and who is stuck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WAITING = frozenset({"comm_exposed", "wait"})
+"""Phases in which a worker waits for others: stuck there, it is a victim and not the cause."""
+
+
+@dataclass
+class Member:
+    step: int = 0
+    phase: str = "startup"
+    turn: int = 0
+    since: float = 0.0
+
+
+class Membership:
+    """Fed by heartbeats; a worker that stays in one phase too long is stuck."""
+
+    def __init__(self, workers: int, now: float) -> None:
+        self._members = [Member(since=now) for _ in range(workers)]
+
+    def heard(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
+        member = self._members[worker]
+        since = now if turn != member.turn else member.since
+        self._members[worker] = Member(step, phase, turn, since)
+
+    def reached(self, worker: int, step: int) -> None:
+        self._members[worker].step = step
+
+    def last_step(self, worker: int) -> int:
+        return self._members[worker].step
+
+    def stuck(self, now: float, deadline_s: float) -> list[tuple[int, Member]]:
+        """Workers past the deadline; those that hold up the others, if they can be told apart."""
+        late = [(w, m) for w, m in enumerate(self._members) if now - m.since > deadline_s]
+        causes = [(w, m) for w, m in late if m.phase not in WAITING]
+        if causes:
+            return causes
+        # Waiting is only a fault when nobody else is still at work within the deadline.
+        return late if len(late) == len(self._members) else []

@@ -1,0 +1,340 @@
+"""What coordinator, workers and servers tell each other, as plain frozen values.
+
+`to_plain` and `from_plain` turn a message into msgpack-able data and back; a message of unknown
+kind, or with missing or unknown fields, is refused with a WireError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import WireError
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of everything that crosses a control connection."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Positions [lo, hi) of an epoch's seeded order, a part of the global batch [start, stop)."""
+
+    id: int
+    epoch: int
+    start: int
+    stop: int
+    lo: int
+    hi: int
+
+    @property
+    def samples(self) -> int:
+        return self.hi - self.lo
+
+    @property
+    def batch(self) -> int:
+        return self.stop - self.start
+
+
+# ---- coordinator to worker -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps(Message):
+    """Work planned ahead: the global batches of [start, stop), each split among all workers."""
+
+    epoch: int
+    start: int
+    stop: int
+    batch: int
+    weights: tuple[int, ...] | None
+    """Shares of a batch in proportion to these; None is an even split."""
+
+
+@dataclass(frozen=True)
+class Go(Message):
+    """Answer to a push: version to pull at least, the next lease, and how stale the push was."""
+
+    version: int
+    lease: Lease
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Enter(Message):
+    """Take up the strategy of this phase, importing the exported state."""
+
+    phase: int
+    servers: tuple[tuple[str, int], ...]
+    switching: bool
+    """False at the start of a run: there is no pause to measure then."""
+
+
+@dataclass(frozen=True)
+class Quiesce(Message):
+    """No work is in flight any more: export the state, servers having applied `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Evaluate(Message):
+    split: str
+
+
+@dataclass(frozen=True)
+class Save(Message):
+    """Write a checkpoint of the exported state, with the coordinator's own memory beside it."""
+
+    name: str
+    memory: Plain
+
+
+@dataclass(frozen=True)
+class EpochOver(Message):
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Finish(Message):
+    save_model: bool
+
+
+# ---- worker to coordinator -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """A worker stands ready; the facts must be the same on every worker."""
+
+    worker: int
+    samples: int
+    batch: int
+    epochs: int | None
+    splits: tuple[str, ...]
+    """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
+
+
+@dataclass(frozen=True)
+class Measured(Message):
+    """Sums over the steps since the last report; `loss` is None where the loop does not tell."""
+
+    samples: int
+    predictions: int
+    """As many as samples for a classifier, more for text."""
+    loss_sum: float | None
+    correct: int
+
+
+@dataclass(frozen=True)
+class Advanced(Message):
+    """All planned work up to `position` of the epoch is applied here."""
+
+    worker: int
+    epoch: int
+    position: int
+    step: int
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Pushed(Message):
+    """A gradient is on its way to every shard under this handle, computed on version `base`."""
+
+    worker: int
+    handle: int
+    lease: int
+    samples: int
+    base: int
+    step: int
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Entered(Message):
+    worker: int
+
+
+@dataclass(frozen=True)
+class Resumed(Message):
+    """The first forward pass after a switch begins; the pause counts neither drain nor evaluation."""
+
+    worker: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class Quiesced(Message):
+    worker: int
+    checksum: str
+    lr: float
+
+
+@dataclass(frozen=True)
+class Evaluated(Message):
+    worker: int
+    loss_sum: float
+    correct: int
+    count: int
+    """Predictions made; for text more than samples."""
+
+
+@dataclass(frozen=True)
+class Saved(Message):
+    worker: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Onward(Message):
+    """Answer to EpochOver: does this worker's loop want another epoch?"""
+
+    worker: int
+    more: bool
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """The last word of a worker, with its totals."""
+
+    worker: int
+    totals: Plain
+
+
+@dataclass(frozen=True)
+class Diverging(Message):
+    worker: int
+    step: int
+    loss: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Heartbeat(Message):
+    """Sent every second by a thread of its own: what the worker is doing, and since when."""
+
+    worker: int
+    step: int
+    phase: str
+    turn: int
+    """Changes whenever the worker goes from one phase to the next."""
+
+
+@dataclass(frozen=True)
+class Failing(Message):
+    """A process is about to end because of an exception.
+
+    `blame` is "usage" for the user's mistake, "peer" when another process caused it, else "own".
+    """
+
+    who: str
+    error: str
+    traceback: str
+    blame: str
+
+
+# ---- servers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerReady(Message):
+    server: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Part(Message):
+    """One gradient of an update, with its weight in the sum."""
+
+    worker: int
+    handle: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Apply(Message):
+    """Make version `version` out of the parts; `clip` is the largest norm of the whole gradient."""
+
+    version: int
+    parts: tuple[Part, ...]
+    lr_scale: float
+    clip: float | None
+
+
+@dataclass(frozen=True)
+class Reduced(Message):
+    """A shard's share of the squared norm of an update that is to be clipped."""
+
+    server: int
+    version: int
+    square: float
+
+
+@dataclass(frozen=True)
+class Clip(Message):
+    version: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class ServerStop(Message):
+    pass
+
+
+KINDS: dict[str, type[Message]] = {c.__name__: c for c in Message.__subclasses__()}
+_NESTED: dict[str, Any] = {"lease": Lease, "measured": Measured}
+
+
+def to_plain(message: Message) -> Plain:
+    return {"kind": type(message).__name__, **dataclasses.asdict(message)}
+
+
+def from_plain(plain: object) -> Message:
+    if not isinstance(plain, dict) or plain.get("kind") not in KINDS:
+        kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+        raise WireError(f"a message of unknown kind {kind!r}: is the peer of another version?")
+    cls = KINDS[plain["kind"]]
+    fields = {f.name for f in dataclasses.fields(cls)}
+    if fields != set(plain) - {"kind"}:
+        raise WireError(f"a {cls.__name__} message with fields {sorted(set(plain) - {'kind'})}")
+    values = {k: _restore(cls, k, v) for k, v in plain.items() if k != "kind"}
+    return cls(**values)
+
+
+def _restore(cls: type[Message], name: str, value: Any) -> Any:
+    nested = _NESTED.get(name)
+    if nested is not None and isinstance(value, dict):
+        return nested(**value)
+    if cls is Apply and name == "parts":
+        return tuple(Part(**part) for part in value)
+    if isinstance(value, list):
+        return tuple(tuple(v) if isinstance(v, list) else v for v in value)
+    return value
+
+
+def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
+    """Offsets 0 = o[0] <= ... <= o[workers] = count that cut a batch into the workers' shares.
+
+    Even shares differ by one at most, the larger ones first; weighted shares are rounded by
+    largest remainder. Shares may be empty.
+    """
+    if weights is None:
+        small, extra = divmod(count, workers)
+        sizes = [small + (i < extra) for i in range(workers)]
+    else:
+        total = sum(weights)
+        exact = [count * w / total for w in weights]
+        sizes = [int(x) for x in exact]
+        left = count - sum(sizes)
+        by_remainder = sorted(range(workers), key=lambda i: (sizes[i] - exact[i], i))
+        for i in by_remainder[:left]:
+            sizes[i] += 1
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + size)
+    return offsets

@@ -1,0 +1,98 @@
+"""One shard of a parameter server: stores, applies in the order it is given, answers pulls.
+
+Gradients and orders come by different ways and in any order; an order is executed when it is the
+next version and all its gradients are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.protocol.messages import Apply
+
+Handle = tuple[int, int]
+"""(worker, number of its push)."""
+
+
+@dataclass(frozen=True)
+class SumUp:
+    """Sum the gradients of the order and report the squared norm: it will be clipped."""
+
+    order: Apply
+
+
+@dataclass(frozen=True)
+class Update:
+    """Sum the gradients (unless summed already), times `factor`, and step the optimizer."""
+
+    order: Apply
+    factor: float
+    summed: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Send the weights, now at `version`, to whoever asked under this ticket."""
+
+    ticket: int
+    version: int
+
+
+Action = SumUp | Update | Answer
+
+
+class Shard:
+    """The state machine; payloads are handles, the shell holds the tensors."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """State was imported: versions count from 0 again. Only valid when nothing is pending."""
+        self.version = 0
+        self._here: set[Handle] = set()
+        self._orders: dict[int, Apply] = {}
+        self._summed: int | None = None
+        self._factors: dict[int, float] = {}
+        self._pulls: list[tuple[int, int]] = []
+
+    def on_gradient(self, worker: int, handle: int) -> list[Action]:
+        self._here.add((worker, handle))
+        return self._advance()
+
+    def on_apply(self, order: Apply) -> list[Action]:
+        if order.version <= self.version or order.version in self._orders:
+            return []
+        self._orders[order.version] = order
+        return self._advance()
+
+    def on_clip(self, version: int, factor: float) -> list[Action]:
+        self._factors[version] = factor
+        return self._advance()
+
+    def on_pull(self, ticket: int, at_least: int) -> list[Action]:
+        if self.version >= at_least:
+            return [Answer(ticket, self.version)]
+        self._pulls.append((at_least, ticket))
+        return []
+
+    def _advance(self) -> list[Action]:
+        actions: list[Action] = []
+        while (order := self._orders.get(self.version + 1)) is not None:
+            if not all((p.worker, p.handle) in self._here for p in order.parts):
+                break
+            if order.clip is not None and self._summed != order.version:
+                self._summed = order.version
+                actions.append(SumUp(order))
+            if order.clip is not None and order.version not in self._factors:
+                break
+            factor = self._factors.pop(order.version, 1.0)
+            actions.append(Update(order, factor, summed=order.clip is not None))
+            del self._orders[order.version]
+            self._here.difference_update((p.worker, p.handle) for p in order.parts)
+            self.version = order.version
+        if actions:
+            ready = [p for p in self._pulls if p[0] <= self.version]
+            self._pulls = [p for p in self._pulls if p[0] > self.version]
+            actions.extend(Answer(ticket, self.version) for _, ticket in ready)
+        return actions

@@ -1,0 +1,289 @@
+"""The report: one HTML file with everything inside, which opens offline, years later."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.report import charts, formats, page, table
+from paceline.report.comparison import as_mapping, compare_results
+from paceline.report.findings import list_findings
+from paceline.report.runs import UNFINISHED, Run, load_runs
+from paceline.report.stats import as_finite, measure_spread
+
+STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
+
+
+def write_report(runs: list[Path], out: Path, *, title: str) -> Path:
+    """Write the report of the runs in the folders to `out` and return it.
+
+    A folder that is no run itself is searched for runs below it. Failed, unfinished and cut-off
+    runs are in the report, with what is missing. UsageError if a folder holds no run or `out`
+    cannot be written; `out` is replaced whole or not at all.
+    """
+    text = render_report(load_runs(runs), title=title)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        raise UsageError(
+            f"the report cannot be written to {out} ({error.strerror}): name another file"
+        ) from None
+    return out
+
+
+def render_report(runs: Sequence[Run], *, title: str) -> str:
+    comparison = compare_results([run.result for run in runs])
+    figures: list[dict[str, Any]] = []
+    body = [
+        *render_header(title, runs),
+        *render_problems(runs),
+        *render_summary(comparison, runs),
+        *render_curves(runs, figures),
+        *render_phases(runs, figures),
+        *render_staleness(runs, figures),
+        *render_switches(runs),
+        *render_stages(runs),
+        *render_runs(runs),
+        *render_configuration(runs),
+    ]
+    return page.render_page(title, body, figures)
+
+
+def render_header(title: str, runs: Sequence[Run]) -> list[str]:
+    facts = []
+    for name, word in (("model", "model"), ("data", "data"), ("epochs", "epochs")):
+        kinds = list(dict.fromkeys(str(r.result[name]) for r in runs if r.result.get(name)))
+        if kinds:
+            facts.append(f"{word} {', '.join(kinds)}")
+    facts.append(f"{len(runs)} run" + ("s" if len(runs) != 1 else ""))
+    virtual = sum(bool(run.result.get("virtual")) for run in runs)
+    badge = ""
+    if virtual:
+        text = "virtual time" if virtual == len(runs) else f"{virtual} runs in virtual time"
+        badge = f' <span class="badge">{escape(text)}</span>'
+    return [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(" · ".join(facts))}{badge}</p>']
+
+
+def render_problems(runs: Sequence[Run]) -> list[str]:
+    """Failed runs with their error, and incomplete folders with what they lack."""
+    found = []
+    for run in runs:
+        if run.is_done and not run.missing:
+            continue
+        if run.is_done:
+            head = "is done, but its folder is incomplete"
+        elif run.status == UNFINISHED:
+            head = "is unfinished; what follows is what its events tell"
+        else:
+            head = f"ended as {run.status}"
+        text = f"<strong>{escape(describe_run(run))}</strong> {escape(head)}."
+        if run.result.get("error"):
+            text += f"<pre>{escape(str(run.result['error']))}</pre>"
+        if run.missing:
+            text += page.render_list(run.missing)
+        found.append(f'<div class="problem">{text}</div>')
+    return found
+
+
+def describe_run(run: Run) -> str:
+    seed = run.result.get("seed")
+    return f"{run.name}: {run.label}" + (f", seed {seed}" if seed is not None else "")
+
+
+def render_summary(comparison: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+    columns, rows = table.choose_columns(comparison)
+    parts = ["<h2>Summary</h2>", page.render_table(columns, rows, words=("strategy",))]
+    note = table.describe_table(comparison)
+    if note:
+        parts.append(page.render_note(note))
+    findings = list_findings(comparison, runs)
+    if findings:
+        parts += ["<h2>Findings</h2>", page.render_list(findings)]
+    return parts
+
+
+def render_curves(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+    boxes = []
+    for measure, word in (("val_acc", "Validation accuracy"), ("train_loss", "Training loss")):
+        for against in ("epochs", "seconds"):
+            figure = charts.draw_curves(runs, measure, against=against)
+            if figure is not None:
+                boxes.append(place_figure(f"{word} against {against}", figure, figures))
+    parts = ["<h2>Accuracy and loss</h2>"]
+    if not boxes:
+        return [
+            *parts,
+            page.render_note("No run has finished an epoch: there is no curve to draw."),
+        ]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    entries = [
+        (page.render_line_sample(colour, dash), label)
+        for label, (colour, dash) in charts.style_strategies(labels).items()
+    ]
+    if any(run.switches for run in runs):
+        entries.append((page.render_switch_sample(), "switch of strategy"))
+    parts.append(page.render_legend(entries))
+    if len(runs) > len(labels):
+        parts.append(page.render_note("Thin lines are single seeds, bold lines their mean."))
+    return [*parts, f'<div class="grid">{"".join(boxes)}</div>']
+
+
+def place_figure(heading: str, figure: dict[str, Any], figures: list[dict[str, Any]]) -> str:
+    """Reserve the figure's place at its height, so that the page does not jump when drawn."""
+    figures.append(figure)
+    return (
+        f"<div><h3>{escape(heading)}</h3>"
+        f'<div data-figure="{len(figures) - 1}" style="height:{figure["layout"]["height"]}px">'
+        "</div></div>"
+    )
+
+
+def render_phases(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+    drawn = charts.draw_phases(runs)
+    if not drawn:
+        return []
+    used = {trace["name"] for _, _, figure in drawn for trace in figure["data"]}
+    legend = [
+        (page.render_patch_sample(*style), phase.replace("_", " "))
+        for phase, style in charts.PHASE_STYLES.items()
+        if phase in used
+    ]
+    boxes = [
+        place_figure(f"{label} (mean of {n} runs)" if n > 1 else label, figure, figures)
+        for label, n, figure in drawn
+    ]
+    return [
+        "<h2>Where the time went</h2>",
+        page.render_note("Seconds of each worker by phase; all strategies on one scale."),
+        page.render_legend(legend),
+        f'<div class="grid">{"".join(boxes)}</div>',
+    ]
+
+
+def render_staleness(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+    counted = [run.label for run in runs if charts.count_staleness([run])]
+    if not counted:
+        return []
+    parts = ["<h2>Staleness</h2>"]
+    figure = charts.draw_staleness(runs)
+    if figure is None:
+        return [
+            *parts,
+            page.render_note("No update was stale: all were computed on fresh weights."),
+        ]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    styles = charts.style_strategies(labels)
+    drawn = {trace["name"] for trace in figure["data"]}
+    shown = [label for label in labels if charts.clean(label) in drawn]
+    parts.append(
+        page.render_legend([(page.render_patch_sample(styles[x][0], ""), x) for x in shown])
+    )
+    parts.append(
+        place_figure("How many updates old the weights of a gradient were", figure, figures)
+    )
+    fresh = [label for label in dict.fromkeys(counted) if label not in shown]
+    if fresh:
+        parts.append(page.render_note(f"Without any staleness: {', '.join(fresh)}."))
+    return parts
+
+
+def render_switches(runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for run in runs:
+        for switch in run.switches:
+            epoch, at_s = run.place_switch(switch)
+            rows.append(
+                [
+                    run.name,
+                    formats.format_number(as_finite(switch.get("samples"))),
+                    f"{epoch:.2f}",
+                    formats.format_seconds(at_s),
+                    switch.get("from", formats.NOTHING),
+                    switch.get("to", formats.NOTHING),
+                    formats.format_seconds(as_finite(switch.get("pause_s"))),
+                    formats.format_seconds(as_finite(switch.get("drain_s"))),
+                    switch.get("reason") or formats.NOTHING,
+                ]
+            )
+    if not rows:
+        return []
+    columns = ("run", "samples", "epoch", "at", "from", "to", "pause", "drain", "reason")
+    return [
+        "<h2>Switches</h2>",
+        page.render_table(columns, rows, words=("run", "from", "to", "reason")),
+    ]
+
+
+def render_stages(runs: Sequence[Run]) -> list[str]:
+    """Mean seconds of each stage a strategy, over the runs that are done, else over all."""
+    rows = []
+    for label in dict.fromkeys(run.label for run in runs):
+        group = [run for run in runs if run.label == label]
+        group = [run for run in group if run.is_done] or group
+        stages = [as_mapping(run.result.get("stages")) for run in group]
+        if any(stages):
+            means = [measure_spread(s.get(name) for s in stages)["mean"] for name in STAGES]
+            whole = measure_spread(run.result.get("seconds") for run in group)["mean"]
+            rows.append([label, *(formats.format_seconds(x) for x in (*means, whole))])
+    if not rows:
+        return []
+    note = "Mean over the runs that are done, or over all where none is. Stages may leave gaps."
+    return [
+        "<h2>Stages</h2>",
+        page.render_table(("strategy", *STAGES, "whole run"), rows, words=("strategy",)),
+        page.render_note(note),
+    ]
+
+
+def render_runs(runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for run in runs:
+        result = run.result
+        rows.append(
+            [
+                run.name,
+                run.label,
+                formats.NOTHING if result.get("seed") is None else result["seed"],
+                run.status + (", virtual" if result.get("virtual") else ""),
+                formats.format_seconds(as_finite(result.get("seconds"))),
+                formats.format_percent(as_finite(result.get("test_acc"))),
+                formats.format_percent(as_finite(result.get("val_acc"))),
+                formats.format_number(as_finite(result.get("samples"))),
+                formats.format_bytes(as_finite(result.get("bytes_sent"))),
+                formats.format_bytes(as_finite(result.get("peak_rss_bytes"))),
+            ]
+        )
+    columns = ("run", "strategy", "seed", "status", "seconds", "test acc", "val acc", "samples",
+               "bytes sent", "peak memory")  # fmt: skip
+    return ["<h2>Runs</h2>", page.render_table(columns, rows, words=("run", "strategy", "status"))]
+
+
+def render_configuration(runs: Sequence[Run]) -> list[str]:
+    parts = ["<h2>Configuration and versions</h2>"]
+    versions = [
+        as_mapping(run.result.get("versions")) or as_mapping(run.config.get("versions"))
+        for run in runs
+    ]
+    names = list(dict.fromkeys(name for found in versions for name in found))
+    rows = []
+    for name in names:
+        kinds = dict.fromkeys(str(found[name]) for found in versions if name in found)
+        rows.append([name, ", ".join(kinds)])
+    if rows:
+        parts.append(page.render_table(("name", "version"), rows, words=("name", "version")))
+    for run in runs:
+        if run.config:
+            text = json.dumps(run.config, indent=2, ensure_ascii=False)
+            parts.append(
+                f"<details><summary>{escape(describe_run(run))}</summary>"
+                f"<pre>{escape(text)}</pre></details>"
+            )
+    return parts

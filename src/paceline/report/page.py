@@ -1,0 +1,190 @@
+"""The frame of the report: style sheet, script, and pieces of HTML that escape what they get."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --front: #1b1f24; --soft: #57606a;
+  --line: #d8dee4; --panel: #f6f8fa; --grid: #e4e8ec; --warn: #fff4e0; --warn-line: #b35900; }
+@media (prefers-color-scheme: dark) { :root { --back: #14171c; --front: #e6e9ed; --soft: #a3acb6;
+  --line: #353b44; --panel: #1d2128; --grid: #2c323a; --warn: #33260f; --warn-line: #e69f00; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1180px; padding: 20px 24px 60px; background: var(--back);
+  color: var(--front); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 36px 0 8px; }
+h3 { font-size: 1rem; margin: 12px 0 0; font-weight: 600; overflow-wrap: anywhere; }
+p, li { max-width: 80ch; overflow-wrap: anywhere; }
+.soft { color: var(--soft); margin: 4px 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0; }
+th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--line);
+  vertical-align: top; white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
+th.word, td.word { text-align: left; }
+td.word { white-space: normal; overflow-wrap: break-word; min-width: 7em;
+  max-width: 30em; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr));
+  gap: 8px 24px; }
+.grid > div { min-width: 0; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; list-style: none; padding: 0;
+  margin: 8px 0; }
+.legend li { display: flex; align-items: center; gap: 7px; max-width: 100%; }
+.legend svg { flex: none; }
+.problem { background: var(--warn); border-left: 4px solid var(--warn-line); padding: 8px 14px;
+  margin: 10px 0; overflow-wrap: anywhere; }
+.problem pre { margin: 6px 0; }
+.badge { border: 1px solid var(--warn-line); color: var(--warn-line); border-radius: 4px;
+  padding: 0 6px; font-size: 0.8em; font-weight: 600; white-space: nowrap; }
+details { margin: 8px 0; }
+summary { cursor: pointer; }
+pre { background: var(--panel); padding: 10px 12px; overflow-x: auto; font-size: 13px;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.problem pre { background: none; padding: 0; }
+@media (max-width: 600px) { body { padding: 14px 12px 40px; } h1 { font-size: 1.3rem; } }
+"""
+
+# Draws each figure in the colours of the page, and again when the reader turns the lights off.
+SCRIPT = """
+const darkness = matchMedia("(prefers-color-scheme: dark)");
+function makeTemplate() {
+  const page = getComputedStyle(document.documentElement);
+  const colour = name => page.getPropertyValue(name).trim();
+  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"),
+    zerolinecolor: colour("--grid"), fixedrange: true };
+  return { layout: { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: colour("--front"), size: 13,
+      family: getComputedStyle(document.body).fontFamily },
+    xaxis: axis, yaxis: axis, annotationdefaults: { font: { color: colour("--soft") } },
+    hoverlabel: { align: "left", bgcolor: colour("--panel"), bordercolor: colour("--line"),
+      font: { color: colour("--front") }, namelength: -1 } } };
+}
+function drawAll() {
+  const template = makeTemplate();
+  for (const box of document.querySelectorAll("[data-figure]")) {
+    const figure = figures[Number(box.dataset.figure)];
+    Plotly.react(box, figure.data, { ...figure.layout, template },
+      { responsive: true, displayModeBar: false });
+  }
+}
+drawAll();
+darkness.addEventListener("change", drawAll);
+"""
+
+# The page may run what it holds and load nothing: it says the same offline, and it tells nobody.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+
+
+def render_page(title: str, body: Sequence[str], figures: Sequence[dict[str, Any]]) -> str:
+    """The whole document: a figure is drawn in the element whose `data-figure` is its number."""
+    scripts = ""
+    if figures:
+        scripts = (
+            f"<script>{get_plotlyjs()}</script>\n"
+            f"<script>const figures = {encode_figures(figures)};\n{SCRIPT}</script>"
+        )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+{chr(10).join(body)}
+<noscript><p class="problem">The charts need JavaScript; the tables do not.</p></noscript>
+{scripts}
+</body>
+</html>
+"""
+
+
+def encode_figures(figures: Sequence[dict[str, Any]]) -> str:
+    """JSON that cannot end the script element around it."""
+    text = json.dumps(drop_nan(figures), separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def drop_nan(value: Any) -> Any:
+    """The same value with null for NaN and infinities, which JSON does not know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: drop_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [drop_nan(part) for part in value]
+    return value
+
+
+def render_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, words: Sequence[str] = ()
+) -> str:
+    """A table; the columns named in `words` hold text and may wrap, the others hold numbers."""
+    kinds = [' class="word"' if name in words else "" for name in columns]
+    head = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kinds, columns, strict=True))
+    lines = [
+        "<tr>"
+        + "".join(f"<td{k}>{escape(str(cell))}</td>" for k, cell in zip(kinds, row, strict=True))
+        + "</tr>"
+        for row in rows
+    ]
+    return (
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{chr(10).join(lines)}</tbody></table></div>"
+    )
+
+
+def render_list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def render_note(text: str) -> str:
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def render_legend(entries: Sequence[tuple[str, str]]) -> str:
+    """A legend in HTML, which wraps on a narrow screen: (picture as SVG, text) each."""
+    items = "".join(f"<li>{picture}<span>{escape(text)}</span></li>" for picture, text in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def render_line_sample(colour: str, dash: str) -> str:
+    gaps = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}[dash]
+    return (
+        '<svg width="30" height="12" aria-hidden="true"><line x1="0" y1="6" x2="30" y2="6" '
+        f'stroke="{colour}" stroke-width="3" stroke-dasharray="{gaps}"/></svg>'
+    )
+
+
+def render_switch_sample() -> str:
+    return (
+        '<svg width="14" height="16" aria-hidden="true"><g stroke="currentColor" fill="none">'
+        '<line x1="7" y1="0" x2="7" y2="16" stroke-dasharray="2 2"/>'
+        '<path d="M7 3.5 L11.5 8 L7 12.5 L2.5 8 Z" stroke-width="1.6"/></g></svg>'
+    )
+
+
+def render_patch_sample(colour: str, hatching: str) -> str:
+    """A patch with the hatching that the bars have."""
+    marks = {
+        "": "",
+        "/": "M0 6 L6 0 M4 14 L14 4 M10 14 L14 10 M0 12 L12 0",
+        "x": "M0 0 L14 14 M14 0 L0 14 M0 7 L7 0 M7 14 L14 7 M7 0 L14 7 M0 7 L7 14",
+        ".": "M3 3 h1 M10 3 h1 M3 10 h1 M10 10 h1 M6.5 6.5 h1",
+    }[hatching]
+    return (
+        '<svg width="14" height="14" aria-hidden="true">'
+        f'<rect width="14" height="14" fill="{colour}"/>'
+        f'<path d="{marks}" stroke="#333333" fill="none"/></svg>'
+    )

@@ -1,0 +1,1 @@
+"""Strategies, optimizers and schedules as data: torch-free, written the same everywhere."""

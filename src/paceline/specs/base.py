@@ -1,0 +1,158 @@
+"""How a spec class is read from text and written back: one table of converters a class."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from paceline.errors import SpecError, nearest
+from paceline.specs.text import Call, Percent, Value, parse, write
+
+Reader = Callable[[Value, str], Any]
+"""Turns a parsed value into a field's value; the second argument names the field in errors."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A frozen description with a word; fields carry a `read` converter in their metadata."""
+
+    word: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return write(self.to_call())
+
+    def to_call(self) -> Call:
+        """Only what differs from the defaults is written, by name."""
+        named: list[tuple[str, Value]] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                named.append((field.name, to_value(value)))
+        return Call(self.word, (), tuple(named), bare=not named)
+
+    @classmethod
+    def from_call(cls, call: Call) -> Any:
+        fields = {f.name: f for f in dataclasses.fields(cls) if "read" in f.metadata}
+        order = list(fields)
+        if len(call.args) > len(order):
+            raise SpecError(
+                f"{write(call)}: {cls.word} takes at most {len(order)} values ({', '.join(order)})"
+                if order
+                else f"{write(call)}: {cls.word} takes no values"
+            )
+        given: dict[str, Value] = dict(zip(order, call.args, strict=False))
+        for name, value in call.named:
+            if name not in fields:
+                hint = nearest(name, order) if order else "it takes none"
+                raise SpecError(f"{cls.word} has no option {name!r}: {hint}")
+            if name in given:
+                raise SpecError(f"{write(call)}: {name} is given twice")
+            given[name] = value
+        return cls(
+            **{k: fields[k].metadata["read"](v, f"{cls.word}({k}=...)") for k, v in given.items()}
+        )
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+def to_value(value: Any) -> Value:
+    if isinstance(value, Spec):
+        return value.to_call()
+    if isinstance(value, bool):
+        return Call("true" if value else "false")
+    if isinstance(value, str):
+        return Call(value)
+    if isinstance(value, float) and math.isinf(value):
+        return Call("inf")
+    if isinstance(value, tuple):
+        return tuple(to_value(v) for v in value)
+    if isinstance(value, int | float | Percent):
+        return value
+    raise TypeError(f"{value!r} has no text form")
+
+
+def read_call(value: Value, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
+    """Build the spec that a word or call names."""
+    if not isinstance(value, Call):
+        raise SpecError(f"{write(value)!r} is not {what}: {nearest('', known)}")
+    if value.name not in known:
+        raise SpecError(f"unknown {what} {value.name!r}: {nearest(value.name, known)}")
+    built: SpecT = known[value.name].from_call(value)
+    return built
+
+
+def read_text(text: str, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
+    if not text.strip():
+        raise SpecError(f"an empty {what}: {nearest('', known)}")
+    return read_call(parse(text), known, what)
+
+
+def option(read: Reader, default: Any = dataclasses.MISSING) -> Any:
+    """A spec field with its converter."""
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata={"read": read})
+    return dataclasses.field(default=default, metadata={"read": read})
+
+
+def integer(low: int, high: int | None = None) -> Reader:
+    def read(value: Value, where: str) -> int:
+        if not isinstance(value, int):
+            raise SpecError(f"{where} is {write(value)}: a whole number is needed")
+        return check_range(value, where, low, high)
+
+    return read
+
+
+def real(low: float | None = None, high: float | None = None, *, above: bool = False) -> Reader:
+    """A number in [low, high]; `above` excludes `low` itself."""
+
+    def read(value: Value, where: str) -> float:
+        number = as_number(value)
+        if number is None:
+            raise SpecError(f"{where} is {write(value)}: a number is needed")
+        if above and low is not None and number == low:
+            raise SpecError(f"{where} is {write(value)}: it must be above {low:g}")
+        return check_range(number, where, low, high)
+
+    return read
+
+
+def as_number(value: Value) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, Call) and value.bare and value.name == "inf":
+        return math.inf
+    return None
+
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+def check_range(value: NumberT, where: str, low: float | None, high: float | None) -> NumberT:
+    if isinstance(value, float) and math.isnan(value):
+        raise SpecError(f"{where} is NaN: a number is needed")
+    if low is not None and value < low:
+        raise SpecError(f"{where} is {value}: it must be at least {low:g}")
+    if high is not None and value > high:
+        raise SpecError(f"{where} is {value}: it must be at most {high:g}")
+    return value
+
+
+def boolean(value: Value, where: str) -> bool:
+    if isinstance(value, Call) and value.bare and value.name in ("true", "false"):
+        return value.name == "true"
+    raise SpecError(f"{where} is {write(value)}: write true or false")
+
+
+def numbers(read_one: Reader) -> Reader:
+    """A tuple of numbers, or one number as a tuple of one."""
+
+    def read(value: Value, where: str) -> tuple[Any, ...]:
+        parts = value if isinstance(value, tuple) else (value,)
+        return tuple(read_one(part, where) for part in parts)
+
+    return read

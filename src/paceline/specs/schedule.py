@@ -1,0 +1,110 @@
+"""Learning-rate schedules: pure functions of samples seen, the same under every strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import Spec, option, read_text, real
+from paceline.specs.text import Call, Percent, Value, write
+
+Mark = float | Percent
+"""A place in a run: a number of epochs, or a percentage of the run."""
+
+
+def _read_mark(value: Value, where: str) -> Mark:
+    if isinstance(value, Percent):
+        if not 0 <= value.value <= 100:
+            raise SpecError(f"{where} is {write(value)}: a share of the run lies within 0..100%")
+        return value
+    number: float = real(0.0)(value, where)
+    return number
+
+
+def _read_marks(value: Value, where: str) -> tuple[Mark, ...]:
+    assert isinstance(value, tuple)
+    return tuple(_read_mark(v, "milestones(...)") for v in value)
+
+
+def _mark_samples(mark: Mark, per_epoch: int, total: int) -> float:
+    return mark.value / 100 * total if isinstance(mark, Percent) else mark * per_epoch
+
+
+class Schedule(Spec):
+    """`factor` multiplies the job's learning rate."""
+
+    warmup: Mark
+
+    def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
+        """The factor for an update that begins after `samples` samples of `total`."""
+        ramp = _mark_samples(self.warmup, per_epoch, total)
+        if samples < ramp:
+            # The first update already moves: a rate of zero would waste it.
+            return max(samples, per_epoch * 1e-3) / ramp
+        return self.after_warmup(samples, ramp, per_epoch=per_epoch, total=total)
+
+    def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    word: ClassVar[str] = "constant"
+    warmup: Mark = option(_read_mark, 0.0)
+
+    def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from 1 down to `floor`, from the end of the warm-up to the end of the run."""
+
+    word: ClassVar[str] = "cosine"
+    warmup: Mark = option(_read_mark, 0.0)
+    floor: float = option(real(0.0, 1.0), 0.0)
+
+    def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
+        if total <= ramp:
+            return 1.0
+        progress = min(1.0, (samples - ramp) / (total - ramp))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Milestones(Schedule):
+    """Times `factor` at each mark: `milestones(80, 130)` in epochs, `milestones(50%, 75%)`."""
+
+    word: ClassVar[str] = "milestones"
+    marks: tuple[Mark, ...] = option(_read_marks, ())
+    drop: float = option(real(0.0, 1.0, above=True), 0.1)
+    warmup: Mark = option(_read_mark, 0.0)
+
+    def __post_init__(self) -> None:
+        if not self.marks:
+            raise SpecError("milestones without marks: write milestones(80, 130), in epochs")
+
+    @classmethod
+    def from_call(cls, call: Call) -> Milestones:
+        rest = super().from_call(Call(call.name, (), call.named + (("marks", call.args),)))
+        assert isinstance(rest, Milestones)
+        return rest
+
+    def to_call(self) -> Call:
+        call = super().to_call()
+        named = tuple(pair for pair in call.named if pair[0] != "marks")
+        return Call(self.word, self.marks, named, bare=False)
+
+    def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
+        passed = sum(samples >= _mark_samples(m, per_epoch, total) for m in self.marks)
+        return float(self.drop**passed)
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {c.word: c for c in (Constant, Cosine, Milestones)}
+
+
+def read_schedule(text: str) -> Schedule:
+    return read_text(text, SCHEDULES, "schedule")

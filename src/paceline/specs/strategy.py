@@ -1,0 +1,214 @@
+"""Strategies as data: what a strategy is called, which roles it needs, how its work is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from paceline.errors import SpecError
+from paceline.specs.base import Spec, integer, option, read_call, read_text, real
+from paceline.specs.point import Point, read_point, read_points
+from paceline.specs.text import Call, Value, write
+
+Leasing = Literal["planned", "granted"]
+"""planned: the coordinator plans blocks of steps ahead, shared by all workers at once.
+granted: each step's lease is granted in answer to the worker's last push."""
+
+
+class Strategy(Spec):
+    """What every strategy says of itself; the runner behind it lives in `paceline.strategies`."""
+
+    leasing: ClassVar[Leasing] = "planned"
+    exact: ClassVar[bool] = True
+    """Equal to one process on the global batch, to rounding."""
+
+    @property
+    def phases(self) -> tuple[Strategy, ...]:
+        """The strategies in force one after another; only a switch has more than one."""
+        return (self,)
+
+    def servers_for(self, workers: int) -> int:
+        """Server processes needed beside the workers."""
+        return 0
+
+    def check_workers(self, workers: int) -> None:
+        """Raise SpecError when this many workers cannot follow the strategy."""
+
+    def lr_note(self, workers: int) -> str:
+        """The learning rate in force, in words, for the start of a run and for a switch."""
+        return "learning rate x1 an update of the global batch"
+
+
+@dataclass(frozen=True)
+class Single(Strategy):
+    """One worker, no exchange; the reference that the exact strategies are equal to."""
+
+    word: ClassVar[str] = "single"
+
+    def check_workers(self, workers: int) -> None:
+        if workers != 1:
+            raise SpecError(
+                f"single trains on one worker, not {workers}: "
+                "use --workers 1, or a strategy such as allreduce"
+            )
+
+
+@dataclass(frozen=True)
+class AllReduce(Strategy):
+    """Synchronous: gradients averaged over all workers by collectives at every step."""
+
+    word: ClassVar[str] = "allreduce"
+    bucket_mb: float = option(real(0.0, above=True), 25.0)
+
+
+@dataclass(frozen=True)
+class Sync(Spec):
+    """When a parameter server lets a worker go on."""
+
+    aggregates: ClassVar[bool] = False
+    """One update is made of several workers' gradients."""
+
+
+@dataclass(frozen=True)
+class Asp(Sync):
+    """Asynchronous parallel: nobody waits."""
+
+    word: ClassVar[str] = "asp"
+
+
+@dataclass(frozen=True)
+class Bsp(Sync):
+    """Bulk synchronous parallel: everybody waits for everybody."""
+
+    word: ClassVar[str] = "bsp"
+    aggregates: ClassVar[bool] = True
+
+
+SYNCS: Mapping[str, type[Sync]] = {c.word: c for c in (Asp, Bsp)}
+
+
+def _read_sync(value: Value, where: str) -> Sync:
+    return read_call(value, SYNCS, "sync mode")
+
+
+def _read_lr_scale(value: Value, where: str) -> float | None:
+    if value == Call("auto"):
+        return None
+    scale: float = real(0.0, above=True)(value, where)
+    return scale
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Weights and optimizer on servers; workers pull, compute and push."""
+
+    word: ClassVar[str] = "ps"
+    leasing: ClassVar[Leasing] = "granted"
+    sync: Sync = option(_read_sync, Asp())
+    servers: int = option(integer(1, 1024), 1)
+    lr_scale: float | None = option(_read_lr_scale, None)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sync, str):
+            object.__setattr__(self, "sync", read_text(self.sync, SYNCS, "sync mode"))
+        if not isinstance(self.sync, Sync):
+            raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {', '.join(sorted(SYNCS))}")
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return isinstance(self.sync, Bsp) and self.lr_scale in (None, 1.0)
+
+    def servers_for(self, workers: int) -> int:
+        return self.servers
+
+    def scale_of(self, samples: int, batch: int) -> float:
+        """The factor on the learning rate of an update made from `samples` samples."""
+        return samples / batch if self.lr_scale is None else self.lr_scale
+
+    def lr_note(self, workers: int) -> str:
+        if self.lr_scale is not None:
+            return f"learning rate x{self.lr_scale:g} an update, as told"
+        if self.sync.aggregates:
+            return "learning rate x1 an update of the global batch"
+        return (
+            f"learning rate x(samples of the update / global batch), "
+            f"about x{1 / workers:.4g} with {workers} workers"
+        )
+
+
+@dataclass(frozen=True)
+class Switch(Strategy):
+    """Several strategies one after another, in one run, at stated points."""
+
+    word: ClassVar[str] = "switch"
+    parts: tuple[Strategy, ...] = ()
+    at: tuple[Point, ...] = ()
+
+    def __init__(self, *parts: Strategy | str, at: object = None) -> None:
+        strategies = tuple(read_strategy(p) if isinstance(p, str) else p for p in parts)
+        object.__setattr__(self, "parts", strategies)
+        object.__setattr__(self, "at", read_points(at))
+        self._check()
+
+    def _check(self) -> None:
+        if len(self.parts) < 2:
+            raise SpecError(f"switch has {len(self.parts)} strategies: at least two are needed")
+        for part in self.parts:
+            if isinstance(part, Switch):
+                raise SpecError("switch inside switch: name the strategies one after another")
+        if len(self.at) != len(self.parts) - 1:
+            raise SpecError(
+                f"switch between {len(self.parts)} strategies needs {len(self.parts) - 1} "
+                f"point(s), {len(self.at)} given: write at=50%, or at=(25%, 75%) for three"
+            )
+
+    @property
+    def phases(self) -> tuple[Strategy, ...]:
+        return self.parts
+
+    def servers_for(self, workers: int) -> int:
+        return max(part.servers_for(workers) for part in self.parts)
+
+    def check_workers(self, workers: int) -> None:
+        """A phase of `single` is fine here: one worker computes, the others idle."""
+        for part in self.parts:
+            if not isinstance(part, Single):
+                part.check_workers(workers)
+
+    def to_call(self) -> Call:
+        points = tuple(p.to_value() for p in self.at)
+        at: Value = points[0] if len(points) == 1 else points
+        return Call("switch", tuple(p.to_call() for p in self.parts), (("at", at),), bare=False)
+
+    @classmethod
+    def from_call(cls, call: Call) -> Switch:
+        named = dict(call.named)
+        at = named.pop("at", None)
+        for name in named:
+            raise SpecError(f"switch has no option {name!r}: it takes strategies and at=...")
+        if at is None:
+            raise SpecError(f"{write(call)}: when? add at=50%, at=epoch(10) or at=samples(270000)")
+        points = at if isinstance(at, tuple) else (at,)
+        parts = tuple(read_call(a, STRATEGIES, "strategy") for a in call.args)
+        return cls(*parts, at=tuple(read_point(p) for p in points))
+
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    c.word: c for c in (Single, AllReduce, ParameterServer, Switch)
+}
+
+
+def read_strategy(text: str | Strategy) -> Strategy:
+    """The strategy that a text names; a strategy is passed through."""
+    if isinstance(text, Strategy):
+        return text
+    return read_text(text, STRATEGIES, "strategy")
+
+
+def split_strategies(text: str) -> list[Strategy]:
+    """Read `S; S; ...` as `--strategies` takes it."""
+    parts = [part for part in text.split(";") if part.strip()]
+    if not parts:
+        raise SpecError('--strategies is empty: write "single; allreduce; ps"')
+    return [read_strategy(part) for part in parts]

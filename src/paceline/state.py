@@ -1,0 +1,218 @@
+"""TrainState: training as a value, and its form on disk (safetensors + JSON; never pickle).
+
+*Global* is what all replicas agree on: weights, buffers, optimizer slots, and plain data (samples
+seen, data position, history). *Per worker* is what each keeps for itself: random generators, and
+whatever a strategy remembers (codec residuals, inner optimizers).
+
+When the number of workers changes, the global section carries over as it is; of the per-worker
+sections those that find their worker again are restored, further workers start fresh ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as tensors_to_bytes
+
+from paceline.errors import CheckpointError, StateError
+
+FORMAT = 1
+KEEP_CHECKPOINTS = 2
+
+
+@dataclass
+class Section:
+    """Named tensors plus plain (JSON-able) data."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        head = {"plain": json.dumps(self.plain)}
+        body: bytes = tensors_to_bytes(_separate(self.tensors), metadata=head)
+        return body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Section:
+        head_bytes = int.from_bytes(data[:8], "little")
+        head = json.loads(data[8 : 8 + head_bytes])
+        return cls(tensors_from_bytes(data), json.loads(head["__metadata__"]["plain"]))
+
+
+@dataclass
+class TrainState:
+    """weights/NAME, buffers/NAME and slots/NAME/SLOT in one global section."""
+
+    shared: Section
+    workers: list[Section] = field(default_factory=list)
+
+    def fingerprint(self) -> str:
+        """Tells models apart by the names, shapes and types of their weights and buffers."""
+        return fingerprint_of(self.shared.tensors)
+
+
+def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
+    shapes = [
+        f"{name}:{tuple(t.shape)}:{t.dtype}"
+        for name, t in sorted(tensors.items())
+        if not name.startswith("slots/")
+    ]
+    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors that share no storage, as the file format wants them."""
+    return {k: v.detach().contiguous().clone() for k, v in tensors.items()}
+
+
+def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Section:
+    """The state held by a model and its optimizer; tensors are views, not copies."""
+    section = Section()
+    for name, parameter in model.named_parameters():
+        section.tensors[f"weights/{name}"] = parameter.detach()
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            put_slot(section, name, slot, value)
+    for name, buffer in persistent_buffers(model).items():
+        section.tensors[f"buffers/{name}"] = buffer
+    return section
+
+
+def put_slot(section: Section, name: str, slot: str, value: Any) -> None:
+    """Slots are tensors as a rule; plain numbers of a user's own optimizer are kept as such."""
+    if isinstance(value, torch.Tensor):
+        section.tensors[f"slots/{name}/{slot}"] = value
+    elif value is not None:
+        section.plain.setdefault("slots", {}).setdefault(name, {})[slot] = value
+
+
+def restore(section: Section, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a captured section; raises StateError when names or shapes differ."""
+    load_weights(section, model)
+    slots = slots_by_parameter(section)
+    for name, parameter in model.named_parameters():
+        optimizer.state.pop(parameter, None)
+        if name in slots:
+            optimizer.state[parameter] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in slots[name].items()
+            }
+
+
+def load_weights(section: Section, model: torch.nn.Module) -> None:
+    targets: dict[str, torch.Tensor] = {
+        f"weights/{n}": p.detach() for n, p in model.named_parameters()
+    }
+    targets.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
+    given = {k for k in section.tensors if not k.startswith("slots/")}
+    if given != set(targets):
+        odd = sorted(given.symmetric_difference(targets))[0]
+        where = "the state lacks it" if odd in targets else "the model lacks it"
+        raise StateError(f"state of another model: {odd} ({where})")
+    for name, target in targets.items():
+        source = section.tensors[name]
+        if source.shape != target.shape:
+            raise StateError(
+                f"state of another model: {name} has shape {tuple(source.shape)}, "
+                f"the model's has {tuple(target.shape)}"
+            )
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+
+
+def slots_by_parameter(section: Section) -> dict[str, dict[str, Any]]:
+    slots: dict[str, dict[str, Any]] = {}
+    for key, value in section.tensors.items():
+        if key.startswith("slots/"):
+            name, slot = key[len("slots/") :].rsplit("/", 1)
+            slots.setdefault(name, {})[slot] = value
+    for name, values in section.plain.get("slots", {}).items():
+        slots.setdefault(name, {}).update(values)
+    return slots
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    kept = set(model.state_dict(keep_vars=True))
+    return {name: b for name, b in model.named_buffers() if name in kept}
+
+
+def checksum(section: Section) -> str:
+    """A fast sum over all bits, for telling replicas apart (not for security)."""
+    digest = hashlib.sha256()
+    for name in sorted(section.tensors):
+        flat = section.tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        whole = flat.numel() // 4 * 4
+        total = int(flat[:whole].view(torch.int32).sum(dtype=torch.int64)) if whole else 0
+        rest = bytes(flat[whole:].tolist())
+        digest.update(f"{name}:{total}:".encode() + rest)
+    return digest.hexdigest()[:16]
+
+
+# ---- on disk ---------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, name: str, state: TrainState) -> Path:
+    """Write a checkpoint whole or not at all, then drop all but the newest few."""
+    final = folder / name
+    partial = folder / f".{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_file(_separate(state.shared.tensors), partial / "state.safetensors")
+        for rank, section in enumerate(state.workers):
+            (partial / f"worker-{rank}.safetensors").write_bytes(section.to_bytes())
+        head = {
+            "format": FORMAT,
+            "fingerprint": state.fingerprint(),
+            "workers": len(state.workers),
+            "plain": state.shared.plain,
+        }
+        (partial / "state.json").write_text(json.dumps(head), encoding="utf-8")
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StateError(f"checkpoint {final} could not be written: {error}") from None
+    for old in list_checkpoints(folder)[:-KEEP_CHECKPOINTS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())
+
+
+def load_checkpoint(path: Path) -> TrainState:
+    """Read a checkpoint; raises CheckpointError that names the file and what is wrong with it."""
+    try:
+        head = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if head.get("format") != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {path} has format {head.get('format')}, this version reads {FORMAT}"
+            )
+        shared = Section(load_file(path / "state.safetensors"), head["plain"])
+        workers = [
+            Section.from_bytes((path / f"worker-{rank}.safetensors").read_bytes())
+            for rank in range(head["workers"])
+        ]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from None
+    state = TrainState(shared, workers)
+    if state.fingerprint() != head["fingerprint"]:
+        raise CheckpointError(f"checkpoint {path} is damaged: its tensors are not those it names")
+    return state

@@ -1,0 +1,24 @@
+"""The runners behind the strategies: what each worker does to keep in step.
+
+Adding a strategy: one spec in `paceline.specs.strategy`, one runner, one line here, and the
+contract tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from paceline.specs.strategy import Strategy
+from paceline.strategies.runner import Runner, Surroundings
+
+RUNNERS = {
+    "single": "paceline.strategies.single:SingleRunner",
+    "allreduce": "paceline.strategies.allreduce:AllReduceRunner",
+    "ps": "paceline.strategies.param_server:ParameterServerRunner",
+}
+
+
+def make_runner(strategy: Strategy, around: Surroundings) -> Runner:
+    module, name = RUNNERS[strategy.word].split(":")
+    runner: Runner = getattr(importlib.import_module(module), name)(strategy, around)
+    return runner

@@ -1,0 +1,56 @@
+"""allreduce: every worker computes its share, gradients are summed, everybody updates alike."""
+
+from __future__ import annotations
+
+from paceline.comm.buckets import GradientExchange, plan_layout
+from paceline.errors import PeerLost
+from paceline.specs.strategy import AllReduce
+from paceline.state import Section, capture, restore
+from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
+from paceline.telemetry.phases import COMM, OPTIMIZER
+
+
+class AllReduceRunner(Runner):
+    """A worker that dies breaks the collective for all: the others raise PeerLost at once."""
+
+    def __init__(self, spec: AllReduce, around: Surroundings) -> None:
+        super().__init__(around)
+        self._exchange: GradientExchange | None = None
+        if around.size > 1:
+            if self.replica.layout is None:
+                bucket_bytes = int(spec.bucket_mb * (1 << 20))
+                self.replica.layout = plan_layout(self.replica.trained, bucket_bytes)
+            self._exchange = GradientExchange(
+                self.replica.trained,
+                around.group,
+                self.replica.layout,
+                in_backward=self.replica.reduce_in_backward,
+            )
+
+    def import_state(self, state: Section) -> None:
+        restore(state, self.replica.model, self.replica.optimizer)
+
+    def begin_step(self, work: Work) -> None:
+        if self._exchange is not None:
+            self._exchange.begin(work.weight)
+
+    def finish_step(self, work: Work) -> None:
+        if self._exchange is not None:
+            self.clock.enter(COMM)
+            try:
+                self._exchange.finish()
+            except RuntimeError as error:
+                raise PeerLost(f"the all-reduce of step {work.step} broke ({error})") from None
+        self.clock.enter(OPTIMIZER)
+        step_optimizer(self.replica)
+
+    def export_state(self) -> Section:
+        return capture(self.replica.model, self.replica.optimizer)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._exchange.bytes_sent if self._exchange is not None else 0
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()

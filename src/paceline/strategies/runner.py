@@ -1,0 +1,156 @@
+"""The seam for a strategy: what a runner is given, and what it must be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.control import Control
+from paceline.comm.group import Group
+from paceline.protocol.messages import Lease, Measured
+from paceline.state import Section, persistent_buffers
+from paceline.telemetry.phases import PhaseClock
+
+
+class Replica:
+    """A worker's copy of the model, and the optimizer whose hyper-parameters are in force."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: float | None = None,
+        reduce_in_backward: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.apply_gradients: Callable[[], object] = optimizer.step
+        """The optimizer's own step; a user's loop gets another one in its place."""
+        self.clip = clip
+        self.reduce_in_backward = reduce_in_backward
+        """A user's own loop may look at gradients as soon as backward() returns."""
+        self.layout: list[list[str]] | None = None
+        """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
+        names = {p: n for n, p in model.named_parameters()}
+        self.trained: list[tuple[str, torch.nn.Parameter]] = []
+        """What the optimizer updates, in the model's order; tied parameters once."""
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        self.trained = [(n, p) for p, n in names.items() if p in mine and p.requires_grad]
+
+
+@dataclass
+class Work:
+    """One step of this worker: its lease, and what came out of it."""
+
+    lease: Lease
+    step: int
+    version: int = 0
+    measured: Measured = field(default_factory=lambda: Measured(0, 0, None, 0))
+
+    @property
+    def weight(self) -> float:
+        """This worker's share of the update's samples."""
+        return self.lease.samples / self.lease.batch
+
+
+@dataclass
+class Surroundings:
+    """What a runner works with; `servers` changes from phase to phase."""
+
+    rank: int
+    size: int
+    replica: Replica
+    group: Group
+    control: Control
+    clock: PhaseClock
+    token: str
+    timeout_s: float
+    servers: tuple[tuple[str, int], ...] = ()
+
+
+class Runner(ABC):
+    """Lives in a worker while its strategy is in force. Every wait has a deadline.
+
+    The order of calls: `import_state`, then steps (`begin_step`, gradients, `finish_step`), then
+    `settle` at each quiesce, `export_state` when the state is wanted, `close`.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self.around = around
+        self.replica = around.replica
+        self.clock = around.clock
+
+    @abstractmethod
+    def import_state(self, state: Section) -> None:
+        """Take over the global state; afterwards training can go on from it."""
+
+    def begin_step(self, work: Work) -> None:
+        """Make the weights ready for a forward pass."""
+        return
+
+    @abstractmethod
+    def finish_step(self, work: Work) -> None:
+        """Gradients are ready (none for an empty share): exchange and update as one operation."""
+
+    def settle(self, version: int) -> None:
+        """All work is done: bring the newest weights into this worker's model."""
+        return
+
+    @abstractmethod
+    def export_state(self) -> Section:
+        """The whole global state, on every worker. Called only when settled."""
+
+    def export_own(self) -> Section:
+        """What this worker alone must remember (residuals, inner optimizers)."""
+        return Section()
+
+    def import_own(self, own: Section) -> None:
+        return
+
+    @property
+    def bytes_sent(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        return
+
+
+def average_buffers(replica: Replica, group: Group, samples: int) -> None:
+    """Average BatchNorm's running statistics over the workers, by the samples each has seen.
+
+    Counters (num_batches_tracked) take the largest value. One worker's buffers stay as they are.
+    """
+    if group.size == 1:
+        return
+    buffers = persistent_buffers(replica.model)
+    floats = [b for b in buffers.values() if b.is_floating_point()]
+    counts = [b for b in buffers.values() if not b.is_floating_point()]
+    weight = torch.tensor([float(samples)], dtype=torch.float64)
+    parts = [b.detach().double().reshape(-1).cpu() * samples for b in floats]
+    packed = torch.cat([weight, *parts])
+    group.sum(packed)
+    total = float(packed[0])
+    if total > 0:
+        start = 1
+        for buffer in floats:
+            mean = packed[start : start + buffer.numel()].reshape(buffer.shape) / total
+            buffer.copy_(mean)
+            start += buffer.numel()
+    if counts:
+        whole = torch.cat([c.detach().to(torch.int64).reshape(-1).cpu() for c in counts])
+        group.maximum(whole)
+        start = 0
+        for buffer in counts:
+            buffer.copy_(whole[start : start + buffer.numel()].reshape(buffer.shape))
+            start += buffer.numel()
+
+
+def step_optimizer(replica: Replica) -> None:
+    """Clip if the job says so, then update: gradients are complete."""
+    if replica.clip is not None:
+        torch.nn.utils.clip_grad_norm_([p for _, p in replica.trained], replica.clip)
+    replica.apply_gradients()

@@ -1,0 +1,306 @@
+"""A parameter server: the process around one shard of `paceline.protocol.server`.
+
+One thread a worker's connection receives gradients and answers pulls; orders come over the
+control connection. Whatever the shard says is carried out under one lock, by whichever thread
+brought the event. A worker or coordinator that goes away ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.control import Control
+from paceline.comm.shards import as_memory
+from paceline.comm.wire import MAX_BODY, Channel
+from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
+from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
+from paceline.protocol.server import Action, Answer, Shard, SumUp, Update
+
+
+@dataclass
+class Piece:
+    """A slice of a parameter held here: its weights as a parameter of the optimizer."""
+
+    name: str
+    offset: int
+    nbytes: int
+    parameter: torch.nn.Parameter
+
+
+@dataclass
+class Inbox:
+    """The last gradient of a worker, waiting to be applied."""
+
+    buffer: torch.Tensor
+    missing: frozenset[int] = frozenset()
+    groups: tuple[dict[str, Any], ...] = ()
+
+
+class Store:
+    """The shard's tensors: weights, optimizer, and a place for each worker's gradient."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.weights = torch.zeros(0, dtype=torch.uint8)
+        self.sums = torch.zeros(0, dtype=torch.uint8)
+        self.inboxes: dict[int, Inbox] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
+        """Take over weights and slots as a worker sends them."""
+        nbytes = int(head["nbytes"])
+        self.weights = body[:nbytes].clone()
+        self.sums = torch.zeros(0, dtype=torch.uint8)
+        self.inboxes = {}
+        self.pieces = []
+        members: list[list[torch.nn.Parameter]] = [[] for _ in head["groups"]]
+        for name, offset, size, dtype, group in head["pieces"]:
+            view = self.weights[offset : offset + size].view(getattr(torch, dtype))
+            parameter = torch.nn.Parameter(view)
+            self.pieces.append(Piece(name, offset, size, parameter))
+            members[group].append(parameter)
+        self.optimizer = make_optimizer(head["optimizer"], head["groups"], members)
+        self._load_slots(head["slots"], body[nbytes:])
+
+    def _load_slots(self, slots: list[list[Any]], body: torch.Tensor) -> None:
+        if self.optimizer is None:
+            return
+        for piece in self.pieces:
+            self.optimizer.state.pop(piece.parameter, None)
+        at = 0
+        for index, slot, dtype, shape, size in slots:
+            # A copy of its own: a view would keep the whole message alive.
+            value = body[at : at + size].clone().view(getattr(torch, dtype)).reshape(shape)
+            self.optimizer.state[self.pieces[index].parameter][slot] = value
+            at += size
+
+    def slots(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
+        """Table and tensors of all slots, for a worker that exports the state."""
+        table: list[list[Any]] = []
+        tensors = []
+        for index, piece in enumerate(self.pieces):
+            assert self.optimizer is not None
+            for slot, value in self.optimizer.state.get(piece.parameter, {}).items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                tensor = tensor.detach().contiguous()
+                size = tensor.numel() * tensor.element_size()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                table.append([index, slot, dtype, list(tensor.shape), size])
+                tensors.append(tensor)
+        return table, tensors
+
+    def sum_up(self, order: Apply) -> float:
+        """Weighted sum of the gradients into `sums`; returns its squared norm."""
+        if self.sums.numel() != self.weights.numel():
+            self.sums = torch.zeros_like(self.weights)
+        square = 0.0
+        for index, piece in enumerate(self.pieces):
+            target = self._view(self.sums, piece)
+            used = False
+            for part in order.parts:
+                inbox = self.inboxes[part.worker]
+                if index in inbox.missing:
+                    continue
+                gradient = self._view(inbox.buffer, piece)
+                if used:
+                    target.add_(gradient, alpha=part.weight)
+                else:
+                    torch.mul(gradient, part.weight, out=target)
+                used = True
+            piece.parameter.grad = target if used else None
+            if used and order.clip is not None:
+                square += float(target.double().square().sum())
+        return square
+
+    def point_at(self, order: Apply) -> None:
+        """A single gradient needs no sum: the optimizer reads it where it lies."""
+        inbox = self.inboxes[order.parts[0].worker]
+        for index, piece in enumerate(self.pieces):
+            missing = index in inbox.missing
+            piece.parameter.grad = None if missing else self._view(inbox.buffer, piece)
+
+    def step(self, order: Apply, factor: float) -> None:
+        if self.optimizer is None or not self.pieces:
+            return
+        if factor != 1.0:
+            for piece in self.pieces:
+                if piece.parameter.grad is not None:
+                    piece.parameter.grad.mul_(factor)
+        given = self.inboxes[order.parts[0].worker].groups
+        for group, hyper in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(hyper)
+            group["lr"] = hyper["lr"] * order.lr_scale
+        self.optimizer.step()
+
+    def _view(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+        raw = buffer[piece.offset : piece.offset + piece.nbytes]
+        return raw.view(piece.parameter.dtype).view_as(piece.parameter)
+
+
+def make_optimizer(
+    reference: str, groups: list[dict[str, Any]], members: list[list[torch.nn.Parameter]]
+) -> torch.optim.Optimizer | None:
+    """The optimizer class named by the workers, over this shard's pieces; None for an empty one."""
+    filled = [{**hyper, "params": params} for hyper, params in zip(groups, members, strict=True)]
+    if not any(group["params"] for group in filled):
+        return None
+    module, name = reference.split(":")
+    cls = getattr(importlib.import_module(module), name)
+    optimizer = cls(filled, lr=groups[0]["lr"])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def warm_up() -> None:
+    """Take a step of nothing: torch imports much on the first one, which would count as pause."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+class Server:
+    """Listens, greets, and turns messages into events of the shard."""
+
+    def __init__(self, *, index: int, host: str, token: str, control: Control, timeout_s: float):
+        self._index = index
+        self._token = token
+        self._control = control
+        self._timeout_s = timeout_s
+        self._shard = Shard()
+        self._store = Store()
+        self._changed = threading.Condition()
+        self._answered: set[int] = set()
+        self._next_ticket = 0
+        self._broken: str | None = None
+        self._listener = socket.create_server((host, 0))
+
+    def run(self) -> None:
+        """Serve until the coordinator says stop; raises what went wrong otherwise."""
+        host, port = self._listener.getsockname()[:2]
+        threading.Thread(target=self._accept, daemon=True).start()
+        self._control.tell(ServerReady(self._index, host, port))
+        while True:
+            message = self._control.hear()
+            if isinstance(message, ServerStop):
+                return
+            self._on_order(message)
+
+    def _on_order(self, message: Message) -> None:
+        with self._changed:
+            if isinstance(message, Apply):
+                self._carry_out(self._shard.on_apply(message))
+            elif isinstance(message, Clip):
+                self._carry_out(self._shard.on_clip(message.version, message.factor))
+            else:
+                raise WireError(f"a server cannot take a {type(message).__name__} message")
+
+    def _accept(self) -> None:
+        while True:
+            sock, address = self._listener.accept()
+            threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
+
+    def _greet(self, sock: socket.socket, address: Any) -> None:
+        try:
+            channel = Channel.accept(
+                sock, token=self._token, peer=f"{address[0]}", timeout_s=self._timeout_s
+            )
+        except PacelineError as error:
+            print(f"server {self._index}: refused a connection from {address[0]}: {error}")
+            sock.close()
+            return
+        self._serve(channel)
+
+    def _serve(self, channel: Channel) -> None:
+        """One worker's connection, until it closes."""
+        try:
+            while True:
+                head, body_bytes = channel.receive_head(max_body=MAX_BODY)
+                self._answer(channel, head, body_bytes)
+        except (PeerLost, DeadlineExceeded):
+            channel.close()
+        except Exception as error:
+            # The worker must not wait for its deadline to learn of it.
+            try:
+                channel.send({"error": f"server {self._index}: {type(error).__name__}: {error}"})
+            finally:
+                channel.close()
+
+    def _answer(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
+        operation = head["op"]
+        if operation == "push":
+            self._take_gradient(channel, head, body_bytes)
+        elif operation == "pull":
+            self._wait_for(head["at_least"])
+            with self._changed:
+                version, weights = self._shard.version, self._store.weights.clone()
+            channel.send({"version": version}, as_memory(weights))
+        elif operation == "export":
+            self._wait_for(head["at_least"])
+            with self._changed:
+                table, tensors = self._store.slots()
+                channel.send({"slots": table}, *(as_memory(t) for t in tensors))
+        elif operation == "import":
+            body = torch.empty(body_bytes, dtype=torch.uint8)
+            channel.receive_into(as_memory(body))
+            with self._changed:
+                self._store.load(head, body)
+                self._shard.reset()
+            channel.send({"ok": True})
+        else:
+            raise WireError(f"a server cannot do {operation!r}")
+
+    def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
+        worker = int(head["worker"])
+        expected = self._store.weights.numel()
+        if body_bytes != expected:
+            raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
+        inbox = self._store.inboxes.get(worker)
+        if inbox is None:
+            inbox = Inbox(torch.zeros(expected, dtype=torch.uint8))
+            with self._changed:
+                self._store.inboxes[worker] = inbox
+        if expected:
+            channel.receive_into(as_memory(inbox.buffer))
+        with self._changed:
+            inbox.missing = frozenset(head["missing"])
+            inbox.groups = tuple(head["groups"])
+            self._carry_out(self._shard.on_gradient(worker, int(head["handle"])))
+
+    def _wait_for(self, at_least: int) -> None:
+        with self._changed:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._carry_out(self._shard.on_pull(ticket, at_least))
+            if not self._changed.wait_for(lambda: ticket in self._answered, self._timeout_s):
+                raise DeadlineExceeded(
+                    f"version {at_least} did not come within {self._timeout_s:g} s "
+                    f"(now {self._shard.version})"
+                )
+            self._answered.discard(ticket)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SumUp):
+                square = self._store.sum_up(action.order)
+                self._control.tell(Reduced(self._index, action.order.version, square))
+            elif isinstance(action, Update):
+                self._update(action)
+            elif isinstance(action, Answer):
+                self._answered.add(action.ticket)
+        if actions:
+            self._changed.notify_all()
+
+    def _update(self, action: Update) -> None:
+        order = action.order
+        if not action.summed:
+            if len(order.parts) == 1 and order.parts[0].weight == 1.0:
+                self._store.point_at(order)
+            else:
+                self._store.sum_up(order)
+        self._store.step(order, action.factor)

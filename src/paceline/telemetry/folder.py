@@ -1,0 +1,157 @@
+"""The run folder: where things lie, how they are written, a reader that forgives a cut-off end.
+
+DIR/run.json                what was asked: configuration, versions, machine
+DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's
+DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
+DIR/result.json  DIR/model.safetensors  DIR/report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import UsageError
+from paceline.telemetry.events import Event
+
+OURS = (
+    "run.json",
+    "events",
+    "logs",
+    "checkpoints",
+    "result.json",
+    "model.safetensors",
+    "report.html",
+)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write atomically: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+class RunFolder:
+    """Paths inside one run's folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def events(self, who: str) -> Path:
+        return self.path / "events" / f"{who}.jsonl"
+
+    def log(self, who: str) -> Path:
+        return self.path / "logs" / f"{who}.log"
+
+    def holds_a_run(self) -> bool:
+        return any((self.path / name).exists() for name in OURS)
+
+    def prepare(self, *, force: bool, resume: bool) -> None:
+        """Make the folder ready for a run; another run's folder is a mistake unless told."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"--out {self.path} is a file: name a folder")
+        if self.holds_a_run() and not (force or resume):
+            raise UsageError(
+                f"--out {self.path} holds another run: name a new folder, "
+                "continue it with --resume or replace it with --force"
+            )
+        if force and not resume:
+            self.clear()
+        try:
+            for part in ("events", "logs", "checkpoints"):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--out {self.path} cannot be written ({error.strerror}): name another folder"
+            ) from None
+
+    def clear(self) -> None:
+        """Remove what a run wrote here, and nothing else."""
+        for name in OURS:
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            elif target.exists():
+                target.unlink()
+
+    def read_result(self) -> dict[str, Any]:
+        if not self.result.exists():
+            raise UsageError(f"{self.path} has no result.json: name the folder of a finished run")
+        try:
+            value = json.loads(self.result.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{self.result} is not readable JSON ({error})") from None
+        assert isinstance(value, dict)
+        return value
+
+    def workers_with_events(self) -> list[str]:
+        found = self.path.glob("events/worker-*.jsonl")
+        return sorted((p.stem for p in found), key=lambda stem: int(stem.split("-")[1]))
+
+
+class EventWriter:
+    """Appends events to one file; each line is complete when written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(event.to_line() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut_torn_line(path: Path) -> None:
+    """Drop an unfinished last line, so that a resumed run never appends to half an event."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        keep = text.rfind(b"\n") + 1
+        if keep != len(text):
+            file.truncate(keep)
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file; stops at the first line that is not whole."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            try:
+                event = json.loads(line)
+            except ValueError:
+                return
+            if isinstance(event, dict):
+                yield event

@@ -1,0 +1,1 @@
+"""What runs inside a worker process: control loop, training loop, evaluation, the own-loop wrapper."""

@@ -1,0 +1,331 @@
+"""The worker's side of the coordinator's sequence: work comes out, everything else is seen to.
+
+A training loop iterates over `Agent.work()` and calls `begin` and `finish` around each step.
+Between steps the agent settles, evaluates, saves and changes strategy when it is told to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.errors import Diverged, PacelineError
+from paceline.protocol.messages import (
+    Advanced,
+    Diverging,
+    Enter,
+    Entered,
+    EpochOver,
+    Evaluate,
+    Evaluated,
+    Finish,
+    Finished,
+    Go,
+    Heartbeat,
+    Lease,
+    Measured,
+    Message,
+    Onward,
+    Quiesce,
+    Quiesced,
+    Resumed,
+    Save,
+    Saved,
+    Steps,
+    split_batch,
+)
+from paceline.specs.strategy import Strategy
+from paceline.state import Section, TrainState, checksum, persistent_buffers
+from paceline.strategies import make_runner
+from paceline.strategies.runner import Runner, Surroundings, Work, average_buffers
+from paceline.telemetry.events import PHASES
+from paceline.telemetry.phases import (
+    COMM,
+    EVAL,
+    EVALUATE,
+    OTHER,
+    SAVE,
+    SWITCH,
+    TRAIN,
+    WAIT,
+    PhaseClock,
+)
+from paceline.telemetry.recorder import StepRecorder
+
+REPORT_S = 0.5
+HEARTBEAT_S = 1.0
+EXPLODES_AT = 1000.0
+"""A loss this many times the first one (or 1, if that is larger) counts as diverged."""
+
+
+@dataclasses.dataclass
+class Duties:
+    """What a loop can do for the coordinator besides steps."""
+
+    evaluate: Callable[[str], tuple[float, int, int]] | None
+    save: Callable[[str, TrainState], str]
+    save_model: Callable[[], None]
+
+
+class Agent:
+    """One worker's conversation with the coordinator, from the first Enter to Finish."""
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        around: Surroundings,
+        state: TrainState,
+        duties: Duties,
+        recorder: StepRecorder,
+        stages: PhaseClock,
+    ) -> None:
+        self._phases = strategy.phases
+        self._around = around
+        self._control = around.control
+        self._clock = around.clock
+        self._stages = stages
+        self._duties = duties
+        self._recorder = recorder
+        self._state: Section | None = state.shared
+        self._own = state.workers[around.rank] if around.rank < len(state.workers) else None
+        self._runner: Runner | None = None
+        self._rank, self._size = around.rank, around.size
+        self.step = 0
+        self._samples_since_settle = 0
+        self._sum = Measured(0, 0, 0.0, 0)
+        self._report_due = 0.0
+        self._settle_s = 0.0
+        self._entered_at: float | None = None
+        self._first_loss: float | None = None
+        self._bytes_sent = 0
+        self.finished = False
+
+    # ---- the loop's side ----------------------------------------------------------------------
+
+    def work(self) -> Iterator[Work | EpochOver]:
+        """Leases as Work; EpochOver between epochs (going on means wanting another one)."""
+        while not self.finished:
+            self._clock.enter(WAIT)
+            message = self._control.hear()
+            self._clock.enter(OTHER)
+            if isinstance(message, Steps):
+                yield from self._planned(message)
+            elif isinstance(message, Go):
+                self._recorder.note_staleness(message.staleness)
+                yield Work(message.lease, self.step, message.version)
+            elif isinstance(message, EpochOver):
+                yield message
+                self._control.tell(Onward(self._rank, more=True))
+            else:
+                self._see_to(message)
+
+    def end_of_loop(self) -> None:
+        """A user's own loop is over: say so, and see the run to its end."""
+        if self.finished:
+            return
+        self._control.tell(Onward(self._rank, more=False))
+        for _ in self.work():
+            raise PacelineError("the loop ended in the middle of an epoch: iterate to its end")
+
+    def begin(self, work: Work) -> None:
+        """Weights are made ready; the forward pass comes next."""
+        assert self._runner is not None
+        self._runner.begin_step(work)
+        if self._entered_at is not None:
+            pause_s = self._settle_s + time.perf_counter() - self._entered_at
+            self._control.tell(Resumed(self._rank, pause_s))
+            self._entered_at = None
+
+    def finish(self, work: Work, measured: Measured) -> None:
+        """Gradients are there: exchange, update, record, report."""
+        assert self._runner is not None
+        work.measured = measured
+        if measured.loss_sum is not None and measured.samples:
+            self._check_loss(measured.loss_sum / measured.samples)
+        self._runner.finish_step(work)
+        self._clock.enter(OTHER)
+        self.step += 1
+        self._samples_since_settle += work.lease.samples
+        loss = None
+        if measured.loss_sum is not None and measured.samples:
+            loss = measured.loss_sum / measured.samples
+        self._recorder.step_done(work.lease, loss)
+
+    def _planned(self, plan: Steps) -> Iterator[Work]:
+        start = plan.start
+        while start < plan.stop:
+            stop = min(start + plan.batch, plan.stop)
+            cuts = split_batch(stop - start, self._size, plan.weights)
+            lo, hi = start + cuts[self._rank], start + cuts[self._rank + 1]
+            work = Work(Lease(0, plan.epoch, start, stop, lo, hi), self.step)
+            yield work
+            start = stop
+            self._add_up(work.measured)
+            if start == plan.stop or time.monotonic() >= self._report_due:
+                self._report(plan.epoch, start)
+
+    def _add_up(self, measured: Measured) -> None:
+        total = self._sum
+        loss_sum = None
+        if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
+            loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
+        self._sum = Measured(
+            total.samples + measured.samples,
+            total.predictions + measured.predictions,
+            loss_sum,
+            total.correct + measured.correct,
+        )
+
+    def _report(self, epoch: int, position: int) -> None:
+        self._control.tell(Advanced(self._rank, epoch, position, self.step, self._sum))
+        self._sum = Measured(0, 0, 0.0, 0)
+        self._report_due = time.monotonic() + REPORT_S
+
+    def _check_loss(self, loss: float) -> None:
+        if self._first_loss is None and math.isfinite(loss):
+            self._first_loss = loss
+        why = None
+        if not math.isfinite(loss):
+            why = "it is not a finite number"
+        elif loss > EXPLODES_AT * max(1.0, self._first_loss or 1.0):
+            why = f"more than {EXPLODES_AT:g} times the first loss"
+        if why is not None:
+            self._control.tell(Diverging(self._rank, self.step, loss, why))
+            raise Diverged(f"loss {loss} at step {self.step}: {why}")
+
+    # ---- the coordinator's side ---------------------------------------------------------------
+
+    def _see_to(self, message: Message) -> None:
+        if isinstance(message, Enter):
+            self._enter(message)
+        elif isinstance(message, Quiesce):
+            self._settle(message.version)
+        elif isinstance(message, Evaluate):
+            self._evaluate(message.split)
+        elif isinstance(message, Save):
+            self._save(message)
+        elif isinstance(message, Finish):
+            self._finish(message)
+        else:
+            raise PacelineError(f"a worker cannot take a {type(message).__name__} message")
+        self._clock.enter(OTHER)
+        self._stages.enter(TRAIN)
+
+    def _enter(self, message: Enter) -> None:
+        began = time.perf_counter()
+        self._clock.enter(SWITCH if message.switching else OTHER)
+        own = self._own
+        if self._runner is not None:
+            self._state, own = self._runner.export_state(), self._runner.export_own()
+            self._leave_runner()
+        assert self._state is not None
+        self._around.servers = message.servers
+        self._runner = make_runner(self._phases[message.phase], self._around)
+        self._runner.import_state(self._state)
+        if own is not None:
+            self._runner.import_own(own)
+        self._state = self._own = None
+        if message.switching:
+            self._entered_at = began
+        self._control.tell(Entered(self._rank))
+
+    def _settle(self, version: int) -> None:
+        """Bring this replica to the newest weights; all replicas are equal afterwards."""
+        assert self._runner is not None
+        began = time.perf_counter()
+        self._clock.enter(COMM)
+        self._runner.settle(version)
+        average_buffers(self._around.replica, self._around.group, self._samples_since_settle)
+        self._samples_since_settle = 0
+        model = self._around.replica.model
+        weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
+        weights.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
+        lr = float(self._around.replica.optimizer.param_groups[0]["lr"])
+        digest = checksum(Section(weights))
+        self._settle_s = time.perf_counter() - began
+        self._control.tell(Quiesced(self._rank, digest, lr))
+
+    def _evaluate(self, split: str) -> None:
+        self._clock.enter(EVAL)
+        self._stages.enter(EVALUATE)
+        assert self._duties.evaluate is not None
+        loss_sum, correct, count = self._duties.evaluate(split)
+        self._control.tell(Evaluated(self._rank, loss_sum, correct, count))
+
+    def _save(self, message: Save) -> None:
+        self._stages.enter(SAVE)
+        assert self._runner is not None
+        shared = self._runner.export_state()
+        shared.plain["coordinator"] = message.memory
+        shared.plain["layout"] = self._around.replica.layout
+        own = self._runner.export_own()
+        own.tensors["rng/torch"] = torch.get_rng_state()
+        own.plain["step"] = self.step
+        sections = collect_sections(own, self._around.group)
+        path = ""
+        if self._rank == 0:
+            path = self._duties.save(message.name, TrainState(shared, sections))
+        self._control.tell(Saved(self._rank, path))
+
+    def _finish(self, message: Finish) -> None:
+        self._stages.enter(SAVE)
+        if message.save_model and self._rank == 0:
+            self._duties.save_model()
+        self._leave_runner()
+        self._recorder.flush(final=True)
+        self.finished = True
+        self._control.tell(Finished(self._rank, self.totals()))
+
+    def _leave_runner(self) -> None:
+        if self._runner is not None:
+            self._bytes_sent += self._runner.bytes_sent
+            self._runner.close()
+            self._runner = None
+
+    def totals(self) -> dict[str, Any]:
+        return {
+            "phases": self._clock.totals_s(),
+            "stages": self._stages.totals_s(),
+            "bytes_sent": self._bytes_sent,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "steps": self.step,
+        }
+
+
+def peak_rss_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Heart(threading.Thread):
+    """Tells the coordinator every second what the worker is doing; ends the process without it."""
+
+    def __init__(self, around: Surroundings, on_lost: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._around = around
+        self._on_lost = on_lost
+        self._stop = threading.Event()
+        self.step: Callable[[], int] = lambda: 0
+
+    def run(self) -> None:
+        clock = self._around.clock
+        while not self._stop.wait(HEARTBEAT_S):
+            beat = Heartbeat(self._around.rank, self.step(), PHASES[clock.current], clock.turns)
+            try:
+                self._around.control.tell(beat)
+            except PacelineError:
+                if not self._stop.is_set():
+                    self._on_lost()
+                return
+
+    def stop(self) -> None:
+        self._stop.set()

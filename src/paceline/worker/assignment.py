@@ -1,0 +1,74 @@
+"""What a process is told when it is started; it arrives on standard input, never in arguments.
+
+Arguments and environment of a process can be read by others on the machine; the token cannot be
+allowed to leak that way.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import IO, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from paceline.job import JobRef
+
+
+class Assignment(BaseModel):
+    """One process of a run. A server has no job: what it needs is sent by the workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["worker", "server"]
+    index: int
+    workers: int
+    strategy: str
+    token: str
+    host: str
+    """Address of the coordinator, and the interface that servers and collectives bind to."""
+    port: int
+    interface: str
+    bind: str
+    threads: int
+    timeout_s: float
+    folder: str
+    started_wall_s: float
+    """When the run began; a resumed run began earlier by what it had taken before."""
+    servers: tuple[int, ...] = ()
+    """Servers that this worker starts as its own children."""
+    job: JobRef | None = None
+    checkpoint: str | None = None
+    script: str | None = None
+    script_args: tuple[str, ...] = ()
+    has_live_job: bool = False
+    """A pickled job follows on standard input: only ever from a parent to its own child."""
+
+    @property
+    def who(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+def write_assignment(stream: IO[bytes], assignment: Assignment, live: bytes | None) -> None:
+    line = assignment.model_dump_json().encode()
+    stream.write(len(line).to_bytes(8, "little") + line)
+    if live is not None:
+        stream.write(len(live).to_bytes(8, "little") + live)
+    stream.flush()
+
+
+def read_assignment(stream: IO[bytes]) -> tuple[Assignment, bytes | None]:
+    assignment = Assignment.model_validate(json.loads(_read_block(stream)))
+    return assignment, _read_block(stream) if assignment.has_live_job else None
+
+
+def _read_block(stream: IO[bytes]) -> bytes:
+    size = int.from_bytes(stream.read(8), "little")
+    block = stream.read(size)
+    if len(block) != size:
+        raise EOFError("the parent process went away before it had said what to do")
+    return block
+
+
+def as_facts(assignment: Assignment) -> dict[str, Any]:
+    """For logs: everything but the token."""
+    return assignment.model_dump(exclude={"token"})

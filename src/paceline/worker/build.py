@@ -1,0 +1,128 @@
+"""From a job's names to live parts: data, model, loss, optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import data as data_room
+from paceline import models
+from paceline.data import DataSet, Table, as_table
+from paceline.errors import UsageError
+from paceline.job import Job, name_of
+from paceline.specs.optimizer import Optimizer
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a worker reads from; `val` and `test` may be missing from a user's own data."""
+
+    train: Table
+    val: Table | None
+    test: Table | None
+    dataset: DataSet | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(name for name in ("val", "test") if getattr(self, name) is not None)
+
+
+def read_data(job: Job) -> Tables:
+    """Read the job's data; raises DataError or UsageError in one clear line."""
+    if isinstance(job.data, str):
+        found = data_room.load(
+            job.data, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
+        )
+        return Tables(found.train, found.val, found.test, found)
+    given = job.data() if callable(job.data) else job.data
+    if isinstance(given, DataSet):
+        return Tables(given.train, given.val, given.test, given)
+    if not isinstance(given, list | tuple) or len(given) != 3:
+        raise UsageError("data must give (train, val, test); val and test may be None")
+    train, val, test = (None if part is None else as_table(part) for part in given)
+    if train is None or len(train) == 0:
+        raise UsageError("data gives no training samples: at least one is needed")
+    return Tables(train, val, test)
+
+
+def build_model(job: Job, tables: Tables) -> torch.nn.Module:
+    """The job's model with its initial weights, drawn from the job's seed."""
+    torch.manual_seed(job.seed)
+    if isinstance(job.model, str):
+        shape, classes = input_facts(tables)
+        model = models.build(job.model, input_shape=shape, classes=classes)
+    elif isinstance(job.model, torch.nn.Module):
+        model = job.model
+    elif callable(job.model):
+        model = job.model()
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(
+                f"model {name_of(job.model)} gave {type(model).__name__}, not a module"
+            )
+    else:
+        raise UsageError(f"model is {job.model!r}: a name, a module or a function is needed")
+    return model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
+
+
+def choose_device(job: Job) -> torch.device:
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda is asked for, but torch finds none here: use device cpu")
+    wanted = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def input_facts(tables: Tables) -> tuple[tuple[int, ...], int]:
+    """Shape of one input and number of classes, for a model that is built by name."""
+    if tables.dataset is not None:
+        return tables.dataset.input_shape, tables.dataset.classes
+    shape: tuple[int, ...] = ()
+    highest = 0
+    for start in range(0, len(tables.train), 4096):
+        rows = np.arange(start, min(start + 4096, len(tables.train)))
+        inputs, targets = tables.train.batch(rows)
+        if targets.is_floating_point():
+            raise UsageError("a model by name needs integer class labels: pass your own model")
+        shape = tuple(inputs.shape[1:])
+        highest = max(highest, int(targets.max()))
+    return shape, highest + 1
+
+
+def build_loss(job: Job, model: torch.nn.Module) -> Loss:
+    """Mean loss of a batch, the model's own regularisation included on every side."""
+    chosen: Loss = job.loss if job.loss is not None else cross_entropy
+    regularization = getattr(model, "regularization", None)
+    if regularization is None:
+        return chosen
+    return lambda output, target: chosen(output, target) + regularization()
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, so that it serves images (N, C) and text (N, T, C) alike."""
+    if output.dim() > 2:
+        output, target = output.reshape(-1, output.shape[-1]), target.reshape(-1)
+    return torch.nn.functional.cross_entropy(output, target)
+
+
+def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
+    """Right predictions and all predictions; none are right where there are no classes."""
+    if target.is_floating_point() or output.dim() != target.dim() + 1:
+        return 0, int(target.shape[0])
+    return int((output.argmax(-1) == target).sum()), target.numel()
+
+
+def build_optimizer(spec: Optimizer, lr: float, model: torch.nn.Module) -> torch.optim.Optimizer:
+    module, name = spec.torch_class.split(":")
+    cls = getattr(importlib.import_module(module), name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient: nothing to train")
+    optimizer: Any = cls(trained, lr=lr, **spec.options())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer

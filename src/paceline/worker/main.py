@@ -1,0 +1,109 @@
+"""A worker or server process from its first line to its last."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from typing import IO
+
+from paceline.comm.control import Control
+from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
+from paceline.protocol.messages import Failing
+from paceline.worker.assignment import Assignment, read_assignment
+from paceline.worker.spawn import start_child
+
+STACKS_BEGIN = "--- stacks of "
+STACKS_END = "--- end of stacks of "
+MARGIN_S = 30.0
+"""Waits inside a process outlast the supervisor's deadline, so that it can name the culprit."""
+
+
+def main() -> None:
+    commands = os.fdopen(os.dup(0), "rb")
+    assignment, live = read_assignment(commands)
+    # A user's script must not read our commands.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    threading.Thread(target=_obey, args=(commands, assignment.who), daemon=True).start()
+    wait_s = 2 * assignment.timeout_s + MARGIN_S
+    control = Control(
+        assignment.host,
+        assignment.port,
+        token=assignment.token,
+        who=assignment.who,
+        pid=os.getpid(),
+        timeout_s=wait_s,
+    )
+    code = 1
+    try:
+        if assignment.kind == "server":
+            _serve(assignment, control, wait_s)
+        else:
+            _work(assignment, control, live, wait_s)
+        code = 0
+    except Diverged:
+        pass  # The coordinator has been told, and ends the run.
+    except BaseException as error:
+        _tell_failure(control, assignment, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without waiting for threads of libraries: a peer may be gone in the middle of a collective.
+    os._exit(code)
+
+
+def _serve(assignment: Assignment, control: Control, wait_s: float) -> None:
+    import torch
+
+    from paceline.strategies.server import Server, warm_up
+
+    torch.set_num_threads(1)
+    warm_up()
+    server = Server(
+        index=assignment.index,
+        host=assignment.bind,
+        token=assignment.token,
+        control=control,
+        timeout_s=wait_s,
+    )
+    server.run()
+
+
+def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
+    # Servers are this worker's children: they start while torch is being imported here.
+    for index in assignment.servers:
+        changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
+        start_child(assignment.model_copy(update={**changes, "servers": ()}))
+    from paceline.worker.session import run_job, run_script
+
+    if assignment.script is not None:
+        run_script(assignment, control, wait_s)
+    else:
+        run_job(assignment, control, live, wait_s)
+
+
+def _tell_failure(control: Control, assignment: Assignment, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr)
+    if isinstance(error, PacelineError):
+        short = str(error)
+    else:
+        short = f"{type(error).__name__}: {error}"
+    blame = "usage" if isinstance(error, UsageError) else "own"
+    if isinstance(error, PeerLost | DeadlineExceeded):
+        blame = "peer"
+    try:
+        control.tell(Failing(assignment.who, short.replace("\n", " "), text, blame))
+    except PacelineError:
+        pass  # The supervisor is gone: nobody is left to tell.
+
+
+def _obey(commands: IO[bytes], who: str) -> None:
+    """Commands of the parent; the end of the stream means that the parent is gone."""
+    for line in commands:
+        if line.strip() == b"stacks":
+            print(f"\n{STACKS_BEGIN}{who}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            print(f"{STACKS_END}{who}", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,258 @@
+"""How a worker gets from its assignment to training: a job, or a user's own script."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from paceline.comm.broadcast import broadcast_section
+from paceline.comm.control import Control, StoreClient
+from paceline.comm.group import Group
+from paceline.errors import CheckpointError, StateError, UsageError
+from paceline.job import Job
+from paceline.protocol.messages import Ready
+from paceline.specs.strategy import read_strategy
+from paceline.state import (
+    Section,
+    TrainState,
+    capture,
+    fingerprint_of,
+    load_checkpoint,
+    restore,
+    save_checkpoint,
+)
+from paceline.strategies.runner import Replica, Surroundings
+from paceline.telemetry.events import WorkerBegan, WorkerEnded
+from paceline.telemetry.folder import EventWriter, RunFolder
+from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
+from paceline.telemetry.recorder import StepRecorder
+from paceline.worker.agent import Agent, Duties, Heart
+from paceline.worker.assignment import Assignment
+from paceline.worker.build import build_loss, build_model, build_optimizer, choose_device, read_data
+from paceline.worker.evaluate import evaluate_share
+from paceline.worker.feed import Feed
+from paceline.worker.loop import train
+from paceline.worker.spawn import unpack_live
+
+RANK_STRIDE = 1_000_003
+"""Worker k's generators are seeded with seed + k times this; worker 0's go on from the model's."""
+
+
+class Session:
+    """The parts of a worker that do not depend on what is trained."""
+
+    def __init__(self, assignment: Assignment, control: Control, wait_s: float) -> None:
+        self.assignment = assignment
+        self.control = control
+        self.rank, self.size = assignment.index, assignment.workers
+        self.wait_s = wait_s
+        self.folder = RunFolder(assignment.folder)
+        self.clock = PhaseClock(assignment.started_wall_s)
+        self.stages = PhaseClock(assignment.started_wall_s, STAGES)
+        torch.set_num_threads(assignment.threads)
+        self._writer = EventWriter(self.folder.events(assignment.who))
+        self._writer.write(
+            WorkerBegan(
+                t=round(self.clock.now_s(), 6),
+                worker=self.rank,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                threads=assignment.threads,
+            )
+        )
+        self.around: Surroundings | None = None
+        self.agent: Agent | None = None
+        self._heart: Heart | None = None
+
+    def surround(self, replica: Replica) -> Surroundings:
+        """Meet the other workers."""
+        told = self.assignment
+        store = None
+        if self.size > 1:
+            store = StoreClient(
+                told.host, told.port, token=told.token, who=told.who, timeout_s=self.wait_s
+            )
+        group = Group.join(
+            store,
+            rank=self.rank,
+            size=self.size,
+            interface=told.interface,
+            timeout_s=self.wait_s,
+        )
+        self.around = Surroundings(
+            rank=self.rank,
+            size=self.size,
+            replica=replica,
+            group=group,
+            control=self.control,
+            clock=self.clock,
+            token=told.token,
+            timeout_s=self.wait_s,
+        )
+        return self.around
+
+    def start_heart(self, around: Surroundings) -> None:
+        self._heart = Heart(around, on_lost=lambda: os._exit(1))
+        self._heart.step = lambda: self.agent.step if self.agent is not None else 0
+        self._heart.start()
+
+    def make_agent(self, around: Surroundings, state: TrainState, duties: Duties) -> Agent:
+        agent = Agent(
+            strategy=read_strategy(self.assignment.strategy),
+            around=around,
+            state=state,
+            duties=duties,
+            recorder=StepRecorder(self._writer, self.clock),
+            stages=self.stages,
+        )
+        if self.rank < len(state.workers):
+            own = state.workers[self.rank]
+            torch.set_rng_state(own.tensors["rng/torch"])
+            agent.step = int(own.plain["step"])
+        self.agent = agent
+        self.stages.enter(TRAIN)
+        return agent
+
+    def share_state(self, around: Surroundings) -> TrainState:
+        """The state to begin from: worker 0's, or its checkpoint's, the same on every worker."""
+        replica = around.replica
+        state = TrainState(capture(replica.model, replica.optimizer))
+        if self.assignment.checkpoint is not None:
+            if self.rank == 0:
+                state = load_checkpoint(Path(self.assignment.checkpoint))
+                self._check_model(state, replica)
+            workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
+            state = TrainState(broadcast_section(state.shared, around.group), workers)
+            replica.layout = state.shared.plain["layout"]
+        elif self.size > 1:
+            state = TrainState(broadcast_section(state.shared, around.group))
+        try:
+            restore(state.shared, replica.model, replica.optimizer)
+        except StateError as error:
+            raise CheckpointError(str(error)) from None
+        return state
+
+    def _check_model(self, state: TrainState, replica: Replica) -> None:
+        mine = capture(replica.model, replica.optimizer).tensors
+        if state.fingerprint() != fingerprint_of(mine):
+            raise CheckpointError(
+                f"checkpoint {self.assignment.checkpoint} is of another model: "
+                "resume with the model it was made with"
+            )
+
+    def seed_worker(self, seed: int) -> None:
+        if self.rank > 0:
+            torch.manual_seed(seed + self.rank * RANK_STRIDE)
+
+    def close(self) -> None:
+        assert self.agent is not None
+        totals = self.agent.totals()
+        self._writer.write(
+            WorkerEnded(
+                t=round(self.clock.now_s(), 6),
+                phases=totals["phases"],
+                bytes_sent=totals["bytes_sent"],
+                peak_rss_bytes=totals["peak_rss_bytes"],
+            )
+        )
+        if self._heart is not None:
+            self._heart.stop()
+        assert self.around is not None
+        self.around.group.leave()
+        self.control.close()
+
+
+def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section]:
+    count = Section(plain={"count": len(sections)}) if sections is not None else None
+    total = broadcast_section(count, group).plain["count"]
+    return [
+        broadcast_section(sections[i] if sections is not None else None, group)
+        for i in range(total)
+    ]
+
+
+def save_weights(model: torch.nn.Module, path: Path) -> None:
+    from safetensors.torch import save_model
+
+    partial = path.with_name(path.name + ".partial")
+    save_model(model, str(partial))
+    os.replace(partial, path)
+
+
+def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
+    """Train a job: read, build, meet, train, until the coordinator says that it is done."""
+    session = Session(assignment, control, wait_s)
+    session.stages.enter(READ)
+    job = unpack_live(live) if live is not None else _resolve(assignment)
+    device = choose_device(job)
+    tables = read_data(job)
+    session.stages.enter(PREPARE)
+    model = build_model(job, tables)
+    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
+    loss_of = build_loss(job, model)
+    replica = Replica(model, optimizer, clip=job.clip)
+    around = session.surround(replica)
+    session.start_heart(around)
+    session.seed_worker(job.seed)
+    state = session.share_state(around)
+
+    def evaluate(split: str) -> tuple[float, int, int]:
+        return evaluate_share(
+            model,
+            loss_of,
+            getattr(tables, split),
+            rank=session.rank,
+            size=session.size,
+            device=device,
+            alive=lambda: session.clock.enter(EVAL),
+        )
+
+    duties = Duties(
+        evaluate=evaluate,
+        save=lambda name, whole: _save(session, name, whole),
+        save_model=lambda: save_weights(model, session.folder.model),
+    )
+    agent = session.make_agent(around, state, duties)
+    samples = len(tables.train)
+    control.tell(Ready(session.rank, samples, job.batch, job.epochs, tables.splits))
+    feed = Feed(tables.train, job.seed, device)
+    train(job, agent, replica, feed, loss_of, session.clock, samples)
+    session.close()
+
+
+def _resolve(assignment: Assignment) -> Job:
+    assert assignment.job is not None
+    return assignment.job.resolve()
+
+
+def _save(session: Session, name: str, state: TrainState) -> str:
+    path = save_checkpoint(session.folder.checkpoints, name, state)
+    return str(path.relative_to(session.folder.path))
+
+
+def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
+    """Run a user's own loop; `paceline.prepare` in it finds this session."""
+    from paceline.worker import own_loop
+
+    assert assignment.script is not None
+    session = Session(assignment, control, wait_s)
+    session.stages.enter(PREPARE)
+    own_loop.current = session
+    sys.argv = [assignment.script, *assignment.script_args]
+    sys.path.insert(0, str(Path(assignment.script).parent))
+    try:
+        runpy.run_path(assignment.script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
+    if session.agent is None:
+        raise UsageError(
+            f"{assignment.script} never called paceline.prepare(model, optimizer, loader)"
+        )
+    session.agent.end_of_loop()
+    session.close()

@@ -1,0 +1,47 @@
+"""Starting our own child processes: `python -m paceline.worker`, told what to do on stdin."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from multiprocessing import spawn
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.worker.assignment import Assignment, write_assignment
+
+COMMAND = [sys.executable, "-m", "paceline.worker"]
+
+
+def pack_live(thing: Any) -> bytes:
+    """Live objects for our own children, with what they need to find the main script again."""
+    preparation = spawn.get_preparation_data("paceline")
+    buffer = io.BytesIO()
+    try:
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump((preparation, None))
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+    except Exception as error:
+        raise UsageError(
+            f"the job's objects cannot be handed to worker processes ({error}): "
+            "define functions and classes at the top level of a module, or use a job file"
+        ) from None
+    return buffer.getvalue()
+
+
+def unpack_live(data: bytes) -> Any:
+    buffer = io.BytesIO(data)
+    preparation, _ = pickle.load(buffer)
+    spawn.prepare(preparation)
+    return pickle.load(buffer)
+
+
+def start_child(assignment: Assignment) -> subprocess.Popen[bytes]:
+    """Start a server beside this worker; it ends when this process does (its stdin closes)."""
+    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
+    assert child.stdin is not None
+    write_assignment(child.stdin, assignment, None)
+    return child
