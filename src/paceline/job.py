@@ -96,7 +96,8 @@ class Job(BaseModel):
         point = read_point(parse(self.checkpoint_every))
         if point.fraction is not None:
             raise UsageError(
-                f"checkpoint_every {self.checkpoint_every!r}: write epoch(1), samples(50000) or never"
+                f"checkpoint_every {self.checkpoint_every!r}: "
+                "write epoch(1), samples(50000) or never"
             )
         return point
 

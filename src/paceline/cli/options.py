@@ -20,9 +20,7 @@ DataDir = Annotated[Path | None, typer.Option(help="Holds DIR/<data set>/<origin
 Epochs = Annotated[int | None, typer.Option(help="Times through the training data. [10]")]
 Batch = Annotated[int | None, typer.Option(help="The global batch, shared by all workers. [128]")]
 BatchPerWorker = Annotated[int | None, typer.Option(help="In place of --batch: a worker's share.")]
-Lr = Annotated[
-    float | None, typer.Option(help="Learning rate for the global batch. [by optimizer]")
-]
+Lr = Annotated[float | None, typer.Option(help="Learning rate of the global batch. [by optimizer]")]
 Optimizer = Annotated[
     str | None, typer.Option(help="E.g. 'sgd(momentum=0.9)', 'adamw(weight_decay=0.05)'.")
 ]

@@ -114,7 +114,9 @@ class GradientExchange:
         self._launched = 0
         self._works: list[dist.Work | None] = []
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(bucket, index)
+            )
             for bucket in self._buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paceline.comm.control import StoreClient
 
 
-class CoordinatorStore(dist.Store):
+class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
     """torch's rendezvous store, kept by the coordinator behind the run's token."""
 
     def __init__(self, client: StoreClient, timeout_s: float) -> None:
@@ -85,7 +85,8 @@ class Group:
         """Begin summing in place over all workers; `wait()` on what comes back."""
         if self.size == 1:
             return None
-        return dist.all_reduce(tensor, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, async_op=True)
+        return work
 
     def sum(self, tensor: torch.Tensor) -> None:
         if self.size > 1:

@@ -46,7 +46,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(as_bytes(tensor).numpy())
+    return as_bytes(tensor).numpy().data
 
 
 class FlatLayout:

@@ -50,7 +50,7 @@ class Ledger:
         return len(self._out)
 
     def take(self, holder: int, count: int, limit: int) -> Entry | None:
-        """Lease up to `count` positions below `limit`, returned ones first; None if none is left."""
+        """Lease up to `count` positions below `limit`, returned ones first; None if none."""
         assert count > 0
         if self._returned and self._returned[0][0] < limit:
             lo, hi = heapq.heappop(self._returned)

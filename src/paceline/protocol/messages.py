@@ -161,7 +161,7 @@ class Entered(Message):
 
 @dataclass(frozen=True)
 class Resumed(Message):
-    """The first forward pass after a switch begins; the pause counts neither drain nor evaluation."""
+    """The first forward after a switch begins; drain and evaluation are not in the pause."""
 
     worker: int
     pause_s: float

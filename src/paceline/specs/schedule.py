@@ -89,7 +89,7 @@ class Milestones(Schedule):
 
     @classmethod
     def from_call(cls, call: Call) -> Milestones:
-        rest = super().from_call(Call(call.name, (), call.named + (("marks", call.args),)))
+        rest = super().from_call(Call(call.name, (), (*call.named, ("marks", call.args))))
         assert isinstance(rest, Milestones)
         return rest
 

@@ -1,4 +1,4 @@
-"""Strategies as data: what a strategy is called, which roles it needs, how its work is handed out."""
+"""Strategies as data: what each is called, which roles it needs, how work is handed out."""
 
 from __future__ import annotations
 

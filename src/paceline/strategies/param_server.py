@@ -221,7 +221,8 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 value = value.item()
             if not isinstance(value, bool | int | float | str | list | tuple):
                 raise UsageError(
-                    f"optimizer option {key} is a {type(value).__name__}: ps sends plain values only"
+                    f"optimizer option {key} is a {type(value).__name__}: "
+                    "ps sends plain values only"
                 )
             options[key] = value
         plain.append(options)

@@ -85,9 +85,9 @@ def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, f
     """Worker 0's division of the wall time; the orderly end of all processes counts as saving."""
     if 0 not in totals:
         return dict.fromkeys(STAGES)
-    stages = {name: round(float(totals[0]["stages"][name]), 6) for name in STAGES}
+    stages: dict[str, float] = {name: round(float(totals[0]["stages"][name]), 6) for name in STAGES}
     stages["save"] = round(stages["save"] + max(0.0, seconds - sum(stages.values())), 6)
-    return stages
+    return dict(stages)
 
 
 def phases_of_workers(

@@ -1,1 +1,1 @@
-"""What runs inside a worker process: control loop, training loop, evaluation, the own-loop wrapper."""
+"""What runs inside a worker process: control, training loop, evaluation, own loops."""

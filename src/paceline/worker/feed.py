@@ -22,6 +22,7 @@ class Feed:
 
     def __init__(self, table: Table, seed: int, device: torch.device) -> None:
         self._table = table
+        self.samples = len(table)
         self._seed = seed
         self._device = device
         self._epoch = -1

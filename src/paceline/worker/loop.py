@@ -18,11 +18,11 @@ def train(
     feed: Feed,
     loss_of: Loss,
     clock: PhaseClock,
-    samples: int,
 ) -> None:
     """Run every lease that the coordinator hands out."""
     model, optimizer = replica.model, replica.optimizer
-    schedule, base_lr, total = job.schedule_spec, job.base_lr, samples * job.epochs
+    schedule, base_lr, samples = job.schedule_spec, job.base_lr, feed.samples
+    total = samples * job.epochs
     model.train()
     for work in agent.work():
         if isinstance(work, EpochOver):

@@ -218,10 +218,9 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         save_model=lambda: save_weights(model, session.folder.model),
     )
     agent = session.make_agent(around, state, duties)
-    samples = len(tables.train)
-    control.tell(Ready(session.rank, samples, job.batch, job.epochs, tables.splits))
     feed = Feed(tables.train, job.seed, device)
-    train(job, agent, replica, feed, loss_of, session.clock, samples)
+    control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits))
+    train(job, agent, replica, feed, loss_of, session.clock)
     session.close()
 
 
