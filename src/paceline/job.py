@@ -195,7 +195,14 @@ def _read_job_file(path: Path, function: str) -> Job:
     build = getattr(module, function, None)
     if not callable(build):
         raise UsageError(f"job file {path} has no function {function}(): define one")
-    job = build()
+    try:
+        job = build()
+    except PacelineError:
+        raise
+    except ValidationError as error:
+        raise UsageError(f"{function}() in {path}: {_explain(error)}") from error
+    except Exception as error:
+        raise UsageError(_locate(error, path)) from error
     if not isinstance(job, Job):
         raise UsageError(f"{function}() in {path} gave {type(job).__name__}: return a paceline.Job")
     return job
@@ -218,6 +225,9 @@ def _read_fields(path: Path) -> dict[str, Any]:
         raise UsageError(f"job file {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"job file {path}: a mapping such as 'model: mlp-128' is needed")
+    for key in value:
+        if not isinstance(key, str):
+            raise UsageError(f"job file {path}: key {key!r} is not the name of a field")
     return value
 
 
@@ -236,9 +246,13 @@ def load_module(path: Path, name: str) -> Any:
     except PacelineError:
         raise
     except Exception as error:
-        line = getattr(error, "lineno", None) or _last_line(error, path)
-        raise UsageError(f"{path}:{line}: {type(error).__name__}: {error}") from error
+        raise UsageError(_locate(error, path)) from error
     return module
+
+
+def _locate(error: Exception, path: Path) -> str:
+    line = getattr(error, "lineno", None) or _last_line(error, path)
+    return f"{path}:{line}: {type(error).__name__}: {error}".replace("\n", " ")
 
 
 def _last_line(error: BaseException, path: Path) -> int:

@@ -28,7 +28,6 @@ app.command("compare", help="Train one job with several strategies and seeds, si
 app.command(
     "launch",
     help="Run a script with its own training loop on several workers.",
-    context_settings={"allow_interspersed_args": False},
 )(launch.launch)
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
@@ -39,7 +38,8 @@ INTERRUPTED = 130
 def main() -> None:
     """Run a command: 0 done, 2 the user's mistake in one line, 1 failed or diverged."""
     try:
-        app(standalone_mode=False)
+        # typer returns the status of an Exit, and 130 for an interrupt, in place of raising them.
+        code = app(standalone_mode=False)
     except PacelineError as error:
         details = getattr(error, "details", "")
         if details:
@@ -63,6 +63,9 @@ def main() -> None:
             raise
         print(f"paceline: {message()}", file=sys.stderr)
         sys.exit(2)
+    if code == INTERRUPTED:
+        print("paceline: interrupted", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

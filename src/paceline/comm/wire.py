@@ -56,7 +56,7 @@ def unpack_header(header: bytes, max_body: int) -> tuple[int, int]:
 def unpack_head(packed: bytes | bytearray) -> Any:
     try:
         return msgpack.unpackb(packed, raw=False, strict_map_key=False)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: a map with a list for a key.
         raise WireError(f"a message head that is not msgpack ({error})") from None
 
 

@@ -96,8 +96,9 @@ class Peer(asyncio.Protocol):
             self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.who is not None and self.role == "member":
-            self._hub.members.pop(self.who, None)
+        # A refused second member of the same name must not take the first one with it.
+        if self.who is not None and self._hub.members.get(self.who) is self:
+            del self._hub.members[self.who]
             self._hub.on_gone(self.who)
 
     def drop(self) -> None:

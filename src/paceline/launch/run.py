@@ -212,8 +212,8 @@ def _run(
         return await supervisor.run()
 
     outcome = run_async(supervise)
-    if outcome.usage and fresh:
-        # The user's mistake, found late: nothing half-written stays behind.
+    if outcome.usage and fresh and outcome.coordinator.history.samples == 0:
+        # The user's mistake, found before the first step: nothing half-written stays behind.
         writer.close()
         folder.clear()
         options.out.rmdir()

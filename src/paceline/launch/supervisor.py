@@ -10,12 +10,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from paceline.launch.hub import Hub
 from paceline.launch.local import Launcher, Process
 from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
+from paceline.protocol.membership import Member
 from paceline.protocol.messages import Failing, Finished, Message, ServerStop
 from paceline.protocol.pace import Tell, TellServers
 from paceline.telemetry.folder import RunFolder
@@ -24,6 +25,10 @@ from paceline.worker.main import STACKS_BEGIN, STACKS_END
 
 GRACE_S = 1.0
 """After a failure that may be a consequence, wait this long for its cause to show."""
+TOGETHER_S = 0.2
+"""A worker and the servers beside it go away within this time of each other."""
+STARTUP_S = 60.0
+"""Importing torch and meeting the others may take this long, however short the deadline."""
 STACKS_S = 2.0
 ORDERLY_S = 10.0
 """How long processes may take to end by themselves when the run is done."""
@@ -51,7 +56,6 @@ class Outcome:
     coordinator: Coordinator
     usage: bool = False
     details: str = ""
-    servers_lost: list[str] = field(default_factory=list)
 
 
 class Supervisor:
@@ -84,6 +88,7 @@ class Supervisor:
         self._processes: list[Process] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._failures: list[Failure] = []
+        self._gone: set[str] = set()
         self._end: End | None = None
         self._ended = asyncio.Event()
         self._logs: dict[str, IO[str]] = {}
@@ -112,7 +117,7 @@ class Supervisor:
             error=self._end.error,
             seconds=self._now(),
             coordinator=self._coordinator,
-            usage=bool(chief and chief.usage and self._end.status == "failed"),
+            usage=self._end.usage or bool(chief and chief.usage),
             details=chief.details if chief else "",
         )
 
@@ -158,18 +163,29 @@ class Supervisor:
             self._show_progress()
 
     def _on_gone(self, who: str) -> None:
+        self._gone.add(who)
         if self._ended.is_set() or not who.startswith("server"):
             return  # A worker's end is told by its process, with its exit status.
         if not any(f.who == who for f in self._failures):
-            parent = int(who.split("-")[1]) % self._plan.workers
-            self._fail(
-                Failure(
-                    who,
-                    f"{self._name(who)} (beside worker {parent}) went away without a word "
-                    f"after {self._coordinator.history.updates} updates: it was killed or crashed",
-                    2,
-                )
+            # Its worker may have gone first and taken it along: that shows at once.
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._blame_server, who)
+
+    def _blame_server(self, who: str) -> None:
+        parent = int(who.split("-")[1]) % self._plan.workers
+        told = [f.weight for f in self._failures if f.who == f"worker-{parent}"]
+        weight = 2
+        if f"worker-{parent}" in self._gone:
+            if not told or max(told) > 0:
+                return  # The worker is the cause.
+            weight = 1  # The worker lost a peer: this server, or another that shows soon.
+        self._fail(
+            Failure(
+                who,
+                f"{self._name(who)} (beside worker {parent}) went away without a word "
+                f"after {self._coordinator.history.updates} updates: it was killed or crashed",
+                weight,
             )
+        )
 
     def _on_refused(self, text: str) -> None:
         self._log("supervisor", f"refused a connection from {text}")
@@ -265,12 +281,14 @@ class Supervisor:
     async def _watch_deadlines(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._timeout_s / 4))
-            stuck = self._coordinator.members.stuck(self._now(), self._timeout_s)
-            if not stuck:
+            if not self._find_stuck():
                 continue
             for process in self._processes:
                 process.ask_stacks()
             await asyncio.sleep(min(STACKS_S, self._timeout_s))
+            stuck = self._find_stuck()
+            if not stuck:
+                continue  # It was slow, and goes on.
             named = ", ".join(f"worker {w} (step {m.step}, {m.phase})" for w, m in stuck)
             stacks = [
                 f"stacks of worker {w}:\n" + "\n".join(self._stacks.get(f"worker-{w}", ["none"]))
@@ -279,6 +297,14 @@ class Supervisor:
             text = f"{named} made no progress for {self._timeout_s:g} s: stopped at the deadline"
             self._fail(Failure(f"worker-{stuck[0][0]}", text, 2, details="\n\n".join(stacks)))
             return
+
+    def _find_stuck(self) -> list[tuple[int, Member]]:
+        now = self._now()
+        return [
+            (worker, member)
+            for worker, member in self._coordinator.members.stuck(now, self._timeout_s)
+            if member.phase != "startup" or now - member.since > STARTUP_S
+        ]
 
     def _name(self, who: str) -> str:
         return who.replace("-", " ")

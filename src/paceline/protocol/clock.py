@@ -18,6 +18,8 @@ class Push:
     worker: int
     handle: int
     samples: int
+    share: float
+    """What its samples are of their global batch; the shares of an epoch add up to its batches."""
     base: int
 
 

@@ -77,6 +77,8 @@ class Note:
 class End:
     status: str
     error: str | None = None
+    usage: bool = False
+    """The user's mistake, which showed only when the data was known."""
 
 
 Action = Order | Note | End
@@ -111,8 +113,12 @@ class Coordinator:
         self._actions = []
         if isinstance(event, Heartbeat):
             self.members.heard(event.worker, event.step, event.phase, event.turn, now)
-        elif isinstance(event, Advanced | Pushed | Reduced):
+        elif isinstance(event, Advanced | Pushed):
             self._on_training(event)
+        elif isinstance(event, Reduced):
+            # Servers may still be at the last update when the workers have drained.
+            assert self._pace is not None
+            self._actions.extend(self._pace.on_report(event, now))
         elif isinstance(event, Diverging):
             self._end("diverged", self._describe_divergence(event))
         elif isinstance(event, Resumed):
@@ -135,14 +141,13 @@ class Coordinator:
 
     # ---- training: the hot path ---------------------------------------------------------------
 
-    def _on_training(self, event: Advanced | Pushed | Reduced) -> None:
+    def _on_training(self, event: Advanced | Pushed) -> None:
         pace = self._pace
         if pace is None or pace.drained:
             self._end("failed", f"a {type(event).__name__} message while no work was handed out")
             return
-        if not isinstance(event, Reduced):
-            self.members.reached(event.worker, event.step)
-            self.history.tally.add(event.measured)
+        self.members.reached(event.worker, event.step)
+        self.history.tally.add(event.measured)
         self._actions.extend(pace.on_report(event, self._now))
         if pace.drained:
             self._resume([])
@@ -163,9 +168,14 @@ class Coordinator:
                 return
         history = self.history
         try:
-            policy = make_policy(self.plan.strategy, ready.samples, ready.epochs)
+            policy = make_policy(
+                self.plan.strategy,
+                samples_per_epoch=ready.samples,
+                epochs=ready.epochs,
+                batch=ready.batch,
+            )
         except SpecError as error:
-            self._end("failed", str(error))
+            self._end("failed", str(error), usage=True)
             return
         ledger = Ledger(
             ready.samples,
@@ -186,6 +196,8 @@ class Coordinator:
                 return
             if epoch_ended:
                 yield from self._close_epoch(ready, replies[0].lr)
+                if self._ended:
+                    return
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
             reason = self._why_finished(ready) if epoch_ended else None
@@ -272,6 +284,14 @@ class Coordinator:
         history.tally = Tally()
         history.rows.append(row)
         self._note("epoch", row=row)
+        if row["val_loss"] is not None and not math.isfinite(row["val_loss"]):
+            # The last update ruined the weights: they must not become a checkpoint.
+            self._end(
+                "diverged",
+                f"diverged: the loss is {row['val_loss']} in the validation after epoch "
+                f"{row['epoch']} (step {self.members.last_step(0)} of worker 0): "
+                "lower the learning rate, add warm-up or clip gradients",
+            )
 
     def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float]]:
         parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
@@ -390,6 +410,6 @@ class Coordinator:
     def _note(self, kind: str, **facts: Any) -> None:
         self._actions.append(Note(kind, facts))
 
-    def _end(self, status: str, error: str | None) -> None:
+    def _end(self, status: str, error: str | None, *, usage: bool = False) -> None:
         self._ended = True
-        self._actions.append(End(status, error))
+        self._actions.append(End(status, error, usage))

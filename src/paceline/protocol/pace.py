@@ -162,7 +162,7 @@ class ServerPace:
         self._clock = make_clock(spec.sync, workers)
         self._counts = WorkerCounts(workers)
         self._share = split_batch(batch, workers)
-        self._busy: set[int] = set()
+        self._leases: dict[int, Lease] = {}
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * workers
         self.version = 0
@@ -180,15 +180,30 @@ class ServerPace:
         leases = self._lease_round() if self._clock.in_rounds else self._lease_each(workers)
         orders: list[Order] = []
         for worker, lease in leases:
-            self._busy.add(worker)
+            self._leases[worker] = lease
             self._history.max_lag = max(self._history.max_lag, self._counts.lag(worker))
             orders.append(Tell(worker, Go(self.version, lease, self._last_staleness[worker])))
         if len(leases) < len(workers) and self._first_idle is None:
             self._first_idle = now
-        if not self._busy:
+        if not self._leases:
             self.drained = True
             self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
         return orders
+
+    def _share_of_batch(self, lease: Lease) -> float:
+        """Samples over the size of their global batch; a lease may lie across two of them.
+
+        The last batch of an epoch may be short: its samples weigh more, as they do when one
+        process takes the mean over it.
+        """
+        share = 0.0
+        lo = lease.lo
+        while lo < lease.hi:
+            start = lo - lo % self._batch
+            stop = min(start + self._batch, self._ledger.samples)
+            share += (min(stop, lease.hi) - lo) / (stop - start)
+            lo = stop
+        return share
 
     def _lease_each(self, workers: list[int]) -> list[tuple[int, Lease]]:
         leases = []
@@ -221,15 +236,19 @@ class ServerPace:
             return self._on_reduced(report)
         if not isinstance(report, Pushed):
             raise AssertionError(f"{type(report).__name__} under a parameter server")
-        self._busy.discard(report.worker)
+        lease = self._leases.get(report.worker)
+        if lease is None or lease.id != report.lease:
+            return []  # Said twice, or of a lease that is no longer this worker's.
+        del self._leases[report.worker]
         self._counts.advance(report.worker)
-        push = Push(report.worker, report.handle, report.samples, report.base)
+        share = self._share_of_batch(lease)
+        push = Push(report.worker, report.handle, report.samples, share, report.base)
         verdict = self._clock.pushed(push)
         orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
         if not self._clock.in_rounds:
-            self._ledger.acknowledge(report.lease, report.worker)
+            self._ledger.acknowledge(lease.id, report.worker)
         elif verdict.updates:
-            self._ledger.acknowledge(report.lease, EVERYBODY)
+            self._ledger.acknowledge(lease.id, EVERYBODY)
         if verdict.release:
             orders.extend(self._grant(verdict.release, now))
         return orders
@@ -246,8 +265,9 @@ class ServerPace:
         parts = tuple(
             Part(p.worker, p.handle, p.samples / samples) for p in pushes if p.samples > 0
         )
-        whole = self._batch if not self._spec.sync.aggregates else samples
-        order = Apply(self.version, parts, self._spec.scale_of(samples, whole), self._clip)
+        # In rounds the shares are of one batch and make it whole, whatever their rounding.
+        share = 1.0 if self._clock.in_rounds else sum(p.share for p in pushes)
+        order = Apply(self.version, parts, self._spec.scale_of(share), self._clip)
         return TellServers(self._servers, order)
 
     def _on_reduced(self, report: Reduced) -> list[Order]:

@@ -54,17 +54,32 @@ class AtPoints:
         return Decision(phase, f"at={self._names[phase - 1]}")
 
 
-def make_policy(strategy: Strategy, samples_per_epoch: int, epochs: int | None) -> Policy:
+def make_policy(
+    strategy: Strategy, *, samples_per_epoch: int, epochs: int | None, batch: int
+) -> Policy:
     """The policy of a strategy; raises SpecError for points that cannot be placed."""
     if not isinstance(strategy, Switch):
         return Stay()
-    points = [p.resolve(samples_per_epoch, epochs) for p in strategy.at]
     names = [write(p.to_value()) for p in strategy.at]
+    points = [
+        _end_of_batch(p.resolve(samples_per_epoch, epochs), samples_per_epoch, batch)
+        for p in strategy.at
+    ]
     if points != sorted(set(points)):
-        raise SpecError(f"{strategy}: switch points must come one after another, not {points}")
+        raise SpecError(
+            f"{strategy}: switch points must come one after another and in different batches, "
+            f"these come after {', '.join(map(str, points))} samples"
+        )
     if epochs is not None and points[-1] >= epochs * samples_per_epoch:
         raise SpecError(
-            f"{strategy}: the point {names[-1]} ({points[-1]} samples) lies at or beyond the end "
-            f"of the run ({epochs * samples_per_epoch} samples): choose an earlier one"
+            f"{strategy}: the point {names[-1]} (after {points[-1]} samples, in whole batches) "
+            f"lies at or beyond the end of the run ({epochs * samples_per_epoch} samples): "
+            "choose an earlier one"
         )
     return AtPoints(points, names)
+
+
+def _end_of_batch(samples: int, samples_per_epoch: int, batch: int) -> int:
+    """A switch happens between two global batches: at the first end of one at or after it."""
+    epoch, position = divmod(samples, samples_per_epoch)
+    return epoch * samples_per_epoch + min(samples_per_epoch, -(-position // batch) * batch)

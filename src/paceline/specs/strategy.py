@@ -122,9 +122,9 @@ class ParameterServer(Strategy):
     def servers_for(self, workers: int) -> int:
         return self.servers
 
-    def scale_of(self, samples: int, batch: int) -> float:
-        """The factor on the learning rate of an update made from `samples` samples."""
-        return samples / batch if self.lr_scale is None else self.lr_scale
+    def scale_of(self, share: float) -> float:
+        """The factor on the learning rate of an update worth this share of a global batch."""
+        return share if self.lr_scale is None else self.lr_scale
 
     def lr_note(self, workers: int) -> str:
         if self.lr_scale is not None:

@@ -123,6 +123,9 @@ def build_optimizer(spec: Optimizer, lr: float, model: torch.nn.Module) -> torch
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError("the model has no parameter that requires a gradient: nothing to train")
-    optimizer: Any = cls(trained, lr=lr, **spec.options())
+    try:
+        optimizer: Any = cls(trained, lr=lr, **spec.options())
+    except (ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"optimizer {spec}: {error}") from None
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer

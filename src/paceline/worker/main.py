@@ -93,8 +93,10 @@ def _tell_failure(control: Control, assignment: Assignment, error: BaseException
     blame = "usage" if isinstance(error, UsageError) else "own"
     if isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
+    # What is raised on purpose says all in one line; the log has the rest.
+    details = "" if isinstance(error, PacelineError) else text
     try:
-        control.tell(Failing(assignment.who, short.replace("\n", " "), text, blame))
+        control.tell(Failing(assignment.who, short.replace("\n", " "), details, blame))
     except PacelineError:
         pass  # The supervisor is gone: nobody is left to tell.
 

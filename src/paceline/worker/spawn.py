@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from multiprocessing import spawn
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from paceline.errors import UsageError
@@ -20,22 +19,20 @@ COMMAND = [sys.executable, "-m", "paceline.worker"]
 def pack_live(thing: Any) -> bytes:
     """Live objects for our own children, with what they need to find the main script again."""
     preparation = spawn.get_preparation_data("paceline")
-    buffer = io.BytesIO()
+    preparation.pop("authkey", None)
     try:
-        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump((preparation, None))
-        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+        # Plain pickle: torch's reductions for multiprocessing would pass file descriptors.
+        return pickle.dumps(preparation) + pickle.dumps(thing)
     except Exception as error:
         raise UsageError(
             f"the job's objects cannot be handed to worker processes ({error}): "
             "define functions and classes at the top level of a module, or use a job file"
         ) from None
-    return buffer.getvalue()
 
 
 def unpack_live(data: bytes) -> Any:
     buffer = io.BytesIO(data)
-    preparation, _ = pickle.load(buffer)
-    spawn.prepare(preparation)
+    spawn.prepare(pickle.load(buffer))
     return pickle.load(buffer)
 
 

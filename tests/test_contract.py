@@ -1,0 +1,203 @@
+"""The contract: one table that every strategy goes through, on real processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from jobs import (
+    Awkward,
+    NormOnly,
+    Plain,
+    largest_difference,
+    make_rows,
+    read_weights,
+    synthetic_job,
+    train_plainly,
+)
+from paceline.protocol.messages import split_batch
+from paceline.specs.strategy import STRATEGIES, read_strategy
+from paceline.telemetry.events import PHASES
+from paceline.telemetry.folder import RunFolder, read_events
+from paceline.worker.feed import epoch_order
+
+EXACT = ["single", "allreduce", "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
+TABLE = [*EXACT, "ps", "ps(servers=2)", "switch(allreduce, ps, at=45%)"]
+"""Every strategy that exists, with the options that change its ways."""
+
+OPTIMIZERS = [
+    "sgd(momentum=0.9)",
+    "adam",
+    "adamw(weight_decay=0.1)",
+    "adagrad",
+    "adadelta",
+    "rmsprop(momentum=0.5)",
+]
+
+EVERY_PAIR = (
+    "switch(allreduce, ps(sync=bsp), allreduce, single, ps(sync=bsp, servers=2), single, allreduce,"
+    " at=(samples(22), samples(66), samples(88), samples(121), samples(176), samples(198)))"
+)
+"""All ordered pairs of the exact strategies, most of the switches in the middle of an epoch."""
+
+
+def train(tmp_path: Path, job: paceline.Job, strategy: str, workers: int) -> dict[str, Any]:
+    return paceline.train(job, strategy, workers, out=tmp_path / "run", timeout_s=60)
+
+
+def test_table_covers_every_registered_strategy() -> None:
+    words = {phase.word for text in TABLE for phase in read_strategy(text).phases}
+    words |= {read_strategy(text).word for text in TABLE}
+    assert words == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", TABLE)
+def test_one_worker_equals_plain_pytorch_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+    job = synthetic_job(Plain, dtype="float32", optimizer="sgd(momentum=0.9)", batch=32)
+    train(tmp_path, job, strategy, workers=1)
+    assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) == 0.0
+
+
+def check_equal_to_one_process(
+    tmp_path: Path, strategy: str, workers: int, optimizer: str, tolerance: float, **fields: Any
+) -> None:
+    job = synthetic_job(Plain, optimizer=optimizer, **fields)
+    result = train(tmp_path, job, strategy, workers)
+    assert result["updates"] == 20
+    assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= tolerance
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp, servers=2)"])
+def test_three_workers_equal_one_process_on_an_indivisible_batch(
+    tmp_path: Path, strategy: str, optimizer: str
+) -> None:
+    check_equal_to_one_process(tmp_path, strategy, 3, optimizer, 1e-9)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
+def test_other_numbers_of_workers_equal_one_process(
+    tmp_path: Path, strategy: str, workers: int
+) -> None:
+    check_equal_to_one_process(tmp_path, strategy, workers, "sgd(momentum=0.9)", 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:])
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
+def test_every_optimizer_with_every_number_of_workers(
+    tmp_path: Path, strategy: str, optimizer: str, workers: int
+) -> None:
+    check_equal_to_one_process(tmp_path, strategy, workers, optimizer, 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
+def test_float32_stays_within_rounding(tmp_path: Path, strategy: str) -> None:
+    check_equal_to_one_process(tmp_path, strategy, 3, "sgd", 1e-4, dtype="float32")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp, servers=2)"])
+def test_clipping_schedule_and_more_workers_than_samples_in_a_batch(
+    tmp_path: Path, strategy: str
+) -> None:
+    """The last batch of an epoch has 2 samples for 3 workers: one share is empty."""
+    job = synthetic_job(
+        Plain, samples=112, epochs=2, clip=0.05, schedule="milestones(50%, warmup=0.5)", lr=0.5
+    )
+    assert split_batch(112 % 11, 3) == [0, 1, 2, 2]
+    train(tmp_path, job, strategy, workers=3)
+    assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [(Plain, "adam"), (Awkward, "sgd(momentum=0.9, weight_decay=0.01)")],
+    ids=["adam", "awkward"],
+)
+def test_state_survives_every_pair_of_strategies(
+    tmp_path: Path, model: type[torch.nn.Module], optimizer: str
+) -> None:
+    """Weights, slots, schedule and data position carry over at every switch, or this differs."""
+    job = synthetic_job(model, optimizer=optimizer, schedule="cosine", samples=115, epochs=2)
+    result = train(tmp_path, job, EVERY_PAIR, workers=3)
+    assert [(s["from"].split("(")[0], s["to"].split("(")[0]) for s in result["switches"]] == [
+        ("allreduce", "ps"),
+        ("ps", "allreduce"),
+        ("allreduce", "single"),
+        ("single", "ps"),
+        ("ps", "single"),
+        ("single", "allreduce"),
+    ]
+    assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= 1e-9
+    assert all(0 < s["pause_s"] < 10 and s["drain_s"] >= 0 for s in result["switches"])
+
+
+def positions_by_epoch(folder: Path) -> dict[int, list[tuple[int, int]]]:
+    run = RunFolder(folder)
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for who in run.workers_with_events():
+        for event in read_events(run.events(who)):
+            if event["kind"] == "steps":
+                for epoch, lo, hi in zip(event["epoch"], event["lo"], event["hi"], strict=True):
+                    found[epoch].append((lo, hi))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [*TABLE[1:], "switch(ps, allreduce, at=samples(150))"])
+def test_every_sample_exactly_once_an_epoch_and_telemetry_complete(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Three workers, an epoch of 115 that neither batch nor workers divide, a mid-epoch switch."""
+    job = synthetic_job(Plain, samples=115, epochs=3, held_out=9)
+    result = train(tmp_path, job, strategy, workers=3)
+    epochs = positions_by_epoch(tmp_path / "run")
+    assert sorted(epochs) == [0, 1, 2]
+    for ranges in epochs.values():
+        seen = sorted(position for lo, hi in ranges for position in range(lo, hi))
+        assert seen == list(range(115))
+    assert result["status"] == "done"
+    assert result["samples"] == 3 * 115
+    assert [row["samples"] for row in result["history"]] == [115, 230, 345]
+    for worker in range(3):
+        phases = result["phases"][f"worker-{worker}"]
+        assert set(phases) == set(PHASES)
+        assert sum(phases.values()) == pytest.approx(result["seconds"], rel=0.2)
+    if "ps" in strategy:
+        assert sum(result["staleness"]["histogram"].values()) > 0
+        assert result["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
+def test_running_statistics_are_averaged_by_samples(tmp_path: Path, strategy: str) -> None:
+    """One step on shares of 4, 4 and 3: statistics are those of the shares, weighted so."""
+    job = synthetic_job(NormOnly, samples=11, lr=1e-12)
+    train(tmp_path, job, strategy, workers=3)
+    inputs, _ = make_rows(11)
+    order = torch.from_numpy(epoch_order(11, job.seed, 0))
+    cuts = split_batch(11, 3)
+    mean = torch.zeros_like(inputs[0])
+    variance = torch.zeros_like(inputs[0])
+    for lo, hi in itertools.pairwise(cuts):
+        share = inputs[order[lo:hi]]
+        mean += (hi - lo) / 11 * 0.1 * share.mean(0)
+        variance += (hi - lo) / 11 * (0.9 + 0.1 * share.var(0))
+    weights = read_weights(tmp_path / "run")
+    assert torch.allclose(weights["norm.running_mean"], mean, atol=1e-12)
+    assert torch.allclose(weights["norm.running_var"], variance, atol=1e-12)
+
+
+def test_learning_rate_of_an_asynchronous_update_follows_its_samples(tmp_path: Path) -> None:
+    """One worker at a time is in force under asp: with 1 worker of 2, lr is as told."""
+    job = synthetic_job(Plain, samples=44, optimizer="sgd", lr=0.2)
+    one = train(tmp_path / "a", job, "ps(lr_scale=0.5)", workers=1)
+    half = synthetic_job(Plain, samples=44, optimizer="sgd", lr=0.1)
+    assert one["updates"] == 4
+    assert largest_difference(read_weights(tmp_path / "a" / "run"), train_plainly(half)) <= 1e-12

@@ -1,0 +1,529 @@
+"""The state machines: exact actions, and properties under random schedules; no processes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import SpecError, WireError
+from paceline.protocol.clock import AspClock, BspClock, Push, WorkerCounts
+from paceline.protocol.coordinator import Coordinator, End, Note, RunPlan
+from paceline.protocol.history import History, Tally
+from paceline.protocol.ledger import EVERYBODY, Ledger
+from paceline.protocol.membership import Membership
+from paceline.protocol.messages import (
+    KINDS,
+    Advanced,
+    Apply,
+    Clip,
+    Diverging,
+    Enter,
+    Entered,
+    EpochOver,
+    Evaluate,
+    Evaluated,
+    Finish,
+    Finished,
+    Go,
+    Heartbeat,
+    Lease,
+    Measured,
+    Message,
+    Onward,
+    Part,
+    Pushed,
+    Quiesce,
+    Quiesced,
+    Ready,
+    Reduced,
+    Save,
+    Saved,
+    ServerReady,
+    Steps,
+    from_plain,
+    split_batch,
+    to_plain,
+)
+from paceline.protocol.pace import Tell, TellServers
+from paceline.protocol.server import Answer, Shard, SumUp, Update
+from paceline.protocol.switch import make_policy
+from paceline.specs.strategy import Strategy, read_strategy
+from paceline.specs.until import read_until
+
+# ---- ledger -----------------------------------------------------------------------------------
+
+
+@given(
+    samples=st.integers(1, 60),
+    moves=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 9), st.sampled_from("takb")), max_size=80
+    ),
+)
+def test_ledger_gives_every_position_exactly_once(samples: int, moves: list[Any]) -> None:
+    """Whatever is taken, acknowledged, given back or lost with its worker."""
+    ledger = Ledger(samples)
+    held: dict[int, list[Any]] = {w: [] for w in range(4)}
+    done: Counter[int] = Counter()
+
+    def take(worker: int, count: int) -> None:
+        entry = ledger.take(worker, count, samples)
+        if entry is not None:
+            held[worker].append(entry)
+
+    def acknowledge(worker: int) -> None:
+        if held[worker]:
+            entry = held[worker].pop(0)
+            ledger.acknowledge(entry.id, worker)
+            done.update(range(entry.lo, entry.hi))
+
+    for worker, count, move in moves:
+        if move == "t":
+            take(worker, count)
+        elif move == "a":
+            acknowledge(worker)
+        elif move == "k":
+            ledger.forget_holder(worker)
+            held[worker] = []
+        elif held[worker]:
+            ledger.give_back(held[worker].pop().id, worker)
+        assert max(done.values(), default=1) == 1
+        assert all(done[p] for p in range(ledger.frontier))
+    while ledger.frontier < samples:
+        for worker in held:
+            take(worker, 5)
+            acknowledge(worker)
+    assert done == Counter(range(samples))
+    assert ledger.outstanding == sum(len(h) for h in held.values())
+
+
+def test_ledger_refuses_an_acknowledgement_that_comes_twice_or_from_another() -> None:
+    ledger = Ledger(10)
+    entry = ledger.take(0, 4, 10)
+    assert entry is not None
+    with pytest.raises(KeyError, match="worker 1 does not hold lease"):
+        ledger.acknowledge(entry.id, 1)
+    ledger.acknowledge(entry.id, 0)
+    with pytest.raises(KeyError):
+        ledger.acknowledge(entry.id, 0)
+
+
+@given(
+    count=st.integers(0, 200),
+    weights=st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any),
+)
+def test_shares_cover_the_batch_in_proportion(count: int, weights: list[int]) -> None:
+    even = split_batch(count, len(weights))
+    sizes = [b - a for a, b in itertools.pairwise(even)]
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    cuts = split_batch(count, len(weights), tuple(weights))
+    for weight, lo, hi in zip(weights, cuts, cuts[1:], strict=False):
+        assert abs((hi - lo) - count * weight / sum(weights)) < 1
+    assert (cuts[0], cuts[-1]) == (0, count)
+
+
+# ---- clocks and shard -------------------------------------------------------------------------
+
+
+def push(worker: int, handle: int = 1) -> Push:
+    return Push(worker, handle, 4, 0.5, 0)
+
+
+def test_asp_applies_and_releases_at_once() -> None:
+    verdict = AspClock().pushed(push(2))
+    assert verdict.updates == [[push(2)]]
+    assert verdict.release == [2]
+
+
+def test_bsp_waits_for_all_and_sums_in_the_order_of_workers() -> None:
+    clock = BspClock(3)
+    assert clock.pushed(push(2)).release == []
+    assert clock.pushed(push(0)).updates == []
+    verdict = clock.pushed(push(1))
+    assert verdict.updates == [[push(0), push(1), push(2)]]
+    assert verdict.release == [0, 1, 2]
+
+
+@given(st.lists(st.integers(0, 4), max_size=100))
+def test_lag_is_the_distance_to_the_slowest(advances: list[int]) -> None:
+    counts = WorkerCounts(5)
+    plain = [0] * 5
+    for worker in advances:
+        counts.advance(worker)
+        plain[worker] += 1
+        assert [counts.lag(w) for w in range(5)] == [c - min(plain) for c in plain]
+
+
+def order(version: int, *workers: int, clip: float | None = None) -> Apply:
+    return Apply(version, tuple(Part(w, version, 1.0) for w in workers), 1.0, clip)
+
+
+@given(st.permutations(["g0", "g1", "a1", "a2", "pull"]))
+def test_shard_applies_in_order_whatever_comes_first(arrivals: list[str]) -> None:
+    shard = Shard()
+    happened: list[Any] = []
+    for arrival in arrivals:
+        if arrival == "g0":
+            happened += shard.on_gradient(0, 1)
+        elif arrival == "g1":
+            happened += shard.on_gradient(1, 2)
+        elif arrival == "a1":
+            happened += shard.on_apply(order(1, 0))
+        elif arrival == "a2":
+            happened += shard.on_apply(order(2, 1))
+        else:
+            happened += shard.on_pull(9, at_least=2)
+    updates = [a.order.version for a in happened if isinstance(a, Update)]
+    assert updates == [1, 2]
+    assert [a for a in happened if isinstance(a, Answer)] == [Answer(9, 2)]
+
+
+def test_shard_ignores_orders_that_come_again() -> None:
+    shard = Shard()
+    shard.on_gradient(0, 1)
+    assert len(shard.on_apply(order(1, 0))) == 1
+    assert shard.on_apply(order(1, 0)) == []
+
+
+def test_shard_sums_first_and_updates_when_the_norm_is_known() -> None:
+    shard = Shard()
+    shard.on_gradient(0, 1)
+    clipped = order(1, 0, clip=1.0)
+    assert shard.on_apply(clipped) == [SumUp(clipped)]
+    assert shard.version == 0
+    assert shard.on_clip(1, 0.25) == [Update(clipped, 0.25, summed=True)]
+
+
+# ---- messages ---------------------------------------------------------------------------------
+
+EXAMPLES: list[Message] = [
+    Steps(1, 0, 64, 32, None),
+    Steps(1, 0, 64, 32, (1, 0)),
+    Go(3, Lease(1, 0, 0, 8, 2, 4), -1),
+    Enter(0, (("127.0.0.1", 5),), True),
+    Quiesce(4),
+    Save("1", {"history": {"rows": [{"a": None}]}}),
+    Ready(0, 10, 2, None, ("val",)),
+    Pushed(0, 1, 2, 3, 4, 5, Measured(1, 1, 0.5, 1)),
+    Advanced(0, 0, 4, 1, Measured(4, 4, None, 0)),
+    order(1, 0, 1),
+    Finished(0, {"phases": {"wait": 1.0}}),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_messages_survive_the_wire(message: Message) -> None:
+    import msgpack
+
+    assert from_plain(msgpack.unpackb(msgpack.packb(to_plain(message)))) == message
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [{"kind": "Nonsense"}, {"kind": "Quiesce"}, {"kind": "Quiesce", "version": 1, "x": 2}, 7],
+)
+def test_strange_messages_are_refused(plain: object) -> None:
+    with pytest.raises(WireError):
+        from_plain(plain)
+
+
+def test_every_kind_of_message_is_known() -> None:
+    assert {type(m).__name__ for m in EXAMPLES} <= set(KINDS)
+
+
+# ---- the whole run, played with random delays -------------------------------------------------
+
+
+class Play:
+    """Workers and servers as plain objects; each delivered message is chosen at random."""
+
+    def __init__(self, plan: RunPlan, *, samples: int, batch: int, epochs: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.coordinator = Coordinator(plan, now=0.0)
+        self.plan, self.samples, self.batch, self.epochs = plan, samples, batch, epochs
+        self.now = 0.0
+        self.inbox: list[deque[Message]] = [deque() for _ in range(plan.workers)]
+        self.shards = [Shard() for _ in range(plan.servers)]
+        self.to_coordinator: list[deque[Message]] = [deque() for _ in range(plan.workers)]
+        self.seen: Counter[tuple[int, int]] = Counter()
+        self.handles = [0] * plan.workers
+        self.notes: list[Note] = []
+        self.end: End | None = None
+        self.max_ahead = 0
+
+    def run(self) -> End:
+        for worker in range(self.plan.workers):
+            ready = Ready(worker, self.samples, self.batch, self.epochs, ("val", "test"))
+            self.to_coordinator[worker].append(ready)
+        for server in range(self.plan.servers):
+            self.give(ServerReady(server, "127.0.0.1", 1))
+        for _ in range(200_000):
+            if self.end is not None:
+                return self.end
+            choices = [("w", w) for w, box in enumerate(self.inbox) if box]
+            choices += [("c", w) for w, box in enumerate(self.to_coordinator) if box]
+            assert choices, "everybody waits: the run is stuck"
+            kind, worker = self.random.choice(choices)
+            self.now += self.random.random()
+            if kind == "c":
+                self.give(self.to_coordinator[worker].popleft())
+            else:
+                self.act(worker, self.inbox[worker].popleft())
+        raise AssertionError("the run does not end")
+
+    def give(self, message: Message) -> None:
+        for action in self.coordinator.handle(message, self.now):
+            if isinstance(action, Tell):
+                self.inbox[action.worker].append(action.message)
+            elif isinstance(action, TellServers):
+                for index in range(action.servers):
+                    self.order(index, action.message)
+            elif isinstance(action, Note):
+                self.notes.append(action)
+            else:
+                self.end = action
+
+    def order(self, server: int, message: Message) -> None:
+        shard = self.shards[server]
+        actions = (
+            shard.on_clip(message.version, message.factor)
+            if isinstance(message, Clip)
+            else shard.on_apply(message)  # type: ignore[arg-type]
+        )
+        self.carry_out(server, actions)
+
+    def carry_out(self, server: int, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, SumUp):
+                self.to_coordinator[0].append(Reduced(server, action.order.version, 4.0))
+
+    def act(self, worker: int, message: Message) -> None:
+        out = self.to_coordinator[worker]
+        if isinstance(message, Steps):
+            start = message.start
+            while start < message.stop:
+                stop = min(start + message.batch, message.stop)
+                cuts = split_batch(stop - start, self.plan.workers, message.weights)
+                for position in range(start + cuts[worker], start + cuts[worker + 1]):
+                    self.seen[message.epoch, position] += 1
+                share = cuts[worker + 1] - cuts[worker]
+                measured = Measured(share, share, 1.0 * share, share)
+                out.append(Advanced(worker, message.epoch, stop, 0, measured))
+                start = stop
+        elif isinstance(message, Go):
+            lease = message.lease
+            for position in range(lease.lo, lease.hi):
+                self.seen[lease.epoch, position] += 1
+            self.handles[worker] += 1
+            handle = self.handles[worker]
+            if lease.samples:
+                for server, shard in enumerate(self.shards):
+                    self.carry_out(server, shard.on_gradient(worker, handle))
+            measured = Measured(lease.samples, lease.samples, 0.5 * lease.samples, 0)
+            out.append(
+                Pushed(worker, handle, lease.id, lease.samples, message.version, 1, measured)
+            )
+        else:
+            out.append(self.answer(worker, message))
+
+    def answer(self, worker: int, message: Message) -> Message:
+        if isinstance(message, Enter):
+            if worker == 0:
+                for shard in self.shards:
+                    shard.reset()
+            return Entered(worker)
+        if isinstance(message, Quiesce):
+            return Quiesced(worker, "same", 0.1)
+        if isinstance(message, Evaluate):
+            return Evaluated(worker, 1.0, 1, 2)
+        if isinstance(message, Save):
+            return Saved(worker, "path")
+        if isinstance(message, EpochOver):
+            return Onward(worker, True)
+        assert isinstance(message, Finish)
+        return Finished(worker, {})
+
+
+STRATEGIES = [
+    "allreduce",
+    "ps",
+    "ps(sync=bsp)",
+    "ps(servers=3)",
+    "switch(allreduce, ps, at=50%)",
+    "switch(ps, allreduce, at=samples(13))",
+    "switch(allreduce, ps(sync=bsp, servers=2), single, ps, at=(10%, 40%, 90%))",
+]
+
+
+def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
+    try:
+        make_policy(spec, samples_per_epoch=samples, epochs=epochs, batch=batch)
+    except SpecError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("switch(allreduce, ps, at=samples(95))", "at or beyond the end"),
+        ("switch(allreduce, ps, at=samples(91))", "at or beyond the end"),
+        ("switch(allreduce, ps, single, at=(samples(3), samples(7)))", "different batches"),
+        ("switch(allreduce, ps, single, at=(50%, 25%))", "one after another"),
+    ],
+)
+def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        make_policy(read_strategy(text), samples_per_epoch=95, epochs=1, batch=10)
+
+
+def test_a_point_inside_a_batch_moves_to_its_end() -> None:
+    policy = make_policy(
+        read_strategy("switch(allreduce, ps, at=48%)"), samples_per_epoch=95, epochs=2, batch=10
+    )
+    assert policy.next_stop(History(samples=20)) == 95
+    assert policy.decide(History(samples=90)) is None
+    decision = policy.decide(History(samples=95))
+    assert decision is not None
+    assert (decision.phase, decision.reason) == (1, "at=48%")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    workers=st.integers(1, 5),
+    samples=st.integers(20, 90),
+    batch=st.integers(5, 16),
+    epochs=st.integers(1, 3),
+    clip=st.sampled_from([None, 1.0]),
+    every=st.sampled_from([None, 17]),
+    seed=st.integers(0, 2**32),
+)
+def test_random_schedules_end_with_every_sample_counted_once(
+    strategy: str,
+    workers: int,
+    samples: int,
+    batch: int,
+    epochs: int,
+    clip: float | None,
+    every: int | None,
+    seed: int,
+) -> None:
+    spec = read_strategy(strategy)
+    assume(placeable(spec, samples, batch, epochs))
+    plan = RunPlan(strategy=spec, workers=workers, clip=clip, checkpoint_samples=every)
+    play = Play(plan, samples=samples, batch=batch, epochs=epochs, seed=seed)
+    end = play.run()
+    assert end == End("done", None)
+    expected = {(e, p) for e in range(epochs) for p in range(samples)}
+    assert play.seen == Counter(expected)
+    history = play.coordinator.history
+    assert history.samples == epochs * samples
+    assert len(history.rows) == epochs
+    assert len(history.switches) == len(spec.phases) - 1
+    for shard in play.shards[: spec.phases[-1].servers_for(workers)]:
+        assert shard.version == play.coordinator._pace.version  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "updates"),
+    [("allreduce", 3, 9), ("ps(sync=bsp)", 3, 9), ("ps", 3, 25), ("single", 1, 9)],
+)
+def test_updates_are_counted_as_each_strategy_makes_them(
+    strategy: str, workers: int, updates: int
+) -> None:
+    """98 samples in batches of 12 are 9 synchronous updates, or leases of 4 asynchronously."""
+    plan = RunPlan(strategy=read_strategy(strategy), workers=workers)
+    play = Play(plan, samples=98, batch=12, epochs=1, seed=1)
+    play.run()
+    assert play.coordinator.history.updates == updates
+
+
+def test_rate_of_asynchronous_updates_adds_up_to_the_batches_of_an_epoch() -> None:
+    """Each sample weighs one over its global batch, also in a last batch that is short."""
+    plan = RunPlan(strategy=read_strategy("ps"), workers=5)
+    play = Play(plan, samples=50, batch=12, epochs=1, seed=3)
+    scales = []
+    original = play.order
+    play.order = lambda s, m: (scales.append(m.lr_scale), original(s, m))[1]  # type: ignore
+    play.run()
+    assert sum(scales) == pytest.approx(5)
+
+
+def run_until_done(**changes: Any) -> Coordinator:
+    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2, **changes)
+    play = Play(plan, samples=20, batch=10, epochs=6, seed=0)
+    assert play.run().status == "done"
+    return play.coordinator
+
+
+def test_until_and_patience_stop_early() -> None:
+    # The play's validation accuracy is always 1/2 and its loss never gets better.
+    assert run_until_done(until=read_until("val_acc>=0.5")).history.epoch == 1
+    assert run_until_done(until=read_until("val_acc>0.5")).history.epoch == 6
+    assert run_until_done(patience=2).history.epoch == 3
+
+
+def test_replicas_that_differ_end_the_run() -> None:
+    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2)
+    play = Play(plan, samples=20, batch=10, epochs=1, seed=0)
+    usual = play.answer
+    play.answer = lambda w, m: (  # type: ignore[method-assign]
+        Quiesced(w, f"sum {w}", 0.1) if isinstance(m, Quiesce) else usual(w, m)
+    )
+    end = play.run()
+    assert end.status == "failed"
+    assert "worker 1 holds other weights than worker 0" in str(end.error)
+
+
+def test_divergence_names_step_and_worker() -> None:
+    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2)
+    coordinator = Coordinator(plan, now=0.0)
+    (end,) = coordinator.handle(Diverging(1, 17, float("nan"), "it is not finite"), 1.0)
+    assert isinstance(end, End)
+    assert end.status == "diverged"
+    assert "NaN at step 17 of worker 1" in str(end.error)
+
+
+def test_workers_that_disagree_on_the_data_are_refused() -> None:
+    coordinator = Coordinator(RunPlan(strategy=read_strategy("allreduce"), workers=2), now=0.0)
+    coordinator.handle(Ready(0, 10, 2, 1, ()), 0.0)
+    (end,) = coordinator.handle(Ready(1, 11, 2, 1, ()), 0.0)
+    assert isinstance(end, End)
+    assert "worker 1 has 11 samples" in str(end.error)
+
+
+# ---- membership and history -------------------------------------------------------------------
+
+
+def test_the_one_who_computes_is_stuck_not_those_who_wait_for_it() -> None:
+    members = Membership(3, now=0.0)
+    members.heard(0, 5, "comm_exposed", 10, 1.0)
+    members.heard(1, 5, "forward", 9, 1.0)
+    members.heard(2, 5, "comm_exposed", 10, 1.0)
+    assert members.stuck(4.0, deadline_s=5) == []
+    assert [w for w, _ in members.stuck(7.0, deadline_s=5)] == [1]
+    members.heard(1, 6, "comm_exposed", 11, 7.0)
+    assert members.stuck(8.0, deadline_s=5) == []
+    assert [w for w, _ in members.stuck(20.0, deadline_s=5)] == [0, 1, 2]
+
+
+def test_a_coordinator_takes_heartbeats_at_any_time() -> None:
+    coordinator = Coordinator(RunPlan(strategy=read_strategy("single"), workers=1), now=0.0)
+    assert coordinator.handle(Heartbeat(0, 3, "forward", 7), 1.0) == []
+    assert coordinator.members.last_step(0) == 3
+
+
+def test_history_survives_being_written_down() -> None:
+    history = History(samples=9, updates=3, phase=1, epoch=2, rows=[{"epoch": 1, "val_loss": 0.5}])
+    history.staleness.update([0, 1, 1])
+    history.tally = Tally(samples=4, predictions=4, loss_sum=2.0, correct=3)
+    assert History.from_plain(history.to_plain()) == history
+    assert history.tally.loss == 0.5
+    assert EVERYBODY not in range(100)
