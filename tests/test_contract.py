@@ -55,6 +55,7 @@ def test_table_covers_every_registered_strategy() -> None:
     words = {phase.word for text in TABLE for phase in read_strategy(text).phases}
     words |= {read_strategy(text).word for text in TABLE}
     assert words == set(STRATEGIES)
+    assert [text for text in TABLE if read_strategy(text).exact] == EXACT
 
 
 @pytest.mark.parametrize("strategy", TABLE)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Remembering, largest_difference, read_weights, synthetic_job
 
 import paceline
+from jobs import Remembering, largest_difference, read_weights, synthetic_job
 from paceline.errors import UsageError
 from paceline.job import refer_to_job
 from paceline.state import list_checkpoints, load_checkpoint

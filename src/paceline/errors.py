@@ -35,7 +35,14 @@ class CheckpointError(UsageError):
 
 
 class RunFailed(PacelineError):
-    """The run ended early; the text names the process, its last step and its error."""
+    """The run ended early; the text names the process, its last step and its error.
+
+    `details` holds what helps to find the cause: a traceback, stacks, or the last lines it wrote.
+    """
+
+    def __init__(self, text: str, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details
 
 
 class Diverged(PacelineError):

@@ -149,6 +149,8 @@ def checksum(section: Section) -> str:
     digest = hashlib.sha256()
     for name in sorted(section.tensors):
         flat = section.tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 4:
+            flat = flat.clone()  # A view into something larger, of a type of one or two bytes.
         whole = flat.numel() // 4 * 4
         total = int(flat[:whole].view(torch.int32).sum(dtype=torch.int64)) if whole else 0
         rest = bytes(flat[whole:].tolist())
@@ -179,15 +181,29 @@ def save_checkpoint(folder: Path, name: str, state: TrainState) -> Path:
         for path in partial.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
+        _put_in_place(partial, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StateError(f"checkpoint {final} could not be written: {error}") from None
     for old in list_checkpoints(folder)[:-KEEP_CHECKPOINTS]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """A checkpoint of the same name goes only when the new one is there."""
+    if not final.exists():
+        os.replace(partial, final)
+        return
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(final, aside)
+    try:
+        os.replace(partial, final)
+    except OSError:
+        os.replace(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -201,6 +217,8 @@ def load_checkpoint(path: Path) -> TrainState:
     """Read a checkpoint; raises CheckpointError that names the file and what is wrong with it."""
     try:
         head = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(head, dict):
+            raise ValueError("state.json is not a mapping")
         if head.get("format") != FORMAT:
             raise CheckpointError(
                 f"checkpoint {path} has format {head.get('format')}, this version reads {FORMAT}"
@@ -210,7 +228,7 @@ def load_checkpoint(path: Path) -> TrainState:
             Section.from_bytes((path / f"worker-{rank}.safetensors").read_bytes())
             for rank in range(head["workers"])
         ]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from None
     state = TrainState(shared, workers)
     if state.fingerprint() != head["fingerprint"]:

@@ -18,7 +18,7 @@ def demo(
         Path | None, typer.Option(help="The folder for all runs. [runs/demo-...]")
     ] = None,
     workers: opt.Workers = 2,
-    epochs: Annotated[int, typer.Option(help="Times through the 1,297 training images.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Times through the 1,297 training images.")] = 50,
 ) -> None:
     from paceline.job import make_job
     from paceline.launch.compare import compare

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from paceline.cli import compare, demo, evaluate, launch, report, train
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RunFailed
 
 app = typer.Typer(
     name="paceline",
@@ -41,9 +41,8 @@ def main() -> None:
         # typer returns the status of an Exit, and 130 for an interrupt, in place of raising them.
         code = app(standalone_mode=False)
     except PacelineError as error:
-        details = getattr(error, "details", "")
-        if details:
-            print(details.rstrip(), file=sys.stderr)
+        if isinstance(error, RunFailed) and error.details:
+            print(error.details.rstrip(), file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -42,18 +42,20 @@ def compare(
         check_sizes(resolved.batch, strategy, workers_for(strategy, workers))
     if (folder / "comparison.json").exists() and not force:
         raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
+    # All options are checked before the first run.
+    options = RunOptions(
+        out=folder, workers=workers, threads=threads, timeout_s=timeout_s, force=force
+    )
     results = []
     # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(chosen):
-            options = RunOptions(
+            mine = dataclasses.replace(
+                options,
                 out=folder / f"{number + 1}-{strategy.word}-seed{seed}",
                 workers=workers_for(strategy, workers),
-                threads=threads,
-                timeout_s=timeout_s,
-                force=force,
             )
-            results.append(_run_one(with_seed(job, seed), strategy, options, progress))
+            results.append(_run_one(with_seed(job, seed), strategy, mine, progress))
     return write_comparison(folder / "comparison.json", results)
 
 

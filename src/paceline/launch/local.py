@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.worker.assignment import Assignment, write_assignment
+from paceline.worker.assignment import Assignment, pack_assignment
 from paceline.worker.spawn import COMMAND
 
 MAX_LINE = 1 << 20
@@ -41,10 +41,17 @@ class Launcher(Protocol):
 
 
 class LocalProcess:
-    def __init__(self, who: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        who: str,
+        process: asyncio.subprocess.Process,
+        on_line: Callable[[str, str], None],
+    ) -> None:
         self.who = who
         self.pid = process.pid
         self._process = process
+        # Kept, because the event loop itself keeps only weak references to tasks.
+        self._reading = asyncio.create_task(_read_lines(process, who, on_line))
 
     async def wait(self) -> str | None:
         code = await self._process.wait()
@@ -66,20 +73,6 @@ class LocalProcess:
             pass
 
 
-class _Pipe:
-    """Just enough of a file for write_assignment."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> int:
-        self.data += data
-        return len(data)
-
-    def flush(self) -> None:
-        return
-
-
 class LocalLauncher:
     """Spawns `python -m paceline.worker` in sessions of their own, on loopback."""
 
@@ -98,15 +91,9 @@ class LocalLauncher:
             limit=MAX_LINE,
             env=child_environment(assignment.threads),
         )
-        pipe = _Pipe()
-        write_assignment(pipe, assignment, live)  # type: ignore[arg-type]
         assert process.stdin is not None
-        process.stdin.write(pipe.data)
-        started = LocalProcess(assignment.who, process)
-        started.reader = asyncio.create_task(  # type: ignore[attr-defined]
-            _read_lines(process, assignment.who, on_line)
-        )
-        return started
+        process.stdin.write(pack_assignment(assignment, live))
+        return LocalProcess(assignment.who, process, on_line)
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -238,9 +238,7 @@ def _conclude(result: dict[str, Any], outcome: Outcome, folder: RunFolder) -> di
         if kept:
             text += f"; the last good checkpoint is {kept[-1]}"
         raise Diverged(text)
-    failed = RunFailed(text)
-    failed.details = outcome.details  # type: ignore[attr-defined]
-    raise failed
+    raise RunFailed(text, outcome.details)
 
 
 def run_async(main: Callable[[], Any]) -> Any:
@@ -277,7 +275,7 @@ def find_checkpoint(
     try:
         head = json.loads((whole[-1] / "state.json").read_text(encoding="utf-8"))
         memory = head["plain"]["coordinator"]
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(f"--resume: checkpoint {whole[-1]} cannot be read: {error}") from None
     if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
         raise UsageError(

@@ -295,14 +295,18 @@ def to_plain(message: Message) -> Plain:
 
 
 def from_plain(plain: object) -> Message:
-    if not isinstance(plain, dict) or plain.get("kind") not in KINDS:
-        kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+    kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+    if not isinstance(plain, dict) or not isinstance(kind, str) or kind not in KINDS:
         raise WireError(f"a message of unknown kind {kind!r}: is the peer of another version?")
-    cls = KINDS[plain["kind"]]
+    cls = KINDS[kind]
     fields = {f.name for f in dataclasses.fields(cls)}
     if fields != set(plain) - {"kind"}:
-        raise WireError(f"a {cls.__name__} message with fields {sorted(set(plain) - {'kind'})}")
-    values = {k: _restore(cls, k, v) for k, v in plain.items() if k != "kind"}
+        given = sorted(map(str, set(plain) - {"kind"}))
+        raise WireError(f"a {cls.__name__} message with fields {given}")
+    try:
+        values = {k: _restore(cls, k, v) for k, v in plain.items() if k != "kind"}
+    except TypeError as error:
+        raise WireError(f"a {cls.__name__} message with odd values ({error})") from None
     return cls(**values)
 
 

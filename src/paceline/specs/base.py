@@ -123,7 +123,10 @@ def real(low: float | None = None, high: float | None = None, *, above: bool = F
 
 def as_number(value: Value) -> float | None:
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # A whole number of hundreds of digits.
+            return math.inf if value > 0 else -math.inf
     if isinstance(value, Call) and value.bare and value.name == "inf":
         return math.inf
     return None

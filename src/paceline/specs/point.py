@@ -36,7 +36,9 @@ class Point:
         if self.epoch is not None:
             return Call("epoch", (self.epoch,), bare=False)
         assert self.fraction is not None
-        return Percent(round(self.fraction * 100, 9))
+        percent = round(self.fraction * 100, 9)
+        # A third of a run has no exact percentage: it is written as the fraction it is.
+        return Percent(percent) if percent / 100 == self.fraction else self.fraction
 
 
 def read_point(value: Value) -> Point:

@@ -43,7 +43,7 @@ class Schedule(Spec):
         ramp = _mark_samples(self.warmup, per_epoch, total)
         if samples < ramp:
             # The first update already moves: a rate of zero would waste it.
-            return max(samples, per_epoch * 1e-3) / ramp
+            return min(1.0, max(samples, per_epoch * 1e-3) / ramp)
         return self.after_warmup(samples, ramp, per_epoch=per_epoch, total=total)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from paceline.errors import SpecError
 from paceline.specs.base import Spec, integer, option, read_call, read_text, real
 from paceline.specs.point import Point, read_point, read_points
 from paceline.specs.text import Call, Value, write
 
-Leasing = Literal["planned", "granted"]
-"""planned: the coordinator plans blocks of steps ahead, shared by all workers at once.
-granted: each step's lease is granted in answer to the worker's last push."""
-
 
 class Strategy(Spec):
     """What every strategy says of itself; the runner behind it lives in `paceline.strategies`."""
 
-    leasing: ClassVar[Leasing] = "planned"
-    exact: ClassVar[bool] = True
-    """Equal to one process on the global batch, to rounding."""
+    @property
+    def exact(self) -> bool:
+        """Equal to one process on the global batch, to rounding."""
+        return True
 
     @property
     def phases(self) -> tuple[Strategy, ...]:
@@ -104,7 +101,6 @@ class ParameterServer(Strategy):
     """Weights and optimizer on servers; workers pull, compute and push."""
 
     word: ClassVar[str] = "ps"
-    leasing: ClassVar[Leasing] = "granted"
     sync: Sync = option(_read_sync, Asp())
     servers: int = option(integer(1, 1024), 1)
     lr_scale: float | None = option(_read_lr_scale, None)
@@ -116,7 +112,7 @@ class ParameterServer(Strategy):
             raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {', '.join(sorted(SYNCS))}")
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
+    def exact(self) -> bool:
         return isinstance(self.sync, Bsp) and self.lr_scale in (None, 1.0)
 
     def servers_for(self, workers: int) -> int:
@@ -162,6 +158,10 @@ class Switch(Strategy):
                 f"switch between {len(self.parts)} strategies needs {len(self.parts) - 1} "
                 f"point(s), {len(self.at)} given: write at=50%, or at=(25%, 75%) for three"
             )
+
+    @property
+    def exact(self) -> bool:
+        return all(part.exact for part in self.parts)
 
     @property
     def phases(self) -> tuple[Strategy, ...]:

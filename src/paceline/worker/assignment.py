@@ -7,7 +7,7 @@ allowed to leak that way.
 from __future__ import annotations
 
 import json
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -48,12 +48,10 @@ class Assignment(BaseModel):
         return f"{self.kind}-{self.index}"
 
 
-def write_assignment(stream: IO[bytes], assignment: Assignment, live: bytes | None) -> None:
-    line = assignment.model_dump_json().encode()
-    stream.write(len(line).to_bytes(8, "little") + line)
-    if live is not None:
-        stream.write(len(live).to_bytes(8, "little") + live)
-    stream.flush()
+def pack_assignment(assignment: Assignment, live: bytes | None = None) -> bytes:
+    """What to write to a new process's standard input."""
+    blocks = [assignment.model_dump_json().encode()] + ([live] if live is not None else [])
+    return b"".join(len(block).to_bytes(8, "little") + block for block in blocks)
 
 
 def read_assignment(stream: IO[bytes]) -> tuple[Assignment, bytes | None]:
@@ -67,8 +65,3 @@ def _read_block(stream: IO[bytes]) -> bytes:
     if len(block) != size:
         raise EOFError("the parent process went away before it had said what to do")
     return block
-
-
-def as_facts(assignment: Assignment) -> dict[str, Any]:
-    """For logs: everything but the token."""
-    return assignment.model_dump(exclude={"token"})

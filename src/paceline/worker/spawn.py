@@ -11,7 +11,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.worker.assignment import Assignment, write_assignment
+from paceline.worker.assignment import Assignment, pack_assignment
 
 COMMAND = [sys.executable, "-m", "paceline.worker"]
 
@@ -40,5 +40,6 @@ def start_child(assignment: Assignment) -> subprocess.Popen[bytes]:
     """Start a server beside this worker; it ends when this process does (its stdin closes)."""
     child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
     assert child.stdin is not None
-    write_assignment(child.stdin, assignment, None)
+    child.stdin.write(pack_assignment(assignment))
+    child.stdin.flush()
     return child

@@ -1,0 +1,53 @@
+"""The peer: a plain PyTorch DDP script, as its tutorial has it. Prints samples a second.
+
+python bench/plain_ddp.py WORKLOAD WORKERS THREADS
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline import models
+from workloads import WORKLOADS, make_data
+
+
+def train(rank: int, name: str, workers: int, threads: int, meeting: str) -> None:
+    workload = WORKLOADS[name]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
+    torch.manual_seed(0)
+    model = models.build(workload.name, input_shape=workload.shape, classes=10)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    (inputs, targets), _, _ = make_data(workload.shape, workload.samples)
+    share = workload.batch_per_worker
+    dist.barrier()
+    began = time.perf_counter()
+    for epoch in range(workload.epochs):
+        order = torch.randperm(workload.samples, generator=torch.Generator().manual_seed(epoch))
+        for start in range(rank * share, workload.samples, share * workers):
+            rows = order[start : start + share]
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
+            loss.backward()
+            optimizer.step()
+    dist.barrier()
+    if rank == 0:
+        seconds = time.perf_counter() - began
+        print(workload.samples * workload.epochs / seconds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    name, workers, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, args=(name, workers, threads, f"{folder}/meet"), nprocs=workers)
