@@ -12,7 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import SpecError, WireError
-from paceline.protocol.clock import AspClock, BspClock, Push, WorkerCounts
+from paceline.protocol.clock import (
+    AspClock,
+    BspClock,
+    DsspClock,
+    GbaClock,
+    KAsyncClock,
+    Push,
+    SspClock,
+    Verdict,
+    WorkerCounts,
+)
 from paceline.protocol.coordinator import Coordinator, End, Note, RunPlan
 from paceline.protocol.history import History, Tally
 from paceline.protocol.ledger import EVERYBODY, Ledger
@@ -54,6 +64,7 @@ from paceline.protocol.pace import Tell, TellServers
 from paceline.protocol.server import Answer, Shard, SumUp, Update
 from paceline.protocol.switch import make_policy
 from paceline.specs.strategy import Strategy, read_strategy
+from paceline.specs.sync import Gba
 from paceline.specs.until import read_until
 
 # ---- ledger -----------------------------------------------------------------------------------
@@ -136,16 +147,16 @@ def push(worker: int, handle: int = 1) -> Push:
 
 
 def test_asp_applies_and_releases_at_once() -> None:
-    verdict = AspClock().pushed(push(2))
+    verdict = AspClock(3).pushed(push(2), 0.0)
     assert verdict.updates == [[push(2)]]
     assert verdict.release == [2]
 
 
 def test_bsp_waits_for_all_and_sums_in_the_order_of_workers() -> None:
     clock = BspClock(3)
-    assert clock.pushed(push(2)).release == []
-    assert clock.pushed(push(0)).updates == []
-    verdict = clock.pushed(push(1))
+    assert clock.pushed(push(2), 0.0).release == []
+    assert clock.pushed(push(0), 0.0).updates == []
+    verdict = clock.pushed(push(1), 0.0)
     assert verdict.updates == [[push(0), push(1), push(2)]]
     assert verdict.release == [0, 1, 2]
 
@@ -353,6 +364,14 @@ class Play:
 STRATEGIES = [
     "allreduce",
     "ps",
+    "ps(sync=ssp(0))",
+    "ps(sync=ssp(2))",
+    "ps(sync=ssp(inf))",
+    "ps(sync=dssp(1, 4))",
+    "ps(sync=kasync(1))",
+    "ps(sync=gba, servers=2)",
+    "ps(damp=inverse)",
+    "switch(ps(sync=ssp(1)), ps(sync=gba), ps(sync=dssp), at=(30%, 60%))",
     "ps(sync=bsp)",
     "ps(servers=3)",
     "switch(allreduce, ps, at=50%)",
@@ -527,3 +546,96 @@ def test_history_survives_being_written_down() -> None:
     assert History.from_plain(history.to_plain()) == history
     assert history.tally.loss == 0.5
     assert EVERYBODY not in range(100)
+
+
+# ---- bounded staleness ------------------------------------------------------------------------
+
+
+def play_clock(
+    clock: Any, workers: int, steps: int, speeds: list[float], seed: int, slow_s: float = 0.0
+) -> Any:
+    """Workers of given speeds against a clock: starts of steps (worker, lag), waiting, the end.
+
+    Waiting time is the time between a worker's push and its release.
+    """
+    rng = random.Random(seed)
+    clock.begin()
+    now, waited = 0.0, 0.0
+
+    def takes(worker: int) -> float:
+        # Now and then a machine is slow for a while: every worker in turn, `slow_s` at a time.
+        slow = slow_s > 0 and int(now / slow_s) % (2 * workers) == 2 * worker
+        return speeds[worker] * rng.uniform(0.9, 1.1) * (4.0 if slow else 1.0)
+
+    due = {w: takes(w) for w in range(workers)}
+    held: dict[int, float] = {}
+    starts = []
+    for handle in range(steps):
+        worker = min(due, key=lambda w: (due[w], w))
+        now = due.pop(worker)
+        verdict = clock.pushed(Push(worker, handle, 1, 1 / workers, 0), now)
+        held[worker] = now
+        assert due or verdict.release, "everybody waits"
+        for released in verdict.release:
+            waited += now - held.pop(released)
+            starts.append((released, clock.lag(released)))
+            due[released] = now + takes(released)
+    return starts, waited, now
+
+
+@given(
+    speeds=st.lists(st.floats(0.2, 5.0), min_size=2, max_size=6),
+    bound=st.integers(0, 6),
+    seed=st.integers(0, 10_000),
+)
+@settings(deadline=None)
+def test_ssp_never_exceeds_its_bound_and_never_stops_everybody(
+    speeds: list[float], bound: int, seed: int
+) -> None:
+    starts, _, _ = play_clock(SspClock(len(speeds), bound), len(speeds), 300, speeds, seed)
+    assert max(lag for _, lag in starts) <= bound
+
+
+@given(
+    speeds=st.lists(st.floats(0.2, 5.0), min_size=2, max_size=6),
+    low=st.integers(0, 4),
+    span=st.integers(0, 8),
+    seed=st.integers(0, 10_000),
+)
+@settings(deadline=None)
+def test_dssp_keeps_its_upper_bound(speeds: list[float], low: int, span: int, seed: int) -> None:
+    clock = DsspClock(len(speeds), low, low + span)
+    starts, _, _ = play_clock(clock, len(speeds), 300, speeds, seed)
+    assert max(lag for _, lag in starts) <= low + span
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dssp_waits_less_than_ssp_at_its_lower_bound(seed: int) -> None:
+    """On machines that are slow in turn; a lasting straggler sets everybody's pace under both."""
+    speeds = [1.0, 1.1, 1.2, 1.3]
+    _, strict, _ = play_clock(SspClock(4, 3), 4, 4000, speeds, seed, slow_s=12)
+    _, dynamic, _ = play_clock(DsspClock(4, 3, 15), 4, 4000, speeds, seed, slow_s=12)
+    assert dynamic < strict
+
+
+@given(order=st.permutations([0, 0, 0, 1, 1, 2]))
+def test_ssp_without_a_bound_admits_every_order_that_asp_does(order: list[int]) -> None:
+    ssp, asp = SspClock(3, float("inf")), AspClock(3)
+    for handle, worker in enumerate(order):
+        mine = Push(worker, handle, 4, 0.5, 0)
+        assert ssp.pushed(mine, 0.0) == asp.pushed(mine, 0.0)
+
+
+def test_kasync_makes_an_update_of_the_first_k() -> None:
+    clock = KAsyncClock(4, 2)
+    assert clock.pushed(push(3), 0.0) == Verdict()
+    assert clock.pushed(push(1), 0.0) == Verdict([[push(1), push(3)]], [1, 3])
+    clock.pushed(push(0), 0.0)
+    assert clock.flush() == Verdict([[push(0)]], [0])
+
+
+def test_gba_buffers_to_a_global_batch_and_lets_everybody_go_on() -> None:
+    clock = GbaClock(2)
+    assert clock.pushed(push(0, 1), 0.0) == Verdict([], [0])
+    assert clock.pushed(push(0, 2), 0.0) == Verdict([[push(0, 1), push(0, 2)]], [0])
+    assert [Gba(stale=2, decay=0.5).weight_of(s) for s in (0, 2, 3, 5)] == [1, 1, 0.5, 0.125]

@@ -1,6 +1,8 @@
 """Clocks of a parameter server: which gradients make an update, and who may go on.
 
-A clock counts pushes a worker; `lag` of a worker is its count above the slowest one's.
+A clock counts pushes a worker; `lag` of a worker is its count above the slowest one's. All clocks
+stand equal at the start of a stretch of work (`begin`), because everybody has waited for everybody
+there. When nobody is at work any more, `flush` gives up what is still held back.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.specs.strategy import Asp, Bsp, Sync
+from paceline.specs.sync import Asp, Bsp, Dssp, Gba, KAsync, Ssp, Sync
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Push:
     share: float
     """What its samples are of their global batch; the shares of an epoch add up to its batches."""
     base: int
+    """The version of the weights it was computed on."""
 
 
 @dataclass
@@ -35,50 +38,85 @@ class Clock(Protocol):
     in_rounds: bool
     """Workers are released all together and share one global batch."""
 
-    def pushed(self, push: Push) -> Verdict: ...
+    def begin(self) -> None: ...
+
+    def pushed(self, push: Push, now: float) -> Verdict: ...
+
+    def flush(self) -> Verdict: ...
+
+    def lag(self, worker: int) -> int: ...
 
 
 class WorkerCounts:
     """Steps pushed a worker, with the minimum kept in constant time."""
 
     def __init__(self, workers: int) -> None:
-        self._count = [0] * workers
-        self._how_many = {0: workers}
+        self._workers = workers
+        self.reset()
+
+    def reset(self) -> None:
+        self._count = [0] * self._workers
+        self._how_many = {0: self._workers}
         self._low = 0
 
-    def advance(self, worker: int) -> None:
+    def advance(self, worker: int) -> bool:
+        """Count a push; True if the slowest count has risen by it."""
         old = self._count[worker]
         self._count[worker] = old + 1
         self._how_many[old] -= 1
         self._how_many[old + 1] = self._how_many.get(old + 1, 0) + 1
+        before = self._low
         while not self._how_many[self._low]:
             del self._how_many[self._low]
             self._low += 1
+        return self._low > before
 
     def lag(self, worker: int) -> int:
         return self._count[worker] - self._low
 
+    def slowest(self) -> list[int]:
+        return [w for w, count in enumerate(self._count) if count == self._low]
 
-class AspClock:
-    """Apply at once, let the worker go on at once."""
+
+class _Counting:
+    """What all clocks share: the counts, and nothing held back."""
 
     in_rounds = False
 
-    def pushed(self, push: Push) -> Verdict:
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._counts = WorkerCounts(workers)
+
+    def begin(self) -> None:
+        self._counts.reset()
+
+    def lag(self, worker: int) -> int:
+        return self._counts.lag(worker)
+
+    def flush(self) -> Verdict:
+        return Verdict()
+
+
+class AspClock(_Counting):
+    """Apply at once, let the worker go on at once."""
+
+    def pushed(self, push: Push, now: float) -> Verdict:
+        self._counts.advance(push.worker)
         return Verdict(updates=[[push]], release=[push.worker])
 
 
-class BspClock:
+class BspClock(_Counting):
     """One update a round, made of every worker's gradient in the order of the workers."""
 
     in_rounds = True
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        super().__init__(workers)
         self._waiting: dict[int, Push] = {}
 
-    def pushed(self, push: Push) -> Verdict:
+    def pushed(self, push: Push, now: float) -> Verdict:
         assert push.worker not in self._waiting, "a worker pushed twice in one round"
+        self._counts.advance(push.worker)
         self._waiting[push.worker] = push
         if len(self._waiting) < self._workers:
             return Verdict()
@@ -88,9 +126,175 @@ class BspClock:
         return Verdict(updates=[together], release=[p.worker for p in together])
 
 
+class SspClock(_Counting):
+    """A worker goes on while its lag is at most `bound`; else it waits for the slowest.
+
+    With a bound of 0 nobody can go on before all have pushed, so nothing is lost by applying a
+    round's gradients only then, in the order of the workers: whoever pulls late still sees the
+    weights that everybody else saw, and the weights are those of BSP.
+    """
+
+    def __init__(self, workers: int, bound: float) -> None:
+        super().__init__(workers)
+        self._bound = bound
+        self._held: list[int] = []
+        self._round: list[Push] = []
+
+    def pushed(self, push: Push, now: float) -> Verdict:
+        risen = self._counts.advance(push.worker)
+        self._held.append(push.worker)
+        if self._bound == 0:
+            self._round.append(push)
+            return self.flush() if risen else Verdict()
+        released = [w for w in self._held if self.lag(w) <= self._bound]
+        self._held = [w for w in self._held if self.lag(w) > self._bound]
+        return Verdict(updates=[[push]], release=released)
+
+    def flush(self) -> Verdict:
+        pushes = sorted(self._round, key=lambda p: p.worker)
+        released, self._held, self._round = sorted(self._held), [], []
+        return Verdict(updates=[[p] for p in pushes], release=released)
+
+
+class DsspClock(_Counting):
+    """SSP whose bound moves between `low` and `high` with the workers' measured speed.
+
+    Past the low bound the fastest worker is granted the number of extra steps after which it is
+    predicted to wait least for one of the slowest worker's pushes.
+    """
+
+    def __init__(self, workers: int, low: int, high: int) -> None:
+        super().__init__(workers)
+        self._low, self._high = low, high
+        self._extra = [0] * workers
+        self._last = [0.0] * workers
+        self._interval: list[float | None] = [None] * workers
+        self._pushes = [0] * workers
+        self._held: list[int] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self._extra = [0] * self._workers
+        # The time across a stop in training says nothing of a worker's speed.
+        self._pushes = [0] * self._workers
+
+    def pushed(self, push: Push, now: float) -> Verdict:
+        worker = push.worker
+        self._counts.advance(worker)
+        if self._pushes[worker]:
+            self._interval[worker] = now - self._last[worker]
+        self._last[worker] = now
+        self._pushes[worker] += 1
+        released = [w for w in self._held if self.lag(w) <= self._low]
+        self._held = [w for w in self._held if self.lag(w) > self._low]
+        if self._may_go_on(worker):
+            released.append(worker)
+        else:
+            self._held.append(worker)
+        return Verdict(updates=[[push]], release=released)
+
+    def _may_go_on(self, worker: int) -> bool:
+        lag = self.lag(worker)
+        if lag <= self._low:
+            self._extra[worker] = 0
+            return True
+        if lag > self._high:
+            return False
+        if self._extra[worker] > 0:
+            self._extra[worker] -= 1
+            return True
+        if self._is_fastest(worker):
+            steps = self._grant(worker, self._high - lag + 1)
+            if steps > 0:
+                self._extra[worker] = steps - 1
+                return True
+        return False
+
+    def _is_fastest(self, worker: int) -> bool:
+        mine = self._interval[worker]
+        known = [i for i in self._interval if i is not None]
+        return mine is not None and mine <= min(known)
+
+    def _grant(self, worker: int, most: int) -> int:
+        """Extra steps, up to `most`, after which the predicted wait is shortest."""
+        interval = self._interval[worker]
+        assert interval is not None
+        pace = [
+            (self._last[s], i)
+            for s in self._counts.slowest()
+            if (i := self._interval[s]) is not None and i > 0
+        ]
+        if not pace:
+            return 0
+        last, slow = max(pace, key=lambda pair: pair[1])
+        waits = []
+        for steps in range(most + 1):
+            arrives = self._last[worker] + steps * interval
+            # The slowest worker's next predicted push at or after that, or the one before it.
+            behind = max(0.0, (arrives - last) / slow)
+            nearest = min(abs(last + (int(behind) + j) * slow - arrives) for j in (0, 1))
+            if int(behind) == 0:
+                nearest = abs(last + slow - arrives)
+            waits.append((nearest, steps))
+        return min(waits)[1]
+
+    def flush(self) -> Verdict:
+        released, self._held = sorted(self._held), []
+        return Verdict(release=released)
+
+
+class KAsyncClock(_Counting):
+    """An update of the first `k` gradients that come; their workers go on with it."""
+
+    def __init__(self, workers: int, k: int) -> None:
+        super().__init__(workers)
+        self._k = k
+        self._waiting: list[Push] = []
+
+    def pushed(self, push: Push, now: float) -> Verdict:
+        self._counts.advance(push.worker)
+        self._waiting.append(push)
+        return self.flush() if len(self._waiting) >= self._k else Verdict()
+
+    def flush(self) -> Verdict:
+        together, self._waiting = sorted(self._waiting, key=lambda p: p.worker), []
+        if not together:
+            return Verdict()
+        return Verdict(updates=[together], release=[p.worker for p in together])
+
+
+class GbaClock(_Counting):
+    """Nobody waits, yet an update is always worth a global batch of samples."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._buffer: list[Push] = []
+
+    def pushed(self, push: Push, now: float) -> Verdict:
+        self._counts.advance(push.worker)
+        self._buffer.append(push)
+        verdict = Verdict(release=[push.worker])
+        # Shares are rounded fractions: a whole batch may add up to a little less than 1.
+        if sum(p.share for p in self._buffer) >= 1 - 1e-9:
+            verdict.updates = self.flush().updates
+        return verdict
+
+    def flush(self) -> Verdict:
+        together, self._buffer = self._buffer, []
+        return Verdict(updates=[together] if together else [])
+
+
 def make_clock(sync: Sync, workers: int) -> Clock:
     if isinstance(sync, Asp):
-        return AspClock()
+        return AspClock(workers)
     if isinstance(sync, Bsp):
         return BspClock(workers)
+    if isinstance(sync, Ssp):
+        return SspClock(workers, sync.bound)
+    if isinstance(sync, Dssp):
+        return DsspClock(workers, sync.low, sync.high)
+    if isinstance(sync, KAsync):
+        return KAsyncClock(workers, sync.k)
+    if isinstance(sync, Gba):
+        return GbaClock(workers)
     raise AssertionError(f"no clock for {sync}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.protocol.clock import Push, WorkerCounts, make_clock
+from paceline.protocol.clock import Push, make_clock
 from paceline.protocol.history import History
 from paceline.protocol.ledger import EVERYBODY, Entry, Ledger
 from paceline.protocol.messages import (
@@ -26,6 +26,7 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.specs.strategy import ParameterServer, Single, Strategy
+from paceline.specs.sync import Gba
 
 PLAN_AHEAD_S = 2.0
 """Planned work is kept this many seconds ahead of the slowest worker."""
@@ -160,7 +161,6 @@ class ServerPace:
         # A single gradient is clipped by the worker that knows the whole of it.
         self._clip = clip if spec.sync.aggregates else None
         self._clock = make_clock(spec.sync, workers)
-        self._counts = WorkerCounts(workers)
         self._share = split_batch(batch, workers)
         self._leases: dict[int, Lease] = {}
         self._squares: dict[int, dict[int, float]] = {}
@@ -173,21 +173,34 @@ class ServerPace:
         self._stop = stop
         self._first_idle: float | None = None
         self.drained = False
-        return self._grant(list(range(self._workers)), now)
+        self._clock.begin()
+        return self._go_on(list(range(self._workers)), now)
+
+    def _go_on(self, workers: list[int], now: float) -> list[Order]:
+        """Grant leases; when nobody is at work any more, give up what the clock holds back."""
+        orders = self._grant(workers, now)
+        while not self._leases:
+            verdict = self._clock.flush()
+            if not verdict.updates and not verdict.release:
+                self.drained = True
+                self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
+                break
+            orders.extend(self._update(pushes) for pushes in verdict.updates)
+            orders.extend(self._grant(verdict.release, now))
+        return orders
 
     def _grant(self, workers: list[int], now: float) -> list[Order]:
         """The next lease for each of these workers, as far as there is work left."""
+        if not workers:
+            return []
         leases = self._lease_round() if self._clock.in_rounds else self._lease_each(workers)
         orders: list[Order] = []
         for worker, lease in leases:
             self._leases[worker] = lease
-            self._history.max_lag = max(self._history.max_lag, self._counts.lag(worker))
+            self._history.max_lag = max(self._history.max_lag, self._clock.lag(worker))
             orders.append(Tell(worker, Go(self.version, lease, self._last_staleness[worker])))
         if len(leases) < len(workers) and self._first_idle is None:
             self._first_idle = now
-        if not self._leases:
-            self.drained = True
-            self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
         return orders
 
     def _share_of_batch(self, lease: Lease) -> float:
@@ -240,35 +253,41 @@ class ServerPace:
         if lease is None or lease.id != report.lease:
             return []  # Said twice, or of a lease that is no longer this worker's.
         del self._leases[report.worker]
-        self._counts.advance(report.worker)
         share = self._share_of_batch(lease)
         push = Push(report.worker, report.handle, report.samples, share, report.base)
-        verdict = self._clock.pushed(push)
+        verdict = self._clock.pushed(push, now)
         orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
         if not self._clock.in_rounds:
             self._ledger.acknowledge(lease.id, report.worker)
         elif verdict.updates:
             self._ledger.acknowledge(lease.id, EVERYBODY)
-        if verdict.release:
-            orders.extend(self._grant(verdict.release, now))
+        if verdict.release or not self._leases:
+            orders.extend(self._go_on(verdict.release, now))
         return orders
 
     def _update(self, pushes: list[Push]) -> Order:
         samples = sum(p.samples for p in pushes)
-        for push in (p for p in pushes if p.samples):
-            staleness = self.version - push.base
+        used = [p for p in pushes if p.samples]
+        stale = [self.version - p.base for p in used]
+        for push, staleness in zip(used, stale, strict=True):
             self._last_staleness[push.worker] = staleness
             self._history.staleness[staleness] += 1
         self.version += 1
         self._history.updates += 1
         self._history.samples += samples
+        decay = [self._decay_of(s) for s in stale]
         parts = tuple(
-            Part(p.worker, p.handle, p.samples / samples) for p in pushes if p.samples > 0
+            Part(p.worker, p.handle, d * p.samples / samples)
+            for p, d in zip(used, decay, strict=True)
         )
         # In rounds the shares are of one batch and make it whole, whatever their rounding.
         share = 1.0 if self._clock.in_rounds else sum(p.share for p in pushes)
-        order = Apply(self.version, parts, self._spec.scale_of(share), self._clip)
-        return TellServers(self._servers, order)
+        scale = self._spec.scale_of(share, max(stale))
+        return TellServers(self._servers, Apply(self.version, parts, scale, self._clip))
+
+    def _decay_of(self, staleness: int) -> float:
+        sync = self._spec.sync
+        return sync.weight_of(staleness) if isinstance(sync, Gba) else 1.0
 
     def _on_reduced(self, report: Reduced) -> list[Order]:
         squares = self._squares.setdefault(report.version, {})

@@ -151,6 +151,15 @@ def boolean(value: Value, where: str) -> bool:
     raise SpecError(f"{where} is {write(value)}: write true or false")
 
 
+def choice(*words: str) -> Reader:
+    def read(value: Value, where: str) -> str:
+        if isinstance(value, Call) and value.bare and value.name in words:
+            return value.name
+        raise SpecError(f"{where} is {write(value)}: write one of {', '.join(words)}")
+
+    return read
+
+
 def numbers(read_one: Reader) -> Reader:
     """A tuple of numbers, or one number as a tuple of one."""
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, integer, option, read_call, read_text, real
+from paceline.specs.base import Spec, boolean, choice, integer, option, read_call, read_text, real
 from paceline.specs.point import Point, read_point, read_points
+from paceline.specs.sync import SYNCS, Asp, Bsp, Gba, Sync, read_sync
 from paceline.specs.text import Call, Value, write
 
 
@@ -59,36 +60,6 @@ class AllReduce(Strategy):
     bucket_mb: float = option(real(0.0, above=True), 25.0)
 
 
-@dataclass(frozen=True)
-class Sync(Spec):
-    """When a parameter server lets a worker go on."""
-
-    aggregates: ClassVar[bool] = False
-    """One update is made of several workers' gradients."""
-
-
-@dataclass(frozen=True)
-class Asp(Sync):
-    """Asynchronous parallel: nobody waits."""
-
-    word: ClassVar[str] = "asp"
-
-
-@dataclass(frozen=True)
-class Bsp(Sync):
-    """Bulk synchronous parallel: everybody waits for everybody."""
-
-    word: ClassVar[str] = "bsp"
-    aggregates: ClassVar[bool] = True
-
-
-SYNCS: Mapping[str, type[Sync]] = {c.word: c for c in (Asp, Bsp)}
-
-
-def _read_sync(value: Value, where: str) -> Sync:
-    return read_call(value, SYNCS, "sync mode")
-
-
 def _read_lr_scale(value: Value, where: str) -> float | None:
     if value == Call("auto"):
         return None
@@ -101,15 +72,22 @@ class ParameterServer(Strategy):
     """Weights and optimizer on servers; workers pull, compute and push."""
 
     word: ClassVar[str] = "ps"
-    sync: Sync = option(_read_sync, Asp())
+    sync: Sync = option(read_sync, Asp())
     servers: int = option(integer(1, 1024), 1)
     lr_scale: float | None = option(_read_lr_scale, None)
+    damp: str = option(choice("none", "inverse"), "none")
+    overlap: bool = option(boolean, False)
 
     def __post_init__(self) -> None:
         if isinstance(self.sync, str):
             object.__setattr__(self, "sync", read_text(self.sync, SYNCS, "sync mode"))
         if not isinstance(self.sync, Sync):
             raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {', '.join(sorted(SYNCS))}")
+        if self.overlap and self.sync.waits:
+            raise SpecError(
+                f"ps(overlap=true) computes ahead, but {self.sync} makes workers wait: "
+                "use sync=asp or sync=gba"
+            )
 
     @property
     def exact(self) -> bool:
@@ -118,14 +96,18 @@ class ParameterServer(Strategy):
     def servers_for(self, workers: int) -> int:
         return self.servers
 
-    def scale_of(self, share: float) -> float:
+    def check_workers(self, workers: int) -> None:
+        self.sync.check_workers(workers)
+
+    def scale_of(self, share: float, staleness: int) -> float:
         """The factor on the learning rate of an update worth this share of a global batch."""
-        return share if self.lr_scale is None else self.lr_scale
+        scale = share if self.lr_scale is None else self.lr_scale
+        return scale / (1 + staleness) if self.damp == "inverse" else scale
 
     def lr_note(self, workers: int) -> str:
         if self.lr_scale is not None:
             return f"learning rate x{self.lr_scale:g} an update, as told"
-        if self.sync.aggregates:
+        if isinstance(self.sync, Bsp | Gba):
             return "learning rate x1 an update of the global batch"
         return (
             f"learning rate x(samples of the update / global batch), "

@@ -20,7 +20,7 @@ from paceline.comm.shards import as_memory
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
-from paceline.protocol.server import Action, Answer, Shard, SumUp, Update
+from paceline.protocol.server import Action, Answer, Handle, Shard, SumUp, Update
 
 
 @dataclass
@@ -34,22 +34,23 @@ class Piece:
 
 
 @dataclass
-class Inbox:
-    """The last gradient of a worker, waiting to be applied."""
+class Gradient:
+    """A gradient that has arrived and waits to be applied."""
 
     buffer: torch.Tensor
-    missing: frozenset[int] = frozenset()
-    groups: tuple[dict[str, Any], ...] = ()
+    missing: frozenset[int]
+    groups: tuple[dict[str, Any], ...]
 
 
 class Store:
-    """The shard's tensors: weights, optimizer, and a place for each worker's gradient."""
+    """The shard's tensors: weights, optimizer, and the gradients that wait."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.weights = torch.zeros(0, dtype=torch.uint8)
         self.sums = torch.zeros(0, dtype=torch.uint8)
-        self.inboxes: dict[int, Inbox] = {}
+        self.gradients: dict[Handle, Gradient] = {}
+        self._spare: list[torch.Tensor] = []
         self.optimizer: torch.optim.Optimizer | None = None
 
     def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
@@ -57,7 +58,8 @@ class Store:
         nbytes = int(head["nbytes"])
         self.weights = body[:nbytes].clone()
         self.sums = torch.zeros(0, dtype=torch.uint8)
-        self.inboxes = {}
+        self.gradients = {}
+        self._spare = []
         self.pieces = []
         members: list[list[torch.nn.Parameter]] = [[] for _ in head["groups"]]
         for name, offset, size, dtype, group in head["pieces"]:
@@ -104,14 +106,14 @@ class Store:
             target = self._view(self.sums, piece)
             used = False
             for part in order.parts:
-                inbox = self.inboxes[part.worker]
-                if index in inbox.missing:
+                gradient = self.gradients[part.worker, part.handle]
+                if index in gradient.missing:
                     continue
-                gradient = self._view(inbox.buffer, piece)
+                values = self._view(gradient.buffer, piece)
                 if used:
-                    target.add_(gradient, alpha=part.weight)
+                    target.add_(values, alpha=part.weight)
                 else:
-                    torch.mul(gradient, part.weight, out=target)
+                    torch.mul(values, part.weight, out=target)
                 used = True
             piece.parameter.grad = target if used else None
             if used and order.clip is not None:
@@ -120,10 +122,11 @@ class Store:
 
     def point_at(self, order: Apply) -> None:
         """A single gradient needs no sum: the optimizer reads it where it lies."""
-        inbox = self.inboxes[order.parts[0].worker]
+        first = order.parts[0]
+        gradient = self.gradients[first.worker, first.handle]
         for index, piece in enumerate(self.pieces):
-            missing = index in inbox.missing
-            piece.parameter.grad = None if missing else self._view(inbox.buffer, piece)
+            missing = index in gradient.missing
+            piece.parameter.grad = None if missing else self._view(gradient.buffer, piece)
 
     def step(self, order: Apply, factor: float) -> None:
         if self.optimizer is None or not self.pieces:
@@ -132,11 +135,21 @@ class Store:
             for piece in self.pieces:
                 if piece.parameter.grad is not None:
                     piece.parameter.grad.mul_(factor)
-        given = self.inboxes[order.parts[0].worker].groups
+        given = self.gradients[order.parts[0].worker, order.parts[0].handle].groups
         for group, hyper in zip(self.optimizer.param_groups, given, strict=True):
             group.update(hyper)
             group["lr"] = hyper["lr"] * order.lr_scale
         self.optimizer.step()
+
+    def borrow_buffer(self) -> torch.Tensor:
+        """A buffer for a gradient; as many exist as ever waited at the same time."""
+        return self._spare.pop() if self._spare else torch.empty_like(self.weights)
+
+    def drop(self, order: Apply) -> None:
+        """The order is applied: its gradients' buffers are free for the next ones."""
+        for part in order.parts:
+            gradient = self.gradients.pop((part.worker, part.handle))
+            self._spare.append(gradient.buffer)
 
     def _view(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]
@@ -260,17 +273,16 @@ class Server:
         expected = self._store.weights.numel()
         if body_bytes != expected:
             raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
-        inbox = self._store.inboxes.get(worker)
-        if inbox is None:
-            inbox = Inbox(torch.zeros(expected, dtype=torch.uint8))
-            with self._changed:
-                self._store.inboxes[worker] = inbox
-        if expected:
-            channel.receive_into(as_memory(inbox.buffer))
         with self._changed:
-            inbox.missing = frozenset(head["missing"])
-            inbox.groups = tuple(head["groups"])
-            self._carry_out(self._shard.on_gradient(worker, int(head["handle"])))
+            buffer = self._store.borrow_buffer()
+        if expected:
+            channel.receive_into(as_memory(buffer))
+        handle = int(head["handle"])
+        with self._changed:
+            self._store.gradients[worker, handle] = Gradient(
+                buffer, frozenset(head["missing"]), tuple(head["groups"])
+            )
+            self._carry_out(self._shard.on_gradient(worker, handle))
 
     def _wait_for(self, at_least: int) -> None:
         with self._changed:
@@ -304,3 +316,4 @@ class Server:
             else:
                 self._store.sum_up(order)
         self._store.step(order, action.factor)
+        self._store.drop(order)

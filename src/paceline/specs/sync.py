@@ -1,0 +1,110 @@
+"""When a parameter server lets a worker go on, and what makes an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import Spec, integer, option, read_call, real
+from paceline.specs.text import Value
+
+
+@dataclass(frozen=True)
+class Sync(Spec):
+    aggregates: ClassVar[bool] = False
+    """One update is made of several workers' gradients."""
+    waits: ClassVar[bool] = True
+    """A worker may be held until others have come: it cannot compute ahead meanwhile."""
+
+    def check_workers(self, workers: int) -> None:
+        """Raise SpecError when this many workers cannot keep this clock."""
+
+
+@dataclass(frozen=True)
+class Asp(Sync):
+    """Asynchronous parallel: nobody waits."""
+
+    word: ClassVar[str] = "asp"
+    waits: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Bsp(Sync):
+    """Bulk synchronous parallel: everybody waits for everybody."""
+
+    word: ClassVar[str] = "bsp"
+    aggregates: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Ssp(Sync):
+    """Stale synchronous parallel: at most `bound` steps ahead of the slowest."""
+
+    word: ClassVar[str] = "ssp"
+    bound: float = option(real(0.0), 3.0)
+
+    def __post_init__(self) -> None:
+        if self.bound < 0 or self.bound != self.bound:
+            raise SpecError(f"ssp({self.bound}): the bound must be at least 0")
+
+
+@dataclass(frozen=True)
+class Dssp(Sync):
+    """Dynamic SSP: the bound moves between `low` and `high` with the measured speeds."""
+
+    word: ClassVar[str] = "dssp"
+    low: int = option(integer(0), 3)
+    high: int = option(integer(0), 15)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise SpecError(
+                f"dssp({self.low}, {self.high}): bounds must be at least 0, the low one first"
+            )
+
+
+@dataclass(frozen=True)
+class KAsync(Sync):
+    """An update is made of the first `k` gradients that come."""
+
+    word: ClassVar[str] = "kasync"
+    aggregates: ClassVar[bool] = True
+    k: int = option(integer(1), 2)
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise SpecError(f"kasync({self.k}): at least one gradient makes an update")
+
+    def check_workers(self, workers: int) -> None:
+        if self.k > workers:
+            raise SpecError(
+                f"kasync({self.k}) waits for {self.k} gradients, but there are {workers} workers: "
+                "lower k, or add workers"
+            )
+
+
+@dataclass(frozen=True)
+class Gba(Sync):
+    """Global batch aggregation: nobody waits, an update is worth a global batch.
+
+    A gradient more than `stale` versions old counts `decay` times less for each version beyond.
+    """
+
+    word: ClassVar[str] = "gba"
+    aggregates: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
+    stale: int = option(integer(0), 4)
+    decay: float = option(real(0.0, 1.0), 0.5)
+
+    def weight_of(self, staleness: int) -> float:
+        beyond = max(0, staleness - self.stale)
+        return float(self.decay**beyond) if beyond else 1.0
+
+
+SYNCS: Mapping[str, type[Sync]] = {c.word: c for c in (Asp, Bsp, Ssp, Dssp, KAsync, Gba)}
+
+
+def read_sync(value: Value, where: str) -> Sync:
+    return read_call(value, SYNCS, "sync mode")
