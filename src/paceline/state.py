@@ -61,11 +61,16 @@ class TrainState:
         return fingerprint_of(self.shared.tensors)
 
 
+def is_model_tensor(name: str) -> bool:
+    """Weights and buffers, in contrast to what optimizers and strategies remember."""
+    return name.startswith(("weights/", "buffers/"))
+
+
 def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
     shapes = [
         f"{name}:{tuple(t.shape)}:{t.dtype}"
         for name, t in sorted(tensors.items())
-        if not name.startswith("slots/")
+        if is_model_tensor(name)
     ]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
@@ -112,7 +117,7 @@ def load_weights(section: Section, model: torch.nn.Module) -> None:
         f"weights/{n}": p.detach() for n, p in model.named_parameters()
     }
     targets.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
-    given = {k for k in section.tensors if not k.startswith("slots/")}
+    given = {k for k in section.tensors if is_model_tensor(k)}
     if given != set(targets):
         odd = sorted(given.symmetric_difference(targets))[0]
         where = "the state lacks it" if odd in targets else "the model lacks it"

@@ -36,6 +36,8 @@ def compare(
     checkpoint_every: opt.CheckpointEvery = None,
     threads: opt.Threads = None,
     timeout: opt.Timeout = 300.0,
+    slow: opt.Slow = None,
+    delay: opt.Delay = None,
     force: opt.Force = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -72,6 +74,7 @@ def compare(
         out=out,
         threads=threads,
         timeout_s=timeout,
+        troubles=opt.read_troubles(slow, delay, workers),
         force=force,
         progress=not quiet,
     )

@@ -9,6 +9,7 @@ import typer
 
 from paceline.errors import UsageError
 from paceline.job import JobRef, refer_to_job
+from paceline.specs.trouble import Trouble, read_trouble
 
 JobFile = Annotated[
     Path | None,
@@ -45,8 +46,23 @@ Threads = Annotated[
 Timeout = Annotated[
     float, typer.Option(help="Seconds a worker may stay in one phase before the run is stopped.")
 ]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option(help="Trouble on purpose: worker=0,factor=3[,from=EPOCH,to=EPOCH]."),
+]
+Delay = Annotated[
+    list[str] | None,
+    typer.Option(help="Trouble on purpose: worker=1,ms=10[,from=EPOCH,to=EPOCH]."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace the run in the output folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+
+
+def read_troubles(
+    slow: list[str] | None, delay: list[str] | None, workers: int
+) -> tuple[Trouble, ...]:
+    slowed = [read_trouble("slow", text, workers) for text in slow or []]
+    return (*slowed, *(read_trouble("delay", text, workers) for text in delay or []))
 
 
 def make_reference(

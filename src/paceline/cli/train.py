@@ -35,6 +35,8 @@ def train(
     checkpoint_every: opt.CheckpointEvery = None,
     threads: opt.Threads = None,
     timeout: opt.Timeout = 300.0,
+    slow: opt.Slow = None,
+    delay: opt.Delay = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
@@ -77,6 +79,7 @@ def train(
             workers=workers,
             threads=threads,
             timeout_s=timeout,
+            troubles=opt.read_troubles(slow, delay, workers),
             resume=resume,
             force=force,
             show=show,

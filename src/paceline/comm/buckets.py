@@ -111,6 +111,8 @@ class GradientExchange:
         self._in_backward = in_backward
         self._armed = False
         self._weight = 0.0
+        self._measuring = False
+        self._own_square = 0.0
         self._launched = 0
         self._works: list[dist.Work | None] = []
         self._hooks = [
@@ -123,9 +125,14 @@ class GradientExchange:
         self.bytes_sent = 0
         """Payload handed to the collectives (their own traffic depends on the algorithm)."""
 
-    def begin(self, weight: float) -> None:
-        """Gradients computed from now on belong to one step and count with this weight."""
+    def begin(self, weight: float, *, measure: bool = False) -> None:
+        """Gradients computed from now on belong to one step and count with this weight.
+
+        `measure` asks for the squared norms of the own gradient and of the sum (`squares`).
+        """
         self._armed = True
+        self._measuring = measure
+        self._own_square = 0.0
         self._weight = weight
         self._launched = 0
         self._works = []
@@ -142,6 +149,9 @@ class GradientExchange:
                     "two backward passes in one step: call optimizer.step() once a batch, "
                     "and use a larger batch in place of gradient accumulation"
                 )
+            if self._measuring:
+                assert parameter.grad is not None
+                self._own_square += float(parameter.grad.square().sum())
             bucket.fill(index, self._weight)
             if bucket.left == 0:
                 self._launch_ready()
@@ -175,6 +185,11 @@ class GradientExchange:
             if work is not None:
                 work.wait()
             bucket.hand_out()
+
+    def squares(self) -> tuple[float, float]:
+        """Squared norms of the own gradient and of the sum, for a step that was measured."""
+        whole = sum(float(v.square().sum()) for bucket in self._buckets for v in bucket.views)
+        return self._own_square, whole
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -60,9 +60,21 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
 class Group:
     """Collectives among all workers; a group of one does nothing, exactly."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, members: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._members = members
+        """None is everybody."""
+        self._divided: dict[tuple[tuple[int, ...], ...], Group] = {}
+
+    def divide(self, groups: tuple[tuple[int, ...], ...]) -> Group:
+        """This worker's part of a division into groups; every worker must ask for the same."""
+        if groups not in self._divided:
+            # torch wants every process to take part in making every group, in one order.
+            made = [dist.new_group(list(g)) if len(g) > 1 else None for g in groups]
+            mine = next(i for i, g in enumerate(groups) if self.rank in g)
+            self._divided[groups] = Group(self.rank, len(groups[mine]), made[mine])
+        return self._divided[groups]
 
     @classmethod
     def join(
@@ -85,20 +97,28 @@ class Group:
         """Begin summing in place over all workers; `wait()` on what comes back."""
         if self.size == 1:
             return None
-        work: dist.Work = dist.all_reduce(tensor, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, group=self._members, async_op=True)
         return work
 
     def sum(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._members)
 
     def maximum(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._members)
+
+    def maximum_async(self, tensor: torch.Tensor) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(
+            tensor, op=dist.ReduceOp.MAX, group=self._members, async_op=True
+        )
+        return work
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=self._members)
 
     def leave(self) -> None:
         if self.size > 1:

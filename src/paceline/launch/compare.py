@@ -12,6 +12,7 @@ from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, check_sizes, new_
 from paceline.report.comparison import write_comparison
 from paceline.report.show import make_show
 from paceline.specs.strategy import Single, Strategy, read_strategy
+from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import RunFolder
 
 
@@ -24,6 +25,7 @@ def compare(
     out: str | Path | None = None,
     threads: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    troubles: tuple[Trouble, ...] = (),
     force: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
 from paceline.protocol.coordinator import RunPlan
 from paceline.specs.strategy import Strategy, read_strategy
+from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.notes import NoteKeeper
 from paceline.telemetry.result import make_result
@@ -40,6 +41,7 @@ class RunOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     resume: bool = False
     force: bool = False
+    troubles: tuple[Trouble, ...] = ()
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,7 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
         workers=options.workers,
         clip=resolved.clip,
         until=resolved.until_spec,
+        schedule=resolved.schedule_spec,
         patience=resolved.patience,
         checkpoint_epochs=point.epoch if point else None,
         checkpoint_samples=point.samples if point else None,
@@ -180,6 +183,7 @@ def _run(
         "servers": plan.servers,
         "threads": options.threads_each,
         "timeout_s": options.timeout_s,
+        "troubles": [t.to_plain() for t in options.troubles],
         "job": facts,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
@@ -194,6 +198,7 @@ def _run(
         "strategy": str(plan.strategy),
         "threads": options.threads_each,
         "checkpoint": checkpoint,
+        "troubles": tuple(t.to_plain() for t in options.troubles),
     }
 
     async def supervise() -> Outcome:

@@ -41,8 +41,10 @@ from paceline.protocol.messages import (
     ServerReady,
 )
 from paceline.protocol.pace import Order, Pace, Tell, make_pace
-from paceline.protocol.switch import Decision, make_policy
-from paceline.specs.strategy import Strategy
+from paceline.protocol.policies import make_policy
+from paceline.protocol.switch import Decision, Policy, Stay
+from paceline.specs.schedule import Constant, Schedule
+from paceline.specs.strategy import Grouped, Strategy
 from paceline.specs.until import Until
 
 
@@ -57,6 +59,7 @@ class RunPlan:
     patience: int | None = None
     checkpoint_epochs: int | None = None
     checkpoint_samples: int | None = None
+    schedule: Schedule = field(default_factory=Constant)
     own_loop: bool = False
     save_model: bool = True
 
@@ -101,6 +104,9 @@ class Coordinator:
         self._answers: dict[int, Any] = {}
         self._pace: Pace | None = None
         self._resumed: dict[int, float] = {}
+        self._policy: Policy = Stay()
+        self._probed: tuple[float, ...] = ()
+        self._decision: Decision | None = None
         self._ended = False
         self._script = self._conduct()
         next(self._script)
@@ -149,8 +155,25 @@ class Coordinator:
         self.members.reached(event.worker, event.step)
         self.history.tally.add(event.measured)
         self._actions.extend(pace.on_report(event, self._now))
+        if event.measured.norms is not None:
+            self.history.pulse.noise.heard(*event.measured.norms)
+        closed = self.history.pulse.heard(event.worker, event.measured, self._now)
+        if closed and not pace.drained and self._decision is None:
+            self._follow(self._policy.decide(self.history), pace)
         if pace.drained:
             self._resume([])
+
+    def _follow(self, decision: Decision | None, pace: Pace) -> None:
+        """A rule has decided in the middle of a stretch of work."""
+        if decision is None:
+            return
+        if decision.leave_out is not None:
+            pace.leave_out(decision.leave_out)
+            self.history.left_out.add(decision.leave_out)
+            self._note("decision", reason=decision.reason, samples=self.history.samples)
+        elif decision.phase != self.history.phase:
+            self._decision = decision
+            pace.cut_short()
 
     # ---- the sequence of a run ----------------------------------------------------------------
 
@@ -158,7 +181,7 @@ class Coordinator:
         facts = yield  # every worker is ready, every server listens
         ready: Ready = facts[0]
         for other in facts[1:]:
-            if dataclasses.replace(other, worker=0) != ready:
+            if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
                 self._end(
                     "failed",
                     f"worker {other.worker} has {other.samples} samples in batches of "
@@ -167,12 +190,14 @@ class Coordinator:
                 )
                 return
         history = self.history
+        self._probed = tuple(f.speed for f in facts)
         try:
-            policy = make_policy(
+            policy = self._policy = make_policy(
                 self.plan.strategy,
                 samples_per_epoch=ready.samples,
                 epochs=ready.epochs,
                 batch=ready.batch,
+                schedule=self.plan.schedule,
             )
         except SpecError as error:
             self._end("failed", str(error), usage=True)
@@ -201,7 +226,7 @@ class Coordinator:
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
             reason = self._why_finished(ready) if epoch_ended else None
-            if reason is not None or self._checkpoint_due(ready, epoch_ended, last_saved):
+            if self._checkpoint_due(ready, epoch_ended, last_saved, reason):
                 yield from self._save()
                 last_saved = history.samples
             if reason is not None:
@@ -214,14 +239,15 @@ class Coordinator:
                 if not wishes[0].more:
                     reason = "the loop ended"
                     break
-            decision = policy.decide(history)
-            if decision is not None:
+            decision, self._decision = self._decision or policy.decide(history), None
+            if decision is not None and decision.phase != history.phase:
                 yield from self._enter(ready, ledger, decision)
         yield from self._finish(ready, reason)
 
     def _train(self, ledger: Ledger, stop: int) -> _Script:
         assert self._pace is not None
         began = self._now
+        self.history.pulse.begin(self.plan.workers, self.history.phase, self._now)
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
             yield
@@ -235,12 +261,15 @@ class Coordinator:
         if decision is not None:
             self._flush_switch()
             history.phase = decision.phase
+            history.left_out = set()
         strategy = self._strategy()
         needed = strategy.servers_for(self.plan.workers)
         servers = tuple(self._servers[i] for i in range(needed))
-        yield from self._ask(Enter(history.phase, servers, decision is not None), Entered)
+        groups = self._divide(strategy)
+        yield from self._ask(Enter(history.phase, servers, decision is not None, groups), Entered)
         self._pace = make_pace(
             strategy,
+            groups=groups,
             workers=self.plan.workers,
             batch=ready.batch,
             ledger=ledger,
@@ -264,6 +293,13 @@ class Coordinator:
             samples=history.samples,
             lr=strategy.lr_note(self.plan.workers),
         )
+
+    def _divide(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        if not isinstance(strategy, Grouped):
+            return ()
+        windows = self.history.pulse.windows
+        speeds = windows[-1].speeds if windows else self._probed
+        return strategy.divide(self.plan.workers, speeds)
 
     def _close_epoch(self, ready: Ready, lr: float) -> _Script:
         history = self.history
@@ -330,8 +366,12 @@ class Coordinator:
         stop = max(min(stops), ledger.frontier + 1)
         return min(ready.samples, -(-stop // ready.batch) * ready.batch)
 
-    def _checkpoint_due(self, ready: Ready, epoch_ended: bool, last_saved: int) -> bool:
+    def _checkpoint_due(
+        self, ready: Ready, epoch_ended: bool, last_saved: int, ending: str | None
+    ) -> bool:
         plan = self.plan
+        if ending is not None:
+            return bool(plan.checkpoint_samples or plan.checkpoint_epochs)
         if plan.checkpoint_samples is not None:
             return self.history.samples - last_saved >= plan.checkpoint_samples
         every = plan.checkpoint_epochs

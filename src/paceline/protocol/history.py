@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.protocol.messages import Measured
+from paceline.protocol.pulse import Pulse
 
 
 @dataclass
@@ -51,8 +52,21 @@ class History:
     switches: list[dict[str, Any]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     max_lag: int = 0
+    phase_samples: dict[int, int] = field(default_factory=dict)
+    """Samples trained under each phase so far."""
+    left_out: set[int] = field(default_factory=set)
+    """Workers that sit out while the strategy in force lasts."""
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
     train_seconds: float = 0.0
     """Wall time of training alone: start-up, evaluation, saving and switching apart."""
+
+    def trained(self, samples: int) -> None:
+        """Samples were applied under the strategy in force."""
+        self.samples += samples
+        self.phase_samples[self.phase] = self.phase_samples.get(self.phase, 0) + samples
+
+    def samples_under(self, phase: int) -> int:
+        return self.phase_samples.get(phase, 0)
 
     def value_of(self, name: str) -> float | None:
         """The newest figure of that name, for --until and early stopping."""
@@ -77,6 +91,7 @@ class History:
             "switches": self.switches,
             "staleness": [[k, v] for k, v in sorted(self.staleness.items())],
             "max_lag": self.max_lag,
+            "phase_samples": [[k, v] for k, v in sorted(self.phase_samples.items())],
             "train_seconds": self.train_seconds,
         }
 
@@ -85,6 +100,7 @@ class History:
         values = dict(plain)
         values["tally"] = Tally(**values["tally"])
         values["staleness"] = Counter({int(k): int(v) for k, v in values["staleness"]})
+        values["phase_samples"] = {int(k): int(v) for k, v in values["phase_samples"]}
         values["rows"] = list(values["rows"])
         values["switches"] = list(values["switches"])
         return cls(**values)

@@ -46,6 +46,11 @@ class Ledger:
         return self._frontier
 
     @property
+    def leased_up_to(self) -> int:
+        """No position from here on has ever been leased in this epoch."""
+        return self._next
+
+    @property
     def outstanding(self) -> int:
         return len(self._out)
 

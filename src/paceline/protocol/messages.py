@@ -72,6 +72,8 @@ class Enter(Message):
     servers: tuple[tuple[str, int], ...]
     switching: bool
     """False at the start of a run: there is no pause to measure then."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Workers that act as one, where the strategy has such."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Ready(Message):
     epochs: int | None
     splits: tuple[str, ...]
     """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
+    speed: float = 0.0
+    """Samples a second in a short probe; 0 where no strategy needs to know."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,12 @@ class Measured(Message):
     """As many as samples for a classifier, more for text."""
     loss_sum: float | None
     correct: int
+    busy_s: float = 0.0
+    """Time spent computing: input, forward and backward."""
+    comm_s: float = 0.0
+    """Time spent in exchanges that nothing hid."""
+    norms: tuple[float, float, float, float] | None = None
+    """Now and then: own samples, own gradient's squared norm, all samples, the mean's."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ workers' reports into further work. The coordinator owns the moments in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from paceline.protocol.clock import Push, make_clock
@@ -18,6 +19,7 @@ from paceline.protocol.messages import (
     Clip,
     Go,
     Lease,
+    Measured,
     Message,
     Part,
     Pushed,
@@ -25,7 +27,7 @@ from paceline.protocol.messages import (
     Steps,
     split_batch,
 )
-from paceline.specs.strategy import ParameterServer, Single, Strategy
+from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Single, Strategy
 from paceline.specs.sync import Gba
 
 PLAN_AHEAD_S = 2.0
@@ -64,6 +66,39 @@ class Pace(Protocol):
 
     def on_report(self, report: Message, now: float) -> list[Order]: ...
 
+    def cut_short(self) -> None:
+        """Hand out no more than must be, up to the end of a global batch, and then drain."""
+        ...
+
+    def leave_out(self, worker: int) -> None:
+        """Give this worker no more work, where the strategy can do without it."""
+        ...
+
+
+class Balance:
+    """Shares in proportion to the workers' measured speed, kept current while they work."""
+
+    MEMORY = 0.5
+    """How much of the old speed stays when a new one is measured."""
+
+    def __init__(self, workers: int) -> None:
+        self._speed: list[float | None] = [None] * workers
+
+    def heard(self, worker: int, measured: Measured) -> None:
+        if measured.samples and measured.busy_s > 0:
+            fresh = measured.samples / measured.busy_s
+            old = self._speed[worker]
+            mixed = fresh if old is None else self.MEMORY * old + (1 - self.MEMORY) * fresh
+            self._speed[worker] = mixed
+
+    def weights(self) -> tuple[int, ...] | None:
+        """None until everybody's speed is known: shares are even until then."""
+        known = [s for s in self._speed if s is not None]
+        if len(known) < len(self._speed):
+            return None
+        # At least one part in a thousand: a share of nothing could never be measured again.
+        return tuple(max(1, round(1000 * s / max(known))) for s in known)
+
 
 class PlannedPace:
     """All workers share every global batch; blocks of batches are planned well ahead."""
@@ -78,12 +113,15 @@ class PlannedPace:
         ledger: Ledger,
         history: History,
         weights: tuple[int, ...] | None = None,
+        balance: bool = False,
     ) -> None:
+        self._balance = Balance(workers) if balance else None
         self._workers = workers
         self._batch = batch
         self._ledger = ledger
         self._history = history
         self._weights = weights
+        self._out: set[int] = set()
         self.drained = True
         self.drain_s = 0.0
 
@@ -109,14 +147,31 @@ class PlannedPace:
             assert entry is not None
             self._blocks.append(entry)
             self._planned = entry.hi
-            steps = Steps(self._ledger.epoch, entry.lo, entry.hi, self._batch, self._weights)
+            weights = self._shares()
+            steps = Steps(self._ledger.epoch, entry.lo, entry.hi, self._batch, weights)
             orders.extend(Tell(worker, steps) for worker in range(self._workers))
         return orders
+
+    def _shares(self) -> tuple[int, ...] | None:
+        weights = self._balance.weights() if self._balance else self._weights
+        if not self._out:
+            return weights
+        base = weights or (1,) * self._workers
+        return tuple(0 if w in self._out else share for w, share in enumerate(base))
+
+    def cut_short(self) -> None:
+        self._stop = self._planned
+
+    def leave_out(self, worker: int) -> None:
+        if len(self._out) + 1 < self._workers:
+            self._out.add(worker)
 
     def on_report(self, report: Message, now: float) -> list[Order]:
         if not isinstance(report, Advanced):
             raise AssertionError(f"{type(report).__name__} under planned work")
         self._at[report.worker] = report.position
+        if self._balance is not None:
+            self._balance.heard(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
             self._first_idle = now
         slowest = min(self._at)
@@ -124,7 +179,7 @@ class PlannedPace:
             return []
         batches_before = -(-self._slowest // self._batch)
         self._history.updates += -(-slowest // self._batch) - batches_before
-        self._history.samples += slowest - self._slowest
+        self._history.trained(slowest - self._slowest)
         self._slowest = slowest
         while self._blocks and self._blocks[0].hi <= slowest:
             self._ledger.acknowledge(self._blocks.pop(0).id, EVERYBODY)
@@ -140,7 +195,10 @@ class PlannedPace:
 
 
 class ServerPace:
-    """Parameter servers: every push is answered with an order to the shards and the next lease."""
+    """Parameter servers: every push is answered with an order to the shards and the next lease.
+
+    Workers push in units: each by itself, or a group as one, its first worker for all of it.
+    """
 
     def __init__(
         self,
@@ -151,8 +209,11 @@ class ServerPace:
         ledger: Ledger,
         history: History,
         clip: float | None,
+        units: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self._spec = spec
+        self._units = units or tuple((w,) for w in range(workers))
+        self._unit_of = {w: u for u, members in enumerate(self._units) for w in members}
         self._workers = workers
         self._servers = spec.servers_for(workers)
         self._batch = batch
@@ -160,11 +221,14 @@ class ServerPace:
         self._history = history
         # A single gradient is clipped by the worker that knows the whole of it.
         self._clip = clip if spec.sync.aggregates else None
-        self._clock = make_clock(spec.sync, workers)
-        self._share = split_batch(batch, workers)
+        self._clock = make_clock(spec.sync, len(self._units))
+        cuts = split_batch(batch, workers)
+        self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._units]
+        self._entries: dict[int, Entry] = {}
         self._leases: dict[int, Lease] = {}
+        self._came: dict[int, dict[int, Pushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
-        self._last_staleness = [-1] * workers
+        self._last_staleness = [-1] * len(self._units)
         self.version = 0
         self.drained = True
         self.drain_s = 0.0
@@ -174,11 +238,11 @@ class ServerPace:
         self._first_idle: float | None = None
         self.drained = False
         self._clock.begin()
-        return self._go_on(list(range(self._workers)), now)
+        return self._go_on(list(range(len(self._units))), now)
 
-    def _go_on(self, workers: list[int], now: float) -> list[Order]:
+    def _go_on(self, units: list[int], now: float) -> list[Order]:
         """Grant leases; when nobody is at work any more, give up what the clock holds back."""
-        orders = self._grant(workers, now)
+        orders = self._grant(units, now)
         while not self._leases:
             verdict = self._clock.flush()
             if not verdict.updates and not verdict.release:
@@ -189,60 +253,57 @@ class ServerPace:
             orders.extend(self._grant(verdict.release, now))
         return orders
 
-    def _grant(self, workers: list[int], now: float) -> list[Order]:
-        """The next lease for each of these workers, as far as there is work left."""
-        if not workers:
-            return []
-        leases = self._lease_round() if self._clock.in_rounds else self._lease_each(workers)
+    def _grant(self, units: list[int], now: float) -> list[Order]:
+        """The next lease for each of these units, as far as there is work left."""
         orders: list[Order] = []
-        for worker, lease in leases:
-            self._leases[worker] = lease
-            self._history.max_lag = max(self._history.max_lag, self._clock.lag(worker))
-            orders.append(Tell(worker, Go(self.version, lease, self._last_staleness[worker])))
-        if len(leases) < len(workers) and self._first_idle is None:
+        if self._clock.in_rounds and units:
+            entry = self._ledger.take(EVERYBODY, self._batch, self._stop)
+            if entry is not None:
+                orders.extend(self._hand_out(entry, tuple(range(self._workers))))
+        elif not self._clock.in_rounds:
+            for unit in units:
+                entry = self._ledger.take(unit, self._share[unit], self._stop)
+                if entry is not None:
+                    self._entries[unit] = entry
+                    self._history.max_lag = max(self._history.max_lag, self._clock.lag(unit))
+                    orders.extend(self._hand_out(entry, self._units[unit]))
+        if units and not orders and self._first_idle is None:
             self._first_idle = now
         return orders
 
-    def _share_of_batch(self, lease: Lease) -> float:
+    def _hand_out(self, entry: Entry, members: tuple[int, ...]) -> list[Order]:
+        """Share one entry of the ledger among workers that act together."""
+        orders: list[Order] = []
+        cuts = split_batch(entry.hi - entry.lo, len(members))
+        for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
+            lease = Lease(
+                entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo + lo, entry.lo + hi
+            )
+            self._leases[worker] = lease
+            staleness = self._last_staleness[self._unit_of[worker]]
+            orders.append(Tell(worker, Go(self.version, lease, staleness)))
+        return orders
+
+    def cut_short(self) -> None:
+        ahead = -(-self._ledger.leased_up_to // self._batch) * self._batch
+        self._stop = min(self._stop, ahead)
+
+    def leave_out(self, worker: int) -> None:
+        return  # A slow worker holds nobody up here.
+
+    def _share_of_batch(self, lo: int, hi: int) -> float:
         """Samples over the size of their global batch; a lease may lie across two of them.
 
         The last batch of an epoch may be short: its samples weigh more, as they do when one
         process takes the mean over it.
         """
         share = 0.0
-        lo = lease.lo
-        while lo < lease.hi:
+        while lo < hi:
             start = lo - lo % self._batch
             stop = min(start + self._batch, self._ledger.samples)
-            share += (min(stop, lease.hi) - lo) / (stop - start)
+            share += (min(stop, hi) - lo) / (stop - start)
             lo = stop
         return share
-
-    def _lease_each(self, workers: list[int]) -> list[tuple[int, Lease]]:
-        leases = []
-        for worker in workers:
-            share = self._share[worker + 1] - self._share[worker]
-            entry = self._ledger.take(worker, share, self._stop)
-            if entry is not None:
-                lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
-                leases.append((worker, lease))
-        return leases
-
-    def _lease_round(self) -> list[tuple[int, Lease]]:
-        entry = self._ledger.take(EVERYBODY, self._batch, self._stop)
-        if entry is None:
-            return []
-        cuts = split_batch(entry.hi - entry.lo, self._workers)
-        epoch = self._ledger.epoch
-        return [
-            (
-                w,
-                Lease(
-                    entry.id, epoch, entry.lo, entry.hi, entry.lo + cuts[w], entry.lo + cuts[w + 1]
-                ),
-            )
-            for w in range(self._workers)
-        ]
 
     def on_report(self, report: Message, now: float) -> list[Order]:
         if isinstance(report, Reduced):
@@ -252,13 +313,21 @@ class ServerPace:
         lease = self._leases.get(report.worker)
         if lease is None or lease.id != report.lease:
             return []  # Said twice, or of a lease that is no longer this worker's.
+        unit = self._unit_of[report.worker]
+        came = self._came.setdefault(unit, {})
+        came[report.worker] = report
         del self._leases[report.worker]
-        share = self._share_of_batch(lease)
-        push = Push(report.worker, report.handle, report.samples, share, report.base)
+        if len(came) < len(self._units[unit]):
+            return []
+        del self._came[unit]
+        chief = came[self._units[unit][0]]
+        samples = sum(p.samples for p in came.values())
+        lo, hi = (lease.lo, lease.hi) if self._clock.in_rounds else (lease.start, lease.stop)
+        push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
         verdict = self._clock.pushed(push, now)
         orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
         if not self._clock.in_rounds:
-            self._ledger.acknowledge(lease.id, report.worker)
+            self._ledger.acknowledge(self._entries.pop(unit).id, unit)
         elif verdict.updates:
             self._ledger.acknowledge(lease.id, EVERYBODY)
         if verdict.release or not self._leases:
@@ -274,10 +343,10 @@ class ServerPace:
             self._history.staleness[staleness] += 1
         self.version += 1
         self._history.updates += 1
-        self._history.samples += samples
+        self._history.trained(samples)
         decay = [self._decay_of(s) for s in stale]
         parts = tuple(
-            Part(p.worker, p.handle, d * p.samples / samples)
+            Part(self._units[p.worker][0], p.handle, d * p.samples / samples)
             for p, d in zip(used, decay, strict=True)
         )
         # In rounds the shares are of one batch and make it whole, whatever their rounding.
@@ -311,7 +380,18 @@ def make_pace(
     ledger: Ledger,
     history: History,
     clip: float | None,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Pace:
+    if isinstance(strategy, Grouped):
+        return ServerPace(
+            spec=ParameterServer(servers=strategy.servers, lr_scale=strategy.lr_scale),
+            workers=workers,
+            batch=batch,
+            ledger=ledger,
+            history=history,
+            clip=clip,
+            units=groups,
+        )
     if isinstance(strategy, ParameterServer):
         return ServerPace(
             spec=strategy,
@@ -323,5 +403,10 @@ def make_pace(
         )
     weights = (1,) + (0,) * (workers - 1) if isinstance(strategy, Single) else None
     return PlannedPace(
-        workers=workers, batch=batch, ledger=ledger, history=history, weights=weights
+        workers=workers,
+        batch=batch,
+        ledger=ledger,
+        history=history,
+        weights=weights,
+        balance=isinstance(strategy, AllReduce) and strategy.balance == "auto",
     )

@@ -7,14 +7,14 @@ from typing import Protocol
 
 from paceline.errors import SpecError
 from paceline.protocol.history import History
-from paceline.specs.strategy import Strategy, Switch
-from paceline.specs.text import write
 
 
 @dataclass(frozen=True)
 class Decision:
     phase: int
     reason: str
+    leave_out: int | None = None
+    """A worker that sits out from now on; the strategy stays."""
 
 
 class Policy(Protocol):
@@ -51,32 +51,26 @@ class AtPoints:
         phase = sum(history.samples >= p for p in self._points)
         if phase == history.phase:
             return None
-        return Decision(phase, f"at={self._names[phase - 1]}")
+        return Decision(phase, self._names[phase - 1])
 
 
-def make_policy(
-    strategy: Strategy, *, samples_per_epoch: int, epochs: int | None, batch: int
-) -> Policy:
-    """The policy of a strategy; raises SpecError for points that cannot be placed."""
-    if not isinstance(strategy, Switch):
-        return Stay()
-    names = [write(p.to_value()) for p in strategy.at]
-    points = [
-        _end_of_batch(p.resolve(samples_per_epoch, epochs), samples_per_epoch, batch)
-        for p in strategy.at
-    ]
-    if points != sorted(set(points)):
+def place_points(
+    names: list[str], points: list[int], *, samples_per_epoch: int, epochs: int | None, batch: int
+) -> AtPoints:
+    """Phases that begin at the ends of global batches; SpecError where that cannot be."""
+    placed = [_end_of_batch(p, samples_per_epoch, batch) for p in points]
+    if placed != sorted(set(placed)):
         raise SpecError(
-            f"{strategy}: switch points must come one after another and in different batches, "
-            f"these come after {', '.join(map(str, points))} samples"
+            "switch points must come one after another and in different batches: "
+            f"{', '.join(names)} come after {', '.join(map(str, placed))} samples"
         )
-    if epochs is not None and points[-1] >= epochs * samples_per_epoch:
+    if epochs is not None and placed[-1] >= epochs * samples_per_epoch:
         raise SpecError(
-            f"{strategy}: the point {names[-1]} (after {points[-1]} samples, in whole batches) "
+            f"the switch point {names[-1]} (after {placed[-1]} samples, in whole batches) "
             f"lies at or beyond the end of the run ({epochs * samples_per_epoch} samples): "
             "choose an earlier one"
         )
-    return AtPoints(points, names)
+    return AtPoints(placed, names)
 
 
 def _end_of_batch(samples: int, samples_per_epoch: int, batch: int) -> int:

@@ -49,6 +49,10 @@ class Schedule(Spec):
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         raise NotImplementedError
 
+    def drops(self, *, per_epoch: int, total: int) -> list[float]:
+        """Sample counts at which the rate falls all at once."""
+        return []
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):
@@ -101,6 +105,9 @@ class Milestones(Schedule):
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         passed = sum(samples >= _mark_samples(m, per_epoch, total) for m in self.marks)
         return float(self.drop**passed)
+
+    def drops(self, *, per_epoch: int, total: int) -> list[float]:
+        return sorted(_mark_samples(m, per_epoch, total) for m in self.marks)
 
 
 SCHEDULES: Mapping[str, type[Schedule]] = {c.word: c for c in (Constant, Cosine, Milestones)}

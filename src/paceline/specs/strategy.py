@@ -10,7 +10,8 @@ from paceline.errors import SpecError
 from paceline.specs.base import Spec, boolean, choice, integer, option, read_call, read_text, real
 from paceline.specs.point import Point, read_point, read_points
 from paceline.specs.sync import SYNCS, Asp, Bsp, Gba, Sync, read_sync
-from paceline.specs.text import Call, Value, write
+from paceline.specs.text import Call, Value, parse
+from paceline.specs.when import WHENS, LrDrop, When, read_when
 
 
 class Strategy(Spec):
@@ -58,6 +59,7 @@ class AllReduce(Strategy):
 
     word: ClassVar[str] = "allreduce"
     bucket_mb: float = option(real(0.0, above=True), 25.0)
+    balance: str = option(choice("even", "auto"), "even")
 
 
 def _read_lr_scale(value: Value, where: str) -> float | None:
@@ -116,17 +118,103 @@ class ParameterServer(Strategy):
 
 
 @dataclass(frozen=True)
+class Grouped(Strategy):
+    """Groups of workers: synchronous inside a group, asynchronous between groups."""
+
+    word: ClassVar[str] = "grouped"
+    size: int = option(integer(1), 2)
+    by: str = option(choice("rank", "speed"), "rank")
+    servers: int = option(integer(1, 1024), 1)
+    lr_scale: float | None = option(_read_lr_scale, None)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def servers_for(self, workers: int) -> int:
+        return self.servers
+
+    def check_workers(self, workers: int) -> None:
+        if self.size > workers:
+            raise SpecError(
+                f"grouped(size={self.size}) with {workers} workers: "
+                "a group cannot be larger than all of them"
+            )
+
+    def divide(self, workers: int, speeds: tuple[float, ...] | None) -> tuple[tuple[int, ...], ...]:
+        """The groups, by rank or with workers of like speed together; the last may be smaller."""
+        ranks = list(range(workers))
+        if self.by == "speed" and speeds is not None:
+            ranks.sort(key=lambda w: (-speeds[w], w))
+        return tuple(tuple(sorted(ranks[i : i + self.size])) for i in range(0, workers, self.size))
+
+    def lr_note(self, workers: int) -> str:
+        share = min(1.0, self.size / workers)
+        return f"learning rate x(samples of the group / global batch), about x{share:.4g}"
+
+
+@dataclass(frozen=True)
+class LocalSgd(Strategy):
+    """Local steps; weights averaged every `h` of them, or when replicas drift too far apart."""
+
+    word: ClassVar[str] = "local_sgd"
+    h: int | None = option(integer(1), None)
+    drift: float | None = option(real(0.0, above=True), None)
+
+    def __post_init__(self) -> None:
+        if self.h is not None and self.drift is not None:
+            raise SpecError("local_sgd takes h=... or drift=..., not both")
+        if self.h is not None and self.h < 1:
+            raise SpecError(f"local_sgd(h={self.h}): at least one step lies between two averages")
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def steps(self) -> int:
+        return self.h if self.h is not None else 8
+
+    def lr_note(self, workers: int) -> str:
+        return "learning rate x1 on every worker's own share of the batch"
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy):
+    """Many local steps of the job's optimizer; an outer Nesterov step on what they moved."""
+
+    word: ClassVar[str] = "diloco"
+    h: int = option(integer(1), 50)
+    outer_lr: float = option(real(0.0, above=True), 0.7)
+    outer_momentum: float = option(real(0.0, 1.0), 0.9)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def lr_note(self, workers: int) -> str:
+        return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
+
+
+@dataclass(frozen=True)
 class Switch(Strategy):
     """Several strategies one after another, in one run, at stated points."""
 
     word: ClassVar[str] = "switch"
     parts: tuple[Strategy, ...] = ()
     at: tuple[Point, ...] = ()
+    when: When | None = None
 
-    def __init__(self, *parts: Strategy | str, at: object = None) -> None:
+    def __init__(self, *parts: Strategy | str, at: object = None, when: object = None) -> None:
         strategies = tuple(read_strategy(p) if isinstance(p, str) else p for p in parts)
         object.__setattr__(self, "parts", strategies)
-        object.__setattr__(self, "at", read_points(at))
+        if at is not None and when is not None:
+            raise SpecError("switch takes at=... or when=..., not both")
+        if at is None and when is None:
+            raise SpecError("switch: when? add at=50%, at=epoch(10) or when=auto")
+        object.__setattr__(self, "at", read_points(at) if at is not None else ())
+        rule = read_when(parse(when)) if isinstance(when, str) else when
+        object.__setattr__(self, "when", rule)
         self._check()
 
     def _check(self) -> None:
@@ -135,7 +223,14 @@ class Switch(Strategy):
         for part in self.parts:
             if isinstance(part, Switch):
                 raise SpecError("switch inside switch: name the strategies one after another")
-        if len(self.at) != len(self.parts) - 1:
+        if self.when is not None:
+            if not isinstance(self.when, When):
+                raise SpecError(f"switch(when={self.when!r}): known: {', '.join(sorted(WHENS))}")
+            if len(self.parts) != 2 and not isinstance(self.when, LrDrop):
+                raise SpecError(
+                    f"when={self.when} decides between two strategies, {len(self.parts)} given"
+                )
+        elif len(self.at) != len(self.parts) - 1:
             raise SpecError(
                 f"switch between {len(self.parts)} strategies needs {len(self.parts) - 1} "
                 f"point(s), {len(self.at)} given: write at=50%, or at=(25%, 75%) for three"
@@ -161,23 +256,24 @@ class Switch(Strategy):
     def to_call(self) -> Call:
         points = tuple(p.to_value() for p in self.at)
         at: Value = points[0] if len(points) == 1 else points
-        return Call("switch", tuple(p.to_call() for p in self.parts), (("at", at),), bare=False)
+        rule = ("when", self.when.to_call()) if self.when is not None else ("at", at)
+        return Call("switch", tuple(p.to_call() for p in self.parts), (rule,), bare=False)
 
     @classmethod
     def from_call(cls, call: Call) -> Switch:
         named = dict(call.named)
-        at = named.pop("at", None)
+        at, when = named.pop("at", None), named.pop("when", None)
         for name in named:
-            raise SpecError(f"switch has no option {name!r}: it takes strategies and at=...")
-        if at is None:
-            raise SpecError(f"{write(call)}: when? add at=50%, at=epoch(10) or at=samples(270000)")
-        points = at if isinstance(at, tuple) else (at,)
+            raise SpecError(f"switch has no option {name!r}: it takes strategies, at and when")
         parts = tuple(read_call(a, STRATEGIES, "strategy") for a in call.args)
-        return cls(*parts, at=tuple(read_point(p) for p in points))
+        points = None
+        if at is not None:
+            points = tuple(read_point(p) for p in (at if isinstance(at, tuple) else (at,)))
+        return cls(*parts, at=points, when=read_when(when) if when is not None else None)
 
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
-    c.word: c for c in (Single, AllReduce, ParameterServer, Switch)
+    c.word: c for c in (Single, AllReduce, ParameterServer, Grouped, LocalSgd, DiLoCo, Switch)
 }
 
 

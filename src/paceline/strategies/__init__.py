@@ -14,6 +14,9 @@ from paceline.strategies.runner import Runner, Surroundings
 RUNNERS = {
     "single": "paceline.strategies.single:SingleRunner",
     "allreduce": "paceline.strategies.allreduce:AllReduceRunner",
+    "diloco": "paceline.strategies.local_sgd:DiLoCoRunner",
+    "grouped": "paceline.strategies.grouped:GroupedRunner",
+    "local_sgd": "paceline.strategies.local_sgd:LocalSgdRunner",
     "ps": "paceline.strategies.param_server:ParameterServerRunner",
 }
 

@@ -9,6 +9,9 @@ from paceline.state import Section, capture, restore
 from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
 from paceline.telemetry.phases import COMM, OPTIMIZER
 
+NORMS_EVERY = 16
+"""Steps between two measurements of the gradient's norms, from which its noise is told."""
+
 
 class AllReduceRunner(Runner):
     """A worker that dies breaks the collective for all: the others raise PeerLost at once."""
@@ -16,6 +19,7 @@ class AllReduceRunner(Runner):
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(around)
         self._exchange: GradientExchange | None = None
+        self._norms: tuple[float, float, float, float] | None = None
         if around.size > 1:
             if self.replica.layout is None:
                 bucket_bytes = int(spec.bucket_mb * (1 << 20))
@@ -32,7 +36,8 @@ class AllReduceRunner(Runner):
 
     def begin_step(self, work: Work) -> None:
         if self._exchange is not None:
-            self._exchange.begin(work.weight)
+            measure = work.step % NORMS_EVERY == 0 and work.lease.samples > 0
+            self._exchange.begin(work.weight, measure=measure)
 
     def finish_step(self, work: Work) -> None:
         if self._exchange is not None:
@@ -42,7 +47,14 @@ class AllReduceRunner(Runner):
             except RuntimeError as error:
                 raise PeerLost(f"the all-reduce of step {work.step} broke ({error})") from None
         self.clock.enter(OPTIMIZER)
+        if self._exchange is not None and work.step % NORMS_EVERY == 0 and work.lease.samples:
+            own, whole = self._exchange.squares()
+            self._norms = (work.lease.samples, own, work.lease.batch, whole)
         step_optimizer(self.replica)
+
+    def take_norms(self) -> tuple[float, float, float, float] | None:
+        norms, self._norms = self._norms, None
+        return norms
 
     def export_state(self) -> Section:
         return capture(self.replica.model, self.replica.optimizer)

@@ -59,8 +59,12 @@ class ParameterServerRunner(Runner):
 
     def finish_step(self, work: Work) -> None:
         self.clock.enter(COMM)
+        self._send(work, samples=work.lease.samples)
+
+    def _send(self, work: Work, *, samples: int) -> None:
+        """Push the gradient, if it is made of samples, and tell the coordinator."""
         self._handle += 1
-        if work.lease.samples:
+        if samples:
             if self.replica.clip is not None and not self._spec.sync.aggregates:
                 torch.nn.utils.clip_grad_norm_(self._parameters, self.replica.clip)
             self._push()
@@ -70,7 +74,7 @@ class ParameterServerRunner(Runner):
                 handle=self._handle,
                 lease=work.lease.id,
                 samples=work.lease.samples,
-                base=self._base if work.lease.samples else work.version,
+                base=self._base if samples else work.version,
                 step=work.step,
                 measured=work.measured,
             )
@@ -85,6 +89,9 @@ class ParameterServerRunner(Runner):
             head = _receive(channel, incoming[shard.lo : shard.hi])
             versions.append(int(head["version"]))
         self._base = min(versions)
+        self._take_incoming()
+
+    def _take_incoming(self) -> None:
         with torch.no_grad():
             for parameter, view in zip(self._parameters, self._in_views, strict=True):
                 parameter.copy_(view)

@@ -59,7 +59,7 @@ class Work:
 
 @dataclass
 class Surroundings:
-    """What a runner works with; `servers` changes from phase to phase."""
+    """What a runner works with; `servers` and `groups` change from phase to phase."""
 
     rank: int
     size: int
@@ -70,6 +70,7 @@ class Surroundings:
     token: str
     timeout_s: float
     servers: tuple[tuple[str, int], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 class Runner(ABC):
@@ -110,6 +111,10 @@ class Runner(ABC):
 
     def import_own(self, own: Section) -> None:
         return
+
+    def take_norms(self) -> tuple[float, float, float, float] | None:
+        """Squared gradient norms of the last step, where they were measured; see Measured."""
+        return None
 
     @property
     def bytes_sent(self) -> int:

@@ -42,14 +42,18 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.specs.strategy import Strategy
+from paceline.specs.trouble import Trouble
 from paceline.state import Section, TrainState, checksum, persistent_buffers
 from paceline.strategies import make_runner
 from paceline.strategies.runner import Runner, Surroundings, Work, average_buffers
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.phases import (
+    BACKWARD,
     COMM,
     EVAL,
     EVALUATE,
+    FORWARD,
+    INPUT,
     OTHER,
     SAVE,
     SWITCH,
@@ -106,6 +110,10 @@ class Agent:
         self._entered_at: float | None = None
         self._first_loss: float | None = None
         self._bytes_sent = 0
+        self._times_ns = (0, 0)
+        self._began_compute = time.perf_counter()
+        self.troubles: tuple[Trouble, ...] = ()
+        self.samples_per_epoch = 1
         self.finished = False
 
     # ---- the loop's side ----------------------------------------------------------------------
@@ -143,11 +151,17 @@ class Agent:
             pause_s = self._settle_s + time.perf_counter() - self._entered_at
             self._control.tell(Resumed(self._rank, pause_s))
             self._entered_at = None
+        self._began_compute = time.perf_counter()
 
     def finish(self, work: Work, measured: Measured) -> None:
         """Gradients are there: exchange, update, record, report."""
         assert self._runner is not None
-        work.measured = measured
+        self._suffer(work)
+        self._clock.enter(OTHER)
+        busy_s, comm_s = self._times_since()
+        work.measured = dataclasses.replace(
+            measured, busy_s=busy_s, comm_s=comm_s, norms=self._runner.take_norms()
+        )
         if measured.loss_sum is not None and measured.samples:
             self._check_loss(measured.loss_sum / measured.samples)
         self._runner.finish_step(work)
@@ -182,12 +196,34 @@ class Agent:
             total.predictions + measured.predictions,
             loss_sum,
             total.correct + measured.correct,
+            total.busy_s + measured.busy_s,
+            total.comm_s + measured.comm_s,
+            measured.norms or total.norms,
         )
 
     def _report(self, epoch: int, position: int) -> None:
         self._control.tell(Advanced(self._rank, epoch, position, self.step, self._sum))
         self._sum = Measured(0, 0, 0.0, 0)
         self._report_due = time.monotonic() + REPORT_S
+
+    def _times_since(self) -> tuple[float, float]:
+        """Seconds of computing and of exchanging since the last call."""
+        total_ns = self._clock.total_ns
+        busy_ns = total_ns[INPUT] + total_ns[FORWARD] + total_ns[BACKWARD]
+        now = (busy_ns, total_ns[COMM])
+        before, self._times_ns = self._times_ns, now
+        return (now[0] - before[0]) / 1e9, (now[1] - before[1]) / 1e9
+
+    def _suffer(self, work: Work) -> None:
+        """Trouble on purpose: computing takes longer, or the exchange begins late."""
+        epoch = work.lease.epoch + work.lease.start / self.samples_per_epoch
+        for trouble in self.troubles:
+            if trouble.worker == self._rank and trouble.in_force(epoch):
+                computed_s = time.perf_counter() - self._began_compute
+                time.sleep((trouble.factor - 1) * computed_s)
+                if trouble.delay_s:
+                    self._clock.enter(COMM)
+                    time.sleep(trouble.delay_s)
 
     def _check_loss(self, loss: float) -> None:
         if self._first_loss is None and math.isfinite(loss):
@@ -228,6 +264,7 @@ class Agent:
             self._leave_runner()
         assert self._state is not None
         self._around.servers = message.servers
+        self._around.groups = message.groups
         self._runner = make_runner(self._phases[message.phase], self._around)
         self._runner.import_state(self._state)
         if own is not None:

@@ -61,7 +61,7 @@ def prepare(
     duties = Duties(
         evaluate=None, save=save, save_model=lambda: save_weights(model, session.folder.model)
     )
-    agent = session.make_agent(around, state, duties)
+    agent = session.make_agent(around, state, duties, len(dataset))
     session.control.tell(Ready(session.rank, len(dataset), batch, epochs, ()))
     leased = LeasedLoader(loader, agent, session)
     _take_over_step(optimizer, leased)

@@ -17,6 +17,7 @@ from paceline.errors import CheckpointError, StateError, UsageError
 from paceline.job import Job
 from paceline.protocol.messages import Ready
 from paceline.specs.strategy import read_strategy
+from paceline.specs.trouble import Trouble
 from paceline.state import (
     Section,
     TrainState,
@@ -101,7 +102,9 @@ class Session:
         self._heart.step = lambda: self.agent.step if self.agent is not None else 0
         self._heart.start()
 
-    def make_agent(self, around: Surroundings, state: TrainState, duties: Duties) -> Agent:
+    def make_agent(
+        self, around: Surroundings, state: TrainState, duties: Duties, samples: int
+    ) -> Agent:
         agent = Agent(
             strategy=read_strategy(self.assignment.strategy),
             around=around,
@@ -110,6 +113,8 @@ class Session:
             recorder=StepRecorder(self._writer, self.clock),
             stages=self.stages,
         )
+        agent.samples_per_epoch = samples
+        agent.troubles = tuple(Trouble.from_plain(t) for t in self.assignment.troubles)
         if self.rank < len(state.workers):
             own = state.workers[self.rank]
             torch.set_rng_state(own.tensors["rng/torch"])
@@ -217,8 +222,8 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         save=lambda name, whole: _save(session, name, whole),
         save_model=lambda: save_weights(model, session.folder.model),
     )
-    agent = session.make_agent(around, state, duties)
     feed = Feed(tables.train, job.seed, device)
+    agent = session.make_agent(around, state, duties, feed.samples)
     control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits))
     train(job, agent, replica, feed, loss_of, session.clock)
     session.close()

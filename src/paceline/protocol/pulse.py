@@ -1,0 +1,138 @@
+"""The run's pulse: speed, waiting and loss in short windows, worker by worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from paceline.protocol.messages import Measured
+
+WINDOW_S = 1.0
+KEEP_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened in about a second of training under one strategy."""
+
+    phase: int
+    began: float
+    ended: float
+    samples: int
+    loss: float | None
+    speeds: tuple[float, ...]
+    """Samples a second of computing, a worker."""
+    comm_share: float
+    """Exchange beside computing on the worker that waits least: what an exchange itself costs."""
+
+    @property
+    def rate(self) -> float:
+        """Samples a second of wall time, all workers together."""
+        return self.samples / (self.ended - self.began)
+
+
+class Noise:
+    """Gradient noise scale from squared norms of workers' gradients and of their mean, smoothed."""
+
+    MEMORY = 0.9
+
+    def __init__(self) -> None:
+        self._signal: float | None = None
+        self._noise = 0.0
+
+    def heard(self, small: float, small_sq: float, big: float, big_sq: float) -> None:
+        """`small` and `big` are batch sizes, the others squared norms of gradients over them."""
+        if big <= small:
+            return
+        signal = (big * big_sq - small * small_sq) / (big - small)
+        noise = (small_sq - big_sq) / (1 / small - 1 / big)
+        if self._signal is None:
+            self._signal, self._noise = signal, noise
+        else:
+            self._signal = self.MEMORY * self._signal + (1 - self.MEMORY) * signal
+            self._noise = self.MEMORY * self._noise + (1 - self.MEMORY) * noise
+
+    @property
+    def scale(self) -> float | None:
+        """In samples: batches far below it are mostly noise. None until it can be told."""
+        if self._signal is None or self._signal <= 0 or self._noise < 0:
+            return None
+        return self._noise / self._signal
+
+
+class Pulse:
+    """Adds up reports and closes a window when it is old enough and everybody has been heard."""
+
+    def __init__(self) -> None:
+        self.windows: deque[Window] = deque(maxlen=KEEP_WINDOWS)
+        self.noise = Noise()
+        self._began: float | None = None
+
+    def begin(self, workers: int, phase: int, now: float) -> None:
+        """A stretch of training begins; what was measured before a stop is not mixed with it."""
+        self._workers, self._phase = workers, phase
+        self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._began = now
+        self._samples = [0] * self._workers
+        self._busy = [0.0] * self._workers
+        self._comm = [0.0] * self._workers
+        self._loss, self._told = 0.0, True
+
+    def heard(self, worker: int, measured: Measured, now: float) -> bool:
+        """Take a report; True when it closed a window."""
+        if self._began is None:
+            return False
+        self._samples[worker] += measured.samples
+        self._busy[worker] += measured.busy_s
+        self._comm[worker] += measured.comm_s
+        if measured.loss_sum is None:
+            self._told = False
+        else:
+            self._loss += measured.loss_sum
+        if now - self._began < WINDOW_S or not all(b > 0 for b in self._busy):
+            return False
+        total = sum(self._samples)
+        self.windows.append(
+            Window(
+                phase=self._phase,
+                began=self._began,
+                ended=now,
+                samples=total,
+                loss=self._loss / total if total and self._told else None,
+                speeds=tuple(s / b for s, b in zip(self._samples, self._busy, strict=True)),
+                comm_share=min(c / b for c, b in zip(self._comm, self._busy, strict=True)),
+            )
+        )
+        self._open(now)
+        return True
+
+    def latest(self, phase: int, count: int) -> list[Window]:
+        """The newest `count` windows of a phase that is in force now; fewer if it is young."""
+        found: list[Window] = []
+        for window in reversed(self.windows):
+            if window.phase != phase or len(found) == count:
+                break
+            found.append(window)
+        return found[::-1]
+
+
+def find_straggler(windows: list[Window], consecutive: int) -> int | None:
+    """The worker slower than mean minus one deviation in each of the last windows, if one is.
+
+    Among equal machines somebody is always the slowest by a little: a straggler is also at least
+    a fifth below the mean.
+    """
+    if len(windows) < consecutive:
+        return None
+    suspects: set[int] | None = None
+    for window in windows[-consecutive:]:
+        mean = sum(window.speeds) / len(window.speeds)
+        deviation = (sum((s - mean) ** 2 for s in window.speeds) / len(window.speeds)) ** 0.5
+        limit = min(mean - deviation, 0.8 * mean)
+        slow = {w for w, s in enumerate(window.speeds) if s < limit}
+        suspects = slow if suspects is None else suspects & slow
+    if not suspects:
+        return None
+    return min(suspects, key=lambda w: windows[-1].speeds[w])

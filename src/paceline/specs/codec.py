@@ -1,0 +1,152 @@
+"""Codecs as data: how gradients are made smaller before they are sent.
+
+fp16   bf16   int8   onebit(chunk=1024)   topk(1%)   threshold(0.001)   powersgd(rank=4)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import Spec, integer, option, read_call, read_text, real
+from paceline.specs.text import Call, Percent, Value, write
+
+MIN_CHUNK, MAX_CHUNK = 8, 1 << 20
+"""Shorter chunks send more scales than they save; longer ones share one scale too widely."""
+
+
+@dataclass(frozen=True)
+class Codec(Spec):
+    """What every codec says of itself; the arithmetic lives in `paceline.comm.codecs`."""
+
+    feedback: ClassVar[bool] = True
+    """What a message leaves out is kept and added to the next one (error feedback)."""
+    summable: ClassVar[bool] = False
+    """Messages are plain numbers: an all-reduce can add them as they are."""
+    weights_too: ClassVar[bool] = False
+    """Good enough for the weights that a server sends, which no later message corrects."""
+
+
+@dataclass(frozen=True)
+class Fp16(Codec):
+    """Half precision: 11 bits of precision, magnitudes up to 65504."""
+
+    word: ClassVar[str] = "fp16"
+    feedback: ClassVar[bool] = False
+    summable: ClassVar[bool] = True
+    weights_too: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Bf16(Codec):
+    """bfloat16: 8 bits of precision, the range of float32."""
+
+    word: ClassVar[str] = "bf16"
+    feedback: ClassVar[bool] = False
+    summable: ClassVar[bool] = True
+    weights_too: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """255 even steps between the largest magnitudes of each `chunk` elements."""
+
+    word: ClassVar[str] = "int8"
+    weights_too: ClassVar[bool] = True
+    chunk: int = option(integer(1), 1024)
+
+    def __post_init__(self) -> None:
+        _check_chunk(self.word, self.chunk)
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """The sign of each element, and for each `chunk` the mean of either sign."""
+
+    word: ClassVar[str] = "onebit"
+    chunk: int = option(integer(1), 1024)
+
+    def __post_init__(self) -> None:
+        _check_chunk(self.word, self.chunk)
+
+
+def _check_chunk(word: str, chunk: int) -> None:
+    # Multiples of 8: the packed bits of a chunk then begin at a whole byte.
+    if not MIN_CHUNK <= chunk <= MAX_CHUNK or chunk % 8:
+        raise SpecError(
+            f"{word}(chunk={chunk}): a chunk has {MIN_CHUNK} to {MAX_CHUNK} elements, "
+            "a multiple of 8"
+        )
+
+
+def _ratio(value: Value, where: str) -> float:
+    if isinstance(value, Percent):
+        return value.value / 100
+    return float(real()(value, where))
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The given fraction of the elements, those of the largest magnitude; at least one."""
+
+    word: ClassVar[str] = "topk"
+    ratio: float = option(_ratio, 0.01)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise SpecError(
+                f"topk({self.ratio:g}): the fraction sent is above 0 and at most 1, "
+                "as in topk(0.01) or topk(1%)"
+            )
+
+
+@dataclass(frozen=True)
+class Threshold(Codec):
+    """Every element of magnitude `x` or more, as it is; as many as there are."""
+
+    word: ClassVar[str] = "threshold"
+    x: float = option(real())
+
+    def __post_init__(self) -> None:
+        if not 0 < self.x < math.inf:
+            raise SpecError(f"threshold({self.x:g}): the magnitude is a number above 0")
+
+    @classmethod
+    def from_call(cls, call: Call) -> Threshold:
+        if not call.args and not call.named:
+            raise SpecError(
+                f"{write(call)}: the magnitude that is still sent is missing, "
+                "as in threshold(0.001)"
+            )
+        built: Threshold = super().from_call(call)
+        return built
+
+
+@dataclass(frozen=True)
+class PowerSgd(Codec):
+    """Each matrix as a product of two thin ones of `rank` columns; vectors as they are."""
+
+    word: ClassVar[str] = "powersgd"
+    rank: int = option(integer(1), 4)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise SpecError(f"powersgd(rank={self.rank}): the rank is at least 1")
+
+
+CODECS: Mapping[str, type[Codec]] = {
+    c.word: c for c in (Fp16, Bf16, Int8, OneBit, TopK, Threshold, PowerSgd)
+}
+
+
+def read_codec(value: Value, where: str) -> Codec:
+    """The codec that a parsed word or call names; raises SpecError of one line."""
+    return read_call(value, CODECS, "codec")
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec that a text names; raises SpecError of one line."""
+    return read_text(text, CODECS, "codec")

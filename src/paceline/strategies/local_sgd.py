@@ -1,0 +1,221 @@
+"""local_sgd and diloco: every worker steps by itself; now and then the replicas meet.
+
+Between two meetings the replicas differ; at a meeting (and at every quiesce, which is one) they
+become equal again. Optimizer slots stay local: a checkpoint keeps each worker's own beside their
+average, which is what another strategy takes over.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.errors import PeerLost, StateError
+from paceline.specs.strategy import DiLoCo, LocalSgd
+from paceline.state import Section, capture, checksum, restore, slots_by_parameter
+from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
+from paceline.telemetry.phases import COMM, OPTIMIZER
+
+
+class LocalRunner(Runner):
+    """Local steps and the bookkeeping around a meeting; what happens there differs."""
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around)
+        self._parameters = [p for _, p in self.replica.trained]
+        self._anchor: list[torch.Tensor] = []
+        self._samples = 0
+        self._whole = 0
+        self._steps = 0
+        self._bytes_sent = 0
+
+    def import_state(self, state: Section) -> None:
+        require_equal(state, self.around.group)
+        restore(state, self.replica.model, self.replica.optimizer)
+        self._set_anchor()
+
+    def _set_anchor(self) -> None:
+        """Where the replicas last were equal."""
+        self._anchor = [p.detach().clone() for p in self._parameters]
+        self._samples = self._whole = self._steps = 0
+
+    def finish_step(self, work: Work) -> None:
+        self.clock.enter(OPTIMIZER)
+        if work.lease.samples:
+            step_optimizer(self.replica)
+        self._samples += work.lease.samples
+        self._whole += work.lease.batch
+        self._steps += 1
+        self.clock.enter(COMM)
+        try:
+            if self._is_due():
+                self._meet()
+        except RuntimeError as error:
+            raise PeerLost(f"the meeting at step {work.step} broke ({error})") from None
+
+    def _is_due(self) -> bool:
+        raise NotImplementedError
+
+    def _meet(self) -> None:
+        """Make the replicas equal; every worker calls it after the same step."""
+        raise NotImplementedError
+
+    def settle(self, version: int) -> None:
+        if self._steps:
+            self._meet()
+
+    def _mean(self, tensors: list[torch.Tensor]) -> None:
+        """Average in place over the workers, by the samples each has seen since the last time."""
+        weight = self._samples / self._whole
+        with torch.no_grad():
+            for together in _by_dtype(tensors):
+                flat = torch.cat([t.reshape(-1) for t in together]).mul_(weight)
+                self.around.group.sum(flat)
+                self._bytes_sent += flat.numel() * flat.element_size()
+                parts = torch.split(flat, [t.numel() for t in together])
+                for target, part in zip(together, parts, strict=True):
+                    target.copy_(part.view_as(target))
+
+    def export_state(self) -> Section:
+        """Slots are averaged with equal weight: each worker has taken the same number of steps."""
+        section = capture(self.replica.model, self.replica.optimizer)
+        for key in sorted(k for k in section.tensors if k.startswith("slots/")):
+            mean = section.tensors[key].detach().clone()
+            if mean.is_floating_point() and self.around.size > 1:
+                mean /= self.around.size
+                self.around.group.sum(mean)
+            section.tensors[key] = mean
+        return section
+
+    def export_own(self) -> Section:
+        mine = capture(self.replica.model, self.replica.optimizer)
+        return Section({k: v for k, v in mine.tensors.items() if k.startswith("slots/")})
+
+    def import_own(self, own: Section) -> None:
+        slots = slots_by_parameter(own)
+        for name, parameter in self.replica.trained:
+            if name in slots:
+                self.replica.optimizer.state[parameter] = {
+                    k: v.clone() for k, v in slots[name].items()
+                }
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+
+class LocalSgdRunner(LocalRunner):
+    """Weights are averaged every `h` steps, or when a replica has drifted too far."""
+
+    def __init__(self, spec: LocalSgd, around: Surroundings) -> None:
+        super().__init__(around)
+        self._spec = spec
+        self._vote: tuple[torch.Tensor, object] | None = None
+
+    def _is_due(self) -> bool:
+        if self._spec.drift is None:
+            return self._steps >= self._spec.steps
+        # The vote of a step is read one step later, so that nobody waits for it.
+        verdict = self._read_vote() > self._spec.drift
+        self._begin_vote(0.0 if verdict else self._drift())
+        return verdict
+
+    def _meet(self) -> None:
+        self._mean([p.detach() for p in self._parameters])
+        self._set_anchor()
+
+    def settle(self, version: int) -> None:
+        self._read_vote()
+        super().settle(version)
+
+    def _drift(self) -> float:
+        """Distance from where the replicas last were equal, relative to the weights there."""
+        with torch.no_grad():
+            moved = sum(
+                float((p - a).square().sum())
+                for p, a in zip(self._parameters, self._anchor, strict=True)
+            )
+            size = sum(float(a.square().sum()) for a in self._anchor)
+        return float((moved / max(size, 1e-30)) ** 0.5)
+
+    def _begin_vote(self, drift: float) -> None:
+        ballot = torch.tensor([drift], dtype=torch.float64)
+        self._vote = (ballot, self.around.group.maximum_async(ballot))
+
+    def _read_vote(self) -> float:
+        if self._vote is None:
+            return 0.0
+        ballot, work = self._vote
+        self._vote = None
+        if work is not None:
+            work.wait()  # type: ignore[attr-defined]
+        return float(ballot)
+
+
+class DiLoCoRunner(LocalRunner):
+    """An outer optimizer steps along what the workers have moved since the last meeting."""
+
+    def __init__(self, spec: DiLoCo, around: Surroundings) -> None:
+        super().__init__(around)
+        self._spec = spec
+        self._outer: torch.optim.SGD | None = None
+
+    def import_state(self, state: Section) -> None:
+        super().import_state(state)
+        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
+            momentum = state.tensors.get(f"outer/{name}")
+            if momentum is not None:
+                self._outer_optimizer().state[anchor]["momentum_buffer"] = momentum.clone()
+
+    def _outer_optimizer(self) -> torch.optim.SGD:
+        if self._outer is None:
+            self._outer = torch.optim.SGD(
+                self._anchor,
+                lr=self._spec.outer_lr,
+                momentum=self._spec.outer_momentum,
+                nesterov=self._spec.outer_momentum > 0,
+            )
+        return self._outer
+
+    def _is_due(self) -> bool:
+        return self._steps >= self._spec.h
+
+    def _meet(self) -> None:
+        with torch.no_grad():
+            delta = [a - p for p, a in zip(self._parameters, self._anchor, strict=True)]
+            self._mean(delta)
+            for anchor, moved in zip(self._anchor, delta, strict=True):
+                anchor.grad = moved
+            self._outer_optimizer().step()
+            for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+                anchor.grad = None
+                parameter.copy_(anchor)
+        self._samples = self._whole = self._steps = 0
+
+    def export_state(self) -> Section:
+        section = super().export_state()
+        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
+            momentum = self._outer_optimizer().state.get(anchor, {}).get("momentum_buffer")
+            if momentum is not None:
+                section.tensors[f"outer/{name}"] = momentum
+        return section
+
+
+def require_equal(state: Section, group: Group) -> None:
+    """Replicas that start apart would never meet: raise StateError on every worker."""
+    if group.size == 1:
+        return
+    mine = int(checksum(state)[:12], 16)
+    pair = torch.tensor([mine, -mine], dtype=torch.int64)
+    group.maximum(pair)
+    if int(pair[0]) != -int(pair[1]):
+        raise StateError(
+            "the workers start from different weights: local steps need equal replicas"
+        )
+
+
+def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return list(kinds.values())
