@@ -27,7 +27,6 @@ from safetensors.torch import save as tensors_to_bytes
 from paceline.errors import CheckpointError, StateError
 
 FORMAT = 1
-KEEP_CHECKPOINTS = 2
 
 
 @dataclass
@@ -166,8 +165,8 @@ def checksum(section: Section) -> str:
 # ---- on disk ---------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder: Path, name: str, state: TrainState) -> Path:
-    """Write a checkpoint whole or not at all, then drop all but the newest few."""
+def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2) -> Path:
+    """Write a checkpoint whole or not at all, then drop all but the newest `keep`."""
     final = folder / name
     partial = folder / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -190,7 +189,7 @@ def save_checkpoint(folder: Path, name: str, state: TrainState) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StateError(f"checkpoint {final} could not be written: {error}") from None
-    for old in list_checkpoints(folder)[:-KEEP_CHECKPOINTS]:
+    for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 

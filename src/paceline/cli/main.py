@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from paceline.cli import compare, demo, evaluate, launch, report, train
+from paceline.cli import compare, demo, evaluate, launch, report, train, tune
 from paceline.errors import PacelineError, RunFailed
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command(
     "launch",
     help="Run a script with its own training loop on several workers.",
 )(launch.launch)
+app.command("tune", help="Find the smallest synchronous share that keeps the accuracy.")(tune.tune)
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
 

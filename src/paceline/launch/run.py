@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import secrets
@@ -42,6 +43,9 @@ class RunOptions:
     resume: bool = False
     force: bool = False
     troubles: tuple[Trouble, ...] = ()
+    start_from: Path | None = None
+    """A checkpoint of another run of the same job to begin from; its time counts along."""
+    keep_checkpoints: int = 2
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -171,7 +175,9 @@ def _run(
     folder = RunFolder(options.out)
     fresh = not options.out.exists()
     checkpoint, memory = (None, None)
-    if options.resume:
+    if options.start_from is not None:
+        checkpoint, memory = str(options.start_from.resolve()), read_memory(options.start_from)
+    elif options.resume:
         checkpoint, memory = find_checkpoint(folder, facts)
     folder.prepare(force=options.force, resume=options.resume)
     if memory is not None:
@@ -198,6 +204,7 @@ def _run(
         "strategy": str(plan.strategy),
         "threads": options.threads_each,
         "checkpoint": checkpoint,
+        "keep_checkpoints": options.keep_checkpoints,
         "troubles": tuple(t.to_plain() for t in options.troubles),
     }
 
@@ -263,8 +270,6 @@ def find_checkpoint(
     folder: RunFolder, facts: dict[str, Any]
 ) -> tuple[str | None, dict[str, Any] | None]:
     """The newest checkpoint of a run to resume; raises UsageError when there is nothing to."""
-    import json
-
     if not folder.config.exists():
         raise UsageError(f"--resume: {folder.path} holds no run: start it without --resume")
     before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
@@ -277,17 +282,25 @@ def find_checkpoint(
     whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
     if not whole:
         return None, None
-    try:
-        head = json.loads((whole[-1] / "state.json").read_text(encoding="utf-8"))
-        memory = head["plain"]["coordinator"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UsageError(f"--resume: checkpoint {whole[-1]} cannot be read: {error}") from None
+    memory = read_memory(whole[-1])
     if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
         raise UsageError(
             f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
             "raise --epochs to train on"
         )
     return str(whole[-1].resolve()), memory
+
+
+def read_memory(checkpoint: Path) -> dict[str, Any]:
+    """What the coordinator remembered when a checkpoint was made."""
+    try:
+        head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        memory = head["plain"]["coordinator"]
+        float(memory["elapsed_s"]), int(memory["history"]["epoch"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
+    assert isinstance(memory, dict)
+    return memory
 
 
 def versions() -> dict[str, str]:

@@ -38,6 +38,7 @@ class Assignment(BaseModel):
     """Servers that this worker starts as its own children."""
     job: JobRef | None = None
     checkpoint: str | None = None
+    keep_checkpoints: int = 2
     troubles: tuple[dict[str, float], ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()

@@ -235,7 +235,9 @@ def _resolve(assignment: Assignment) -> Job:
 
 
 def _save(session: Session, name: str, state: TrainState) -> str:
-    path = save_checkpoint(session.folder.checkpoints, name, state)
+    path = save_checkpoint(
+        session.folder.checkpoints, name, state, keep=session.assignment.keep_checkpoints
+    )
     return str(path.relative_to(session.folder.path))
 
 

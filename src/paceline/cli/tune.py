@@ -1,0 +1,99 @@
+"""`paceline tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as opt
+
+
+def tune(
+    out: Annotated[Path, typer.Option(help="The folder for all probes.", show_default=False)],
+    job: opt.JobFile = None,
+    first: Annotated[str, typer.Option(help="The strategy to begin with.")] = "allreduce",
+    second: Annotated[str, typer.Option(help="The strategy to switch to.")] = "ps",
+    tolerance: Annotated[
+        float, typer.Option(help="Loss of validation accuracy that is accepted.")
+    ] = 0.005,
+    sweep: Annotated[
+        str | None, typer.Option(help='Further strategies to try, "local_sgd(h=8); ps".')
+    ] = None,
+    workers: opt.Workers = 2,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    data_dir: opt.DataDir = None,
+    epochs: opt.Epochs = None,
+    batch: opt.Batch = None,
+    batch_per_worker: opt.BatchPerWorker = None,
+    lr: opt.Lr = None,
+    optimizer: opt.Optimizer = None,
+    schedule: opt.Schedule = None,
+    clip: opt.Clip = None,
+    seed: opt.Seed = None,
+    augment: opt.Augment = None,
+    dtype: opt.Dtype = None,
+    threads: opt.Threads = None,
+    timeout: opt.Timeout = 300.0,
+    slow: opt.Slow = None,
+    delay: opt.Delay = None,
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.launch.run import RunOptions
+    from paceline.launch.tune import tune as search
+    from paceline.specs.strategy import read_strategy, split_strategies
+
+    reference = opt.make_reference(
+        job,
+        workers,
+        batch_per_worker,
+        model=model,
+        data=data,
+        data_dir=data_dir,
+        epochs=epochs,
+        batch=batch,
+        lr=lr,
+        optimizer=optimizer,
+        schedule=schedule,
+        clip=clip,
+        seed=seed,
+        augment=augment,
+        dtype=dtype,
+    )
+    options = RunOptions(
+        out=out,
+        workers=workers,
+        threads=threads,
+        timeout_s=timeout,
+        troubles=opt.read_troubles(slow, delay, workers),
+    )
+    found = search(
+        reference,
+        read_strategy(first),
+        read_strategy(second),
+        options,
+        tolerance=tolerance,
+        others=split_strategies(sweep) if sweep else [],
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    table = Table(box=None, title="accuracy against time", title_justify="left")
+    for column in ("strategy", "synchronous", "val acc", "test acc", "seconds", "status"):
+        table.add_column(column, justify="left" if column in ("strategy", "status") else "right")
+    for probe in sorted(found["probes"], key=lambda p: p["seconds"]):
+        table.add_row(
+            probe["strategy"],
+            f"{100 * probe['share']:.0f} %",
+            *("-" if probe[k] is None else f"{probe[k]:.4f}" for k in ("val_acc", "test_acc")),
+            f"{probe['seconds']:.1f}",
+            probe["status"],
+        )
+    Console().print(table)
+    typer.echo(
+        f"smallest share of {found['first']} that keeps the accuracy: "
+        f"{100 * found['smallest_share']:.0f} %"
+    )
+    typer.echo(f"recommended: {found['evidence']}")
