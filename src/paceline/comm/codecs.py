@@ -510,7 +510,8 @@ class LowRank(Coder):
             else:
                 q = next(parts)
                 size = part.shape[0] * q.shape[1]
-                multiply_out(part, q, out[start : start + size].view(part.shape[0], -1))
+                shape = (part.shape[0], q.shape[1])
+                multiply_out(part, q, out[start : start + size].view(shape))
             start += size
 
     # ---- the sum over workers, in steps so that the first exchange can go on meanwhile ----
@@ -534,8 +535,9 @@ class LowRank(Coder):
     def answer(self, flat: Tensor, first: Tensor) -> Tensor:
         """What is summed second: every Pᵀ M."""
         ps = self._split(self.bases(first), [m.p_shape for m in self._matrices])
-        parts = [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
-        return torch.cat(parts) if parts else first[:0].clone()
+        return torch.cat(
+            [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
+        )
 
     def leave(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
         """What this worker's gradient has beyond what it put into the sum, into `residual`."""
@@ -580,6 +582,9 @@ class LowRank(Coder):
         Factorizations differ in the last bits between processors and thread counts: all workers
         take the first one's P, or their sums would drift apart.
         """
+        if not self._matrices:  # All was sent as it is, and the first sum is the whole one.
+            flat.copy_(first)
+            return
         self.orthogonalize(first)
         from_first(self.bases(first))
         second = self.answer(flat, first)
@@ -595,7 +600,7 @@ class LowRank(Coder):
 
     @staticmethod
     def _split(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:
-        parts = torch.split(flat, [math.prod(shape) for shape in shapes]) if shapes else ()
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def state(self) -> dict[str, Tensor]:
