@@ -1,0 +1,244 @@
+"""What all tests share: a check for leaks around each test, and the command line as a process.
+
+Every wait here has a deadline, and whatever a test leaves running is named, ended and counted as
+that test's failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+# Before torch is imported anywhere: two cores are shared by everything that runs here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import psutil
+import pytest
+from hypothesis import settings
+
+settings.register_profile("paceline", deadline=None, print_blob=True)
+settings.load_profile("paceline")
+
+MARK = "PACELINE_TEST_MARK"
+"""In the environment of every process that a test starts, however far down."""
+LEAVE_S = 5.0
+"""How long processes and threads of a test may take to be gone."""
+POLL_S = 0.02
+RUN_S = 90.0
+"""Longest time of one run of the command line; a run takes about 5 s on two idle cores."""
+
+_CHANGING = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
+"""Variables that pytest, OpenMP and torch set themselves."""
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    """Poll until the condition is true, and return what it gave; fail at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:g} s: {what}")
+        time.sleep(POLL_S)
+
+
+# ---- leaks -----------------------------------------------------------------------------------
+
+
+def find_marked(mark: str) -> dict[int, str]:
+    """Living processes that carry a test's mark, orphans included: pid and command line."""
+    needle = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if needle in (entry / "environ").read_bytes().split(b"\0"):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(entry.name)] = line.decode(errors="replace").strip()
+        except OSError:
+            continue  # It ended meanwhile, or is not ours to look at.
+    return found
+
+
+def list_listening() -> set[tuple[str, int]]:
+    listening = set()
+    for connection in psutil.Process().net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            listening.add((connection.laddr.ip, connection.laddr.port))
+    return listening
+
+
+def list_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def copy_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(_CHANGING) and k != MARK}
+
+
+def settle(look: Callable[[], Any]) -> Any:
+    """What is still there after everything had its time to go; usually nothing, at once."""
+    deadline = time.monotonic() + LEAVE_S
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """No process, thread, listening socket or environment variable outlives its test."""
+    mark = uuid.uuid4().hex
+    environment, threads, listening = copy_environment(), list_threads(), list_listening()
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        os.environ.pop(MARK, None)
+    leaks = []
+    left = settle(lambda: find_marked(mark))
+    for pid, line in left.items():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        leaks.append(f"process {pid}: {line}")
+    leaks += [f"thread {t.name}" for t in settle(lambda: list_threads() - threads)]
+    leaks += [f"listening socket {a}" for a in settle(lambda: list_listening() - listening)]
+    now = copy_environment()
+    changed = {k for k in {*environment, *now} if environment.get(k) != now.get(k)}
+    leaks += [f"environment variable {name}" for name in sorted(changed)]
+    if leaks:
+        pytest.fail("left behind by the test: " + "; ".join(leaks))
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What became of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stderr.splitlines()
+
+    @property
+    def last_line(self) -> str:
+        return self.lines[-1] if self.lines else ""
+
+
+class Started:
+    """A command that is running, in a session of its own."""
+
+    def __init__(self, args: tuple[object, ...], cwd: Path, preexec: Callable[[], None] | None):
+        self._files = [cwd / f".{uuid.uuid4().hex[:8]}-{name}" for name in ("out", "err")]
+        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "paceline.cli.main", *map(str, args)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=cwd,
+                start_new_session=True,
+                preexec_fn=preexec,
+            )
+        self.pid = self._popen.pid
+
+    def wait(self, timeout_s: float) -> Finished:
+        try:
+            code = self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"still running after {timeout_s:g} s: {self._popen.args}\n{self.so_far()}")
+        return Finished(code, *(path.read_text(errors="replace") for path in self._files))
+
+    def so_far(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in self._files)
+
+    def ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def family(self) -> list[psutil.Process]:
+        """All workers and servers below this command."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """Its session; the workers, in sessions of their own, must then end by themselves."""
+        if not self.ended():
+            os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait(LEAVE_S)
+
+
+class RunCli(Protocol):
+    def __call__(self, *args: object, timeout: float = RUN_S) -> Finished: ...
+
+
+class StartCli(Protocol):
+    def __call__(self, *args: object, preexec: Callable[[], None] | None = None) -> Started: ...
+
+
+@pytest.fixture
+def start_cli(tmp_path: Path, no_leaks: None) -> Iterator[StartCli]:
+    """Start `paceline ...` inside tmp_path and go on; whatever still runs at the end is killed."""
+    started: list[Started] = []
+
+    def start(*args: object, preexec: Callable[[], None] | None = None) -> Started:
+        started.append(Started(args, tmp_path, preexec))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.kill()
+
+
+@pytest.fixture
+def run_cli(start_cli: StartCli) -> RunCli:
+    """Run `paceline ...` inside tmp_path to its end: code, stdout, stderr."""
+
+    def run(*args: object, timeout: float = RUN_S) -> Finished:
+        return start_cli(*args).wait(timeout)
+
+    return run
+
+
+# ---- run folders -----------------------------------------------------------------------------
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    value = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assert isinstance(value, dict)
+    return value
+
+
+def read_events(folder: Path, who: str) -> list[dict[str, Any]]:
+    """Whole events written so far."""
+    path = folder / "events" / f"{who}.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def has_trained(folder: Path, epochs: int = 1) -> bool:
+    return sum(event["kind"] == "epoch" for event in read_events(folder, "run")) >= epochs
+
+
+def pid_of_worker(folder: Path, rank: int) -> int:
+    first = read_events(folder, f"worker-{rank}")[0]
+    return int(first["pid"])

@@ -1,0 +1,463 @@
+"""The wire format and its greeting, over real sockets; a parameter server's manners."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from conftest import wait_until
+from paceline.comm import wire
+from paceline.comm.wire import Channel
+from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
+from paceline.protocol import messages
+from paceline.protocol.messages import Apply, Message, Part, ServerReady, ServerStop
+from paceline.strategies.server import Server
+
+TOKEN = "a token of this run"
+WAIT_S = 5.0
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 99), inner),
+    max_leaves=20,
+)
+
+
+@contextmanager
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, two = socket.socketpair()
+    with one, two:
+        one.settimeout(WAIT_S)
+        two.settimeout(WAIT_S)
+        yield one, two
+
+
+@contextmanager
+def channels(timeout_s: float = WAIT_S) -> Iterator[tuple[Channel, Channel]]:
+    with sockets() as (one, two):
+        yield Channel(one, "the first", timeout_s), Channel(two, "the second", timeout_s)
+
+
+def together(*calls: Callable[[], Any]) -> list[BaseException | Any]:
+    """Run calls at the same time; what each gave or raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [f.exception(WAIT_S) or f.result() for f in futures]
+
+
+# ---- frames ----------------------------------------------------------------------------------
+
+
+@given(head=plain, parts=st.lists(st.binary(max_size=200), max_size=4))
+def test_message_round_trip(head: Any, parts: list[bytes]) -> None:
+    with channels() as (one, two):
+        one.send(head, *(memoryview(part) for part in parts))
+        one.send("next")
+        got, body = two.receive(max_body=10_000)
+        assert (got, bytes(body)) == (head, b"".join(parts))
+        assert two.receive() == ("next", bytearray())
+        assert one.bytes_sent == sum(map(len, parts))
+
+
+def test_large_body_round_trip() -> None:
+    """Larger than any socket buffer, so that it goes in many pieces both ways."""
+    body = bytes(range(256)) * (4 << 12)
+    with channels() as (one, two):
+        sent, got = together(
+            lambda: one.send({"n": 1}, memoryview(body)),
+            lambda: two.receive(max_body=len(body)),
+        )
+        assert sent is None
+        assert got == ({"n": 1}, bytearray(body))
+
+
+@given(header=st.binary(min_size=wire.HEADER.size, max_size=wire.HEADER.size))
+def test_any_header_is_read_or_refused(header: bytes) -> None:
+    try:
+        head_bytes, body_bytes = wire.unpack_header(header, max_body=1000)
+    except WireError:
+        return
+    assert header[:4] == wire.MAGIC
+    assert head_bytes <= wire.MAX_HEAD
+    assert body_bytes <= 1000
+
+
+@given(packed=st.binary(max_size=60))
+@example(packed=msgpack.packb({1: 2}).replace(b"\x01", b"\x91\x01"))
+@example(packed=b"\xc1")
+@example(packed=b"\x91" * 5000)
+@example(packed=b"\xdd\xff\xff\xff\xff")
+@example(packed=b"\xc7\x0c\xff" + b"\xff" * 12)
+def test_any_head_is_read_or_refused(packed: bytes) -> None:
+    """A map with a list for a key, a byte of no meaning, endless nesting, a lie about sizes."""
+    try:
+        wire.unpack_head(packed)
+    except WireError:
+        pass
+
+
+def with_header(
+    magic: bytes = wire.MAGIC, version: int = wire.VERSION, head: int = 1, body: int = 0
+) -> bytes:
+    return wire.HEADER.pack(magic, version, head, body)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (with_header(magic=b"HTTP"), "does not speak"),
+        (with_header(version=9), "wire format 9"),
+        (with_header(head=wire.MAX_HEAD + 1), str(wire.MAX_HEAD + 1)),
+        (with_header(body=101), "101"),
+        (with_header(body=2**64 - 1), str(2**64 - 1)),
+    ],
+    ids=["magic", "version", "head", "body", "largest body"],
+)
+def test_bad_header_is_refused_before_anything_is_allocated(
+    header: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with channels() as (one, two):
+        asked: list[int] = []
+        receive = two._receive
+        monkeypatch.setattr(two, "_receive", lambda n: (asked.append(n), receive(n))[1])
+        one._send_all(header)
+        with pytest.raises(WireError, match=words):
+            two.receive(max_body=100)
+        assert asked == [wire.HEADER.size]
+
+
+def test_head_too_large_is_not_sent() -> None:
+    with pytest.raises(WireError, match="at most"):
+        wire.pack_head(b"x" * (wire.MAX_HEAD + 1))
+
+
+@pytest.mark.parametrize("cut", [0, 1, wire.HEADER.size - 1, wire.HEADER.size, -1])
+def test_message_cut_off_is_a_lost_peer(cut: int) -> None:
+    whole = wire.pack_head({"op": "pull"}, 4) + b"body"
+    with sockets() as (one, two):
+        one.sendall(whole[:cut])
+        one.close()
+        with pytest.raises(PeerLost, match="server 3 closed"):
+            Channel(two, "server 3", WAIT_S).receive(max_body=4)
+
+
+def test_silence_is_a_deadline() -> None:
+    with (
+        channels(timeout_s=0.05) as (_, two),
+        pytest.raises(DeadlineExceeded, match=r"nothing from the second for 0\.05 s"),
+    ):
+        two.receive()
+
+
+def test_nobody_there_is_told_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(PeerLost, match=f"no connection to server 7 at 127.0.0.1:{port}"):
+        Channel.connect("127.0.0.1", port, token=TOKEN, peer="server 7", timeout_s=0.1)
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+def test_messages_round_trip() -> None:
+    order = Apply(7, (Part(0, 3, 0.5), Part(1, 2, 0.5)), 1.0, None)
+    go = messages.Go(3, messages.Lease(1, 0, 0, 8, 4, 8), 2)
+    enter = messages.Enter(1, (("127.0.0.1", 5), ("127.0.0.1", 6)), True)
+    pushed = messages.Pushed(1, 2, 3, 4, 5, 6, messages.Measured(4, 4, 1.5, 2))
+    for message in (order, go, enter, pushed, ServerStop()):
+        packed = wire.pack_head(messages.to_plain(message))[wire.HEADER.size :]
+        assert messages.from_plain(wire.unpack_head(packed)) == message
+
+
+@given(value=plain)
+@example(value={"kind": []})
+@example(value={"kind": "Go", "version": 1, "staleness": 0, "lease": {"id": 1}})
+@example(value={"kind": "Apply", "version": 1, "parts": 3, "lr_scale": 1.0, "clip": None})
+@example(value={"kind": "Apply", "version": 1, "parts": [{1: 2}], "lr_scale": 1, "clip": None})
+@example(value={"kind": "Entered", "worker": 1, 7: 8})
+def test_any_message_is_read_or_refused(value: Any) -> None:
+    try:
+        messages.from_plain(value)
+    except WireError:
+        pass
+
+
+# ---- the greeting ----------------------------------------------------------------------------
+
+
+def greet(client: str, server: str) -> tuple[Any, Any]:
+    """Both sides of a greeting with these tokens: what became of each."""
+
+    with channels(timeout_s=2.0) as (one, two):
+
+        def attempt(channel: Channel, token: str, mine: str, theirs: str) -> Any:
+            try:
+                channel.greet(token, mine, theirs)
+            finally:
+                channel.close()
+
+        return tuple(  # type: ignore[return-value]
+            together(
+                lambda: attempt(one, client, "client", "server"),
+                lambda: attempt(two, server, "server", "client"),
+            )
+        )
+
+
+def test_greeting_with_the_token() -> None:
+    assert greet(TOKEN, TOKEN) == (None, None)
+
+
+def test_client_without_the_token_is_refused_and_learns_nothing() -> None:
+    client, server = greet("another token", TOKEN)
+    assert isinstance(server, WireError)
+    assert "token" in str(server)
+    # The server says no word to it: the connection just ends.
+    assert isinstance(client, PeerLost)
+
+
+def test_server_without_the_token_is_refused() -> None:
+    """A server that skips its own check and answers anyway: the client does not trust it."""
+    with sockets() as (one, two):
+        greeting, nonce = wire.make_greeting()
+        two.sendall(greeting + wire.prove("another token", "server", b"x" * 32, nonce))
+        with pytest.raises(WireError, match="token"):
+            Channel(one, "the coordinator", WAIT_S).greet(TOKEN, "client", "server")
+
+
+def test_reflected_greeting_is_refused_by_the_client() -> None:
+    """A server that sends back all it hears does not know the token."""
+    with sockets() as (one, two):
+
+        def echo() -> None:
+            for size in (wire.GREETING.size, wire.PROOF_BYTES):
+                two.sendall(two.recv(size, socket.MSG_WAITALL))
+
+        def call() -> None:
+            Channel(one, "the coordinator", WAIT_S).greet(TOKEN, "client", "server")
+
+        _, outcome = together(echo, call)
+        assert isinstance(outcome, WireError)
+
+
+def test_reflected_greeting_is_refused_by_the_server() -> None:
+    """Nor does a client that sends the server's own nonce, and a proof made by a server."""
+    with sockets() as (one, two):
+
+        def echo() -> None:
+            greeting = one.recv(wire.GREETING.size, socket.MSG_WAITALL)
+            nonce = wire.read_greeting(greeting)
+            one.sendall(greeting + wire.prove(TOKEN, "server", nonce, nonce))
+
+        def serve() -> None:
+            Channel.accept(two, token=TOKEN, peer="stranger", timeout_s=WAIT_S)
+
+        _, outcome = together(echo, serve)
+        assert isinstance(outcome, WireError)
+
+
+def test_replayed_proof_is_refused() -> None:
+    """What one connection has proved is worth nothing on the next."""
+    mine, theirs = b"m" * 32, b"t" * 32
+    proof = wire.prove(TOKEN, "client", theirs, mine)
+    wire.check_proof(proof, TOKEN, "client", mine, theirs)
+    with pytest.raises(WireError):
+        wire.check_proof(proof, TOKEN, "client", mine, b"n" * 32)
+    with pytest.raises(WireError):
+        wire.check_proof(proof, TOKEN, "server", mine, theirs)
+    with sockets() as (one, two):
+        one.sendall(wire.GREETING.pack(wire.MAGIC, wire.VERSION, mine) + proof)
+        with pytest.raises(WireError, match="token"):
+            Channel.accept(two, token=TOKEN, peer="stranger", timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        (wire.GREETING.pack(wire.MAGIC, 2, b"n" * 32), "wire format 2"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"." * 40, "does not speak"),
+    ],
+    ids=["version", "browser"],
+)
+def test_wrong_greeting_is_refused_on_both_sides(greeting: bytes, words: str) -> None:
+    for mine, theirs in (("client", "server"), ("server", "client")):
+        with sockets() as (one, two):
+            one.sendall(greeting)
+            with pytest.raises(WireError, match=words):
+                Channel(two, "stranger", WAIT_S).greet(TOKEN, mine, theirs)
+
+
+# ---- a parameter server ----------------------------------------------------------------------
+
+
+class Orders:
+    """In place of a control connection: orders in, reports out."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[Message] = queue.Queue()
+        self.orders: queue.Queue[Message] = queue.Queue()
+
+    def tell(self, message: Message) -> None:
+        self.told.put(message)
+
+    def hear(self) -> Message:
+        return self.orders.get(timeout=WAIT_S)
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.control = Orders()
+        self.server = Server(
+            index=4,
+            host="127.0.0.1",
+            token=TOKEN,
+            control=self.control,  # type: ignore[arg-type]
+            timeout_s=WAIT_S,
+        )
+        self._thread = threading.Thread(target=self.server.run)
+        self._thread.start()
+        ready = self.control.told.get(timeout=WAIT_S)
+        assert isinstance(ready, ServerReady)
+        assert ready.server == 4
+        self.host, self.port = ready.host, ready.port
+
+    def connect(self, token: str = TOKEN) -> Channel:
+        return Channel.connect(self.host, self.port, token=token, peer="server 4", timeout_s=WAIT_S)
+
+    def fill(self, channel: Channel, weights: torch.Tensor) -> None:
+        """Make it hold these weights under plain SGD."""
+        body = weights.numpy().tobytes()
+        head = {
+            "op": "import",
+            "nbytes": len(body),
+            "pieces": [["w", 0, len(body), "float32", 0]],
+            "groups": [{"lr": 0.5}],
+            "optimizer": "torch.optim.sgd:SGD",
+            "slots": [],
+        }
+        channel.send(head, memoryview(body))
+        assert channel.receive()[0] == {"ok": True}
+
+    def stop(self) -> None:
+        self.control.orders.put(ServerStop())
+        self._thread.join(WAIT_S)
+        # The process ends here as a rule; in this one the listener must be taken down by hand.
+        listener = self.server._listener
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    running = Served()
+    yield running
+    running.stop()
+
+
+# The accepting thread is woken by taking its socket away.
+ignore_end = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def push(channel: Channel, body: bytes) -> None:
+    head = {"op": "push", "worker": 0, "handle": 1, "missing": [], "groups": [{"lr": 0.5}]}
+    channel.send(head, memoryview(body))
+
+
+def pull(channel: Channel, version: int) -> tuple[int, torch.Tensor]:
+    channel.send({"op": "pull", "at_least": version})
+    head, body = channel.receive(max_body=1 << 20)
+    return head["version"], torch.frombuffer(body, dtype=torch.float32)
+
+
+@ignore_end
+def test_server_stores_applies_and_answers(served: Served) -> None:
+    channel = served.connect()
+    weights, gradient = torch.arange(8.0), torch.ones(8)
+    served.fill(channel, weights)
+    assert pull(channel, 0)[0] == 0
+    push(channel, gradient.numpy().tobytes())
+    served.control.orders.put(Apply(1, (Part(0, 1, 1.0),), 0.5, None))
+    version, now = pull(channel, 1)
+    assert version == 1
+    torch.testing.assert_close(now, weights - 0.25, rtol=0, atol=0)
+    channel.close()
+
+
+@ignore_end
+def test_server_refuses_who_does_not_know_the_token(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PeerLost):
+        served.connect("another token")
+    with socket.create_connection((served.host, served.port), WAIT_S) as stranger:
+        stranger.sendall(b"\0" * 200)
+        stranger.settimeout(WAIT_S)
+        with pytest.raises(OSError):  # noqa: PT012
+            while stranger.recv(1000):
+                pass
+            raise ConnectionResetError("closed in order")
+    printed = wait_until(lambda: _count_refusals(capfd, served), "two refusals", WAIT_S)
+    assert all("server 4: refused a connection from 127.0.0.1" in line for line in printed)
+    # It still serves those who do.
+    channel = served.connect()
+    served.fill(channel, torch.zeros(2))
+    assert pull(channel, 0)[0] == 0
+    channel.close()
+
+
+def _count_refusals(capfd: pytest.CaptureFixture[str], served: Served) -> list[str]:
+    seen: list[str] = served.__dict__.setdefault("seen", [])
+    seen += capfd.readouterr().out.splitlines()
+    return seen if len(seen) >= 2 else []
+
+
+@ignore_end
+def test_server_is_not_held_up_by_a_silent_peer(served: Served) -> None:
+    with socket.create_connection((served.host, served.port), WAIT_S):
+        channel = served.connect()
+        served.fill(channel, torch.zeros(2))
+        assert pull(channel, 0)[0] == 0
+        channel.close()
+
+
+@ignore_end
+@pytest.mark.parametrize("size", [0, 28, 36])
+def test_gradient_of_wrong_size_names_both(served: Served, size: int) -> None:
+    channel = served.connect()
+    served.fill(channel, torch.zeros(8))
+    push(channel, b"\0" * size)
+    head, _ = channel.receive()
+    assert f"a gradient of {size} bytes, 32 expected" in head["error"]
+    assert "server 4" in head["error"]
+    channel.close()
+
+
+@ignore_end
+@pytest.mark.parametrize("head", [{"op": "dance"}, {}, ["op"], {"op": "push"}, struct.pack("d", 0)])
+def test_nonsense_is_answered_with_an_error(served: Served, head: Any) -> None:
+    channel = served.connect()
+    channel.send(head)
+    answer, _ = channel.receive()
+    assert answer["error"].startswith("server 4: ")
+    with pytest.raises(PacelineError):
+        channel.receive()
+    channel.close()
