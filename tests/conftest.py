@@ -66,6 +66,8 @@ def find_marked(mark: str) -> dict[int, str]:
         try:
             if needle in (entry / "environ").read_bytes().split(b"\0"):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                if b"from multiprocessing." in line:
+                    continue  # Python's own helpers live as long as the test process.
                 found[int(entry.name)] = line.decode(errors="replace").strip()
         except OSError:
             continue  # It ended meanwhile, or is not ours to look at.

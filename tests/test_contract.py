@@ -21,14 +21,30 @@ from jobs import (
     synthetic_job,
     train_plainly,
 )
+from paceline.launch.run import RunOptions, run_job
 from paceline.protocol.messages import split_batch
 from paceline.specs.strategy import STRATEGIES, read_strategy
+from paceline.specs.trouble import Trouble
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.folder import RunFolder, read_events
 from paceline.worker.feed import epoch_order
 
 EXACT = ["single", "allreduce", "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
-TABLE = [*EXACT, "ps", "ps(servers=2)", "switch(allreduce, ps, at=45%)"]
+TABLE = [
+    *EXACT,
+    "ps",
+    "ps(servers=2)",
+    "ps(sync=ssp(1))",
+    "ps(sync=dssp(1, 3))",
+    "ps(sync=kasync(1))",
+    "ps(sync=gba)",
+    "ps(overlap=true)",
+    "grouped(size=1)",
+    "local_sgd(h=3)",
+    "local_sgd(drift=0.01)",
+    "diloco(h=4, outer_lr=1, outer_momentum=0)",
+    "switch(allreduce, ps, at=45%)",
+]
 """Every strategy that exists, with the options that change its ways."""
 
 OPTIMIZERS = [
@@ -58,7 +74,11 @@ def test_table_covers_every_registered_strategy() -> None:
     assert [text for text in TABLE if read_strategy(text).exact] == EXACT
 
 
-@pytest.mark.parametrize("strategy", TABLE)
+ONE_WORKER = [text for text in TABLE if text != "ps(overlap=true)"]
+"""All but the one that computes on weights one step old even when it is alone."""
+
+
+@pytest.mark.parametrize("strategy", ONE_WORKER)
 def test_one_worker_equals_plain_pytorch_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     job = synthetic_job(Plain, dtype="float32", optimizer="sgd(momentum=0.9)", batch=32)
     train(tmp_path, job, strategy, workers=1)
@@ -152,7 +172,17 @@ def positions_by_epoch(folder: Path) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", [*TABLE[1:], "switch(ps, allreduce, at=samples(150))"])
+MORE = [
+    "grouped(size=2, servers=2)",
+    "allreduce(codec=topk(0.1), balance=auto)",
+    "ps(codec=int8, servers=2)",
+    "switch(ps, allreduce, at=samples(150))",
+    "switch(local_sgd(h=4), grouped(size=2), at=samples(150))",
+    "switch(diloco(h=4), ps(sync=gba), local_sgd(drift=0.05), at=(samples(60), samples(200)))",
+]
+
+
+@pytest.mark.parametrize("strategy", [*TABLE[1:], *MORE])
 def test_every_sample_exactly_once_an_epoch_and_telemetry_complete(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -171,7 +201,7 @@ def test_every_sample_exactly_once_an_epoch_and_telemetry_complete(
         phases = result["phases"][f"worker-{worker}"]
         assert set(phases) == set(PHASES)
         assert sum(phases.values()) == pytest.approx(result["seconds"], rel=0.2)
-    if "ps" in strategy:
+    if strategy.startswith("ps"):
         assert sum(result["staleness"]["histogram"].values()) > 0
         assert result["bytes_sent"] > 0
 
@@ -193,6 +223,24 @@ def test_running_statistics_are_averaged_by_samples(tmp_path: Path, strategy: st
     weights = read_weights(tmp_path / "run")
     assert torch.allclose(weights["norm.running_mean"], mean, atol=1e-12)
     assert torch.allclose(weights["norm.running_var"], variance, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["ps(sync=ssp(0))", "local_sgd(h=1)"])
+def test_the_loosest_strategies_at_their_tightest_equal_allreduce(
+    tmp_path: Path, strategy: str
+) -> None:
+    """SSP with no slack is BSP, averaging after every step is averaging gradients: under SGD."""
+    job = synthetic_job(Plain, optimizer="sgd", lr=0.2)
+    train(tmp_path, job, strategy, workers=3)
+    assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= 1e-9
+
+
+def test_a_straggler_never_leads_ssp_beyond_its_bound(tmp_path: Path) -> None:
+    slow = (Trouble(0, factor=6.0),)
+    job = synthetic_job(Plain, samples=440, epochs=2)
+    options = RunOptions(out=tmp_path / "run", workers=3, timeout_s=60, troubles=slow)
+    result = run_job(job, read_strategy("ps(sync=ssp(2))"), options)
+    assert 0 < result["lag"]["max"] <= 2
 
 
 def test_learning_rate_of_an_asynchronous_update_follows_its_samples(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "state": {"errors"},
     "models": {"errors"},
     "data": {"errors"},
-    "comm": {"errors", "protocol", "state"},
+    "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
     "job": {"errors", "specs", "data", "models"},
     # What happens inside a worker.

@@ -378,6 +378,8 @@ STRATEGIES = [
     "ps(sync=kasync(1))",
     "ps(sync=gba, servers=2)",
     "ps(damp=inverse)",
+    "ps(overlap=true)",
+    "ps(sync=gba, overlap=true)",
     "switch(ps(sync=ssp(1)), ps(sync=gba), ps(sync=dssp), at=(30%, 60%))",
     "local_sgd(h=3)",
     "grouped(size=1)",

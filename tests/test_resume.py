@@ -36,7 +36,18 @@ def train(out: Path, strategy: str, workers: int, **fields: Any) -> dict[str, An
 
 @pytest.mark.parametrize(
     ("strategy", "workers"),
-    [("single", 1), ("allreduce", 2), ("allreduce", 3), ("allreduce", 5), ("ps(sync=bsp)", 2)],
+    [
+        ("single", 1),
+        ("allreduce", 2),
+        ("allreduce", 3),
+        ("allreduce", 5),
+        ("allreduce(codec=topk(0.1))", 2),
+        ("allreduce(codec=powersgd(2))", 2),
+        ("ps(sync=bsp)", 2),
+        ("ps(sync=bsp, codec=onebit)", 2),
+        ("local_sgd(h=3)", 2),
+        ("diloco(h=3)", 2),
+    ],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, strategy: str, workers: int
@@ -61,6 +72,23 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     for mine, theirs in zip(again["history"], whole["history"], strict=True):
         for name in ("epoch", "samples", "updates", "train_loss", "val_loss", "val_acc"):
             assert mine[name] == theirs[name], name
+
+
+def test_what_a_codec_has_not_sent_outlives_a_switch(tmp_path: Path) -> None:
+    """Residuals are kept a parameter: through all-reduce, server and a phase without codec."""
+    route = (
+        "switch(allreduce(codec=topk(0.05)), ps(codec=topk(0.05)), allreduce,"
+        " at=(samples(44), samples(88)))"
+    )
+    train(tmp_path / "run", route, 2, epochs=1, checkpoint_every="epoch(1)")
+    state = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    for worker in state.workers:
+        kept = {k: v for k, v in worker.tensors.items() if k.startswith("residual/")}
+        assert set(kept) == {f"residual/{n}" for n in WEIGHTS}
+        assert any(float(v.abs().sum()) > 0 for v in kept.values())
+
+
+WEIGHTS = ("hidden.weight", "hidden.bias", "norm.weight", "norm.bias", "out.weight", "out.bias")
 
 
 def test_a_run_killed_outright_is_resumed(tmp_path: Path) -> None:

@@ -375,8 +375,9 @@ def test_conditions_are_met() -> None:
 
 
 def test_learning_rate_of_an_update() -> None:
-    assert ParameterServer().scale_of(0.25) == 0.25
-    assert ParameterServer(lr_scale=2.0).scale_of(0.25) == 2.0
+    assert ParameterServer().scale_of(0.25, 3) == 0.25
+    assert ParameterServer(lr_scale=2.0).scale_of(0.25, 3) == 2.0
+    assert ParameterServer(damp="inverse").scale_of(0.5, 4) == 0.1
     assert ParameterServer(sync=Bsp()).exact
     assert not ParameterServer().exact
     assert "0.25" in ParameterServer().lr_note(4)

@@ -353,6 +353,7 @@ class Served:
             "groups": [{"lr": 0.5}],
             "optimizer": "torch.optim.sgd:SGD",
             "slots": [],
+            "codec": None,
         }
         channel.send(head, memoryview(body))
         assert channel.receive()[0] == {"ok": True}
@@ -360,10 +361,6 @@ class Served:
     def stop(self) -> None:
         self.control.orders.put(ServerStop())
         self._thread.join(WAIT_S)
-        # The process ends here as a rule; in this one the listener must be taken down by hand.
-        listener = self.server._listener
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
 
 
 @pytest.fixture
@@ -373,22 +370,18 @@ def served() -> Iterator[Served]:
     running.stop()
 
 
-# The accepting thread is woken by taking its socket away.
-ignore_end = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
-
 def push(channel: Channel, body: bytes) -> None:
-    head = {"op": "push", "worker": 0, "handle": 1, "missing": [], "groups": [{"lr": 0.5}]}
+    head = {"op": "push", "worker": 0, "handle": 1, "missing": [], "payload": None}
+    head["groups"] = [{"lr": 0.5}]
     channel.send(head, memoryview(body))
 
 
 def pull(channel: Channel, version: int) -> tuple[int, torch.Tensor]:
-    channel.send({"op": "pull", "at_least": version})
+    channel.send({"op": "pull", "at_least": version, "after": None, "exact": True})
     head, body = channel.receive(max_body=1 << 20)
     return head["version"], torch.frombuffer(body, dtype=torch.float32)
 
 
-@ignore_end
 def test_server_stores_applies_and_answers(served: Served) -> None:
     channel = served.connect()
     weights, gradient = torch.arange(8.0), torch.ones(8)
@@ -402,7 +395,6 @@ def test_server_stores_applies_and_answers(served: Served) -> None:
     channel.close()
 
 
-@ignore_end
 def test_server_refuses_who_does_not_know_the_token(
     served: Served, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,7 +422,6 @@ def _count_refusals(capfd: pytest.CaptureFixture[str], served: Served) -> list[s
     return seen if len(seen) >= 2 else []
 
 
-@ignore_end
 def test_server_is_not_held_up_by_a_silent_peer(served: Served) -> None:
     with socket.create_connection((served.host, served.port), WAIT_S):
         channel = served.connect()
@@ -439,7 +430,6 @@ def test_server_is_not_held_up_by_a_silent_peer(served: Served) -> None:
         channel.close()
 
 
-@ignore_end
 @pytest.mark.parametrize("size", [0, 28, 36])
 def test_gradient_of_wrong_size_names_both(served: Served, size: int) -> None:
     channel = served.connect()
@@ -451,7 +441,6 @@ def test_gradient_of_wrong_size_names_both(served: Served, size: int) -> None:
     channel.close()
 
 
-@ignore_end
 @pytest.mark.parametrize("head", [{"op": "dance"}, {}, ["op"], {"op": "push"}, struct.pack("d", 0)])
 def test_nonsense_is_answered_with_an_error(served: Served, head: Any) -> None:
     channel = served.connect()

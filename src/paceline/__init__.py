@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paceline.launch.run import train
     from paceline.load import load
     from paceline.specs.strategy import AllReduce, ParameterServer, Single, Switch
-    from paceline.worker.own_loop import prepare, rank
+    from paceline.worker.own_loop import log, prepare, rank
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ _WHERE = {
     "Switch": "paceline.specs.strategy",
     "compare": "paceline.launch.compare",
     "load": "paceline.load",
+    "log": "paceline.worker.own_loop",
     "prepare": "paceline.worker.own_loop",
     "rank": "paceline.worker.own_loop",
     "train": "paceline.launch.run",
@@ -37,6 +38,7 @@ __all__ = [
     "Switch",
     "compare",
     "load",
+    "log",
     "prepare",
     "rank",
     "train",

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from paceline.comm.compressed import CompressedSum
 from paceline.comm.group import Group
 from paceline.errors import StateError, UsageError
+from paceline.specs.codec import Codec
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket, so that the exchange begins early in the backward pass."""
@@ -54,6 +56,7 @@ class Bucket:
         for _, parameter in parameters:
             self.views.append(self.flat[start : start + parameter.numel()].view_as(parameter))
             start += parameter.numel()
+        self.values = self.flat[:start]
         self.flags = self.flat[start:]
         self.filled = [False] * len(parameters)
         self.left = len(parameters)
@@ -101,13 +104,24 @@ class GradientExchange:
     """Sums weighted gradients over a group, bucket by bucket, overlapped with backward."""
 
     def __init__(
-        self, parameters: Named, group: Group, layout: list[list[str]], *, in_backward: bool
+        self,
+        parameters: Named,
+        group: Group,
+        layout: list[list[str]],
+        *,
+        in_backward: bool,
+        codec: Codec | None = None,
     ) -> None:
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
         self._group = group
         self._buckets = [Bucket([(n, by_name[n]) for n in names]) for names in layout]
+        self._compressed = [
+            CompressedSum(codec, [v.shape for v in b.views], b.flat.dtype, group)
+            for b in self._buckets
+            if codec is not None
+        ]
         self._in_backward = in_backward
         self._armed = False
         self._weight = 0.0
@@ -122,8 +136,7 @@ class GradientExchange:
             for bucket in self._buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]
-        self.bytes_sent = 0
-        """Payload handed to the collectives (their own traffic depends on the algorithm)."""
+        self.bytes_before = 0
 
     def begin(self, weight: float, *, measure: bool = False) -> None:
         """Gradients computed from now on belong to one step and count with this weight.
@@ -170,8 +183,13 @@ class GradientExchange:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
         bucket.close()
-        self._works.append(self._group.sum_async(bucket.flat))
-        self.bytes_sent += bucket.flat.numel() * bucket.flat.element_size()
+        self.bytes_before += bucket.flat.numel() * bucket.flat.element_size()
+        if self._compressed:
+            # The flags must arrive exactly, whatever the codec does to the gradients.
+            self._works.append(self._group.sum_async(bucket.flags))
+            self._compressed[self._launched].begin(bucket.values)
+        else:
+            self._works.append(self._group.sum_async(bucket.flat))
         self._launched += 1
 
     def finish(self) -> None:
@@ -181,15 +199,54 @@ class GradientExchange:
         self._armed = False
         while self._launched < len(self._buckets):
             self._launch_next()
-        for bucket, work in zip(self._buckets, self._works, strict=True):
+        for index, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
             if work is not None:
                 work.wait()
+            if self._compressed:
+                self._compressed[index].finish()
             bucket.hand_out()
 
     def squares(self) -> tuple[float, float]:
         """Squared norms of the own gradient and of the sum, for a step that was measured."""
         whole = sum(float(v.square().sum()) for bucket in self._buckets for v in bucket.views)
         return self._own_square, whole
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload handed to the collectives (their own traffic depends on the algorithm)."""
+        if not self._compressed:
+            return self.bytes_before
+        return sum(c.bytes_sent for c in self._compressed)
+
+    def export_residuals(self) -> dict[str, torch.Tensor]:
+        """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
+        found: dict[str, torch.Tensor] = {}
+        for index, (bucket, summed) in enumerate(
+            zip(self._buckets, self._compressed, strict=False)
+        ):
+            state = summed.state()
+            residual = state.pop("residual", None)
+            if residual is not None:
+                parts = torch.split(residual, [v.numel() for v in bucket.views])
+                for (name, parameter), part in zip(bucket.parameters, parts, strict=True):
+                    found[f"residual/{name}"] = part.reshape(parameter.shape).clone()
+            found.update({f"codec/{index}/{key}": value for key, value in state.items()})
+        return found
+
+    def import_residuals(self, given: dict[str, torch.Tensor]) -> None:
+        """Take over what was not sent; what belongs to another layout or codec starts afresh."""
+        for index, (bucket, summed) in enumerate(
+            zip(self._buckets, self._compressed, strict=False)
+        ):
+            state = summed.state()
+            for key in state:
+                stored = given.get(f"codec/{index}/{key}")
+                if stored is not None and stored.shape == state[key].shape:
+                    state[key] = stored
+            names = [f"residual/{name}" for name, _ in bucket.parameters]
+            if "residual" in state and all(name in given for name in names):
+                state["residual"] = torch.cat([given[name].reshape(-1) for name in names])
+            summed.load_state(state)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -84,6 +84,24 @@ class FlatLayout:
                 start = stop
         return [_as_shard(slices) for slices in pieces]
 
+    def shapes_of(self, shard: Shard) -> list[tuple[int, ...]]:
+        """Shapes that cover a shard's bytes from end to end, the padding between them included.
+
+        A parameter that lies in the shard as a whole keeps its shape, a part of one is flat.
+        """
+        shapes: list[tuple[int, ...]] = []
+        if not shard.slices:
+            return shapes
+        for piece, after in zip(shard.slices, [*shard.slices[1:], None], strict=True):
+            parameter = self.parameters[piece.parameter]
+            whole = piece.stop - piece.start == parameter.numel()
+            shapes.append(tuple(parameter.shape) if whole else (piece.stop - piece.start,))
+            end = shard.hi if after is None else after.offset
+            gap = (end - piece.offset - piece.nbytes) // parameter.element_size()
+            if gap:
+                shapes.append((gap,))
+        return shapes
+
     def new_buffer(self) -> torch.Tensor:
         return torch.zeros(self.total_bytes, dtype=torch.uint8)
 

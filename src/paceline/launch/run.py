@@ -28,6 +28,7 @@ from paceline.telemetry.folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.notes import NoteKeeper
 from paceline.telemetry.result import make_result
 
+LEAST_TIMEOUT_S = 2.0
 DEFAULT_TIMEOUT_S = 300.0
 """Longest time a worker may spend in one phase of a step, or in starting up."""
 
@@ -53,8 +54,11 @@ class RunOptions:
             raise UsageError(f"--workers is {self.workers}: at least one is needed")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}: at least one is needed")
-        if self.timeout_s <= 0:
-            raise UsageError(f"--timeout is {self.timeout_s}: a time above 0 s is needed")
+        if self.timeout_s < LEAST_TIMEOUT_S:
+            raise UsageError(
+                f"--timeout is {self.timeout_s:g}: at least {LEAST_TIMEOUT_S:g} s are needed, "
+                "because workers are heard once a second"
+            )
 
     @property
     def threads_each(self) -> int:

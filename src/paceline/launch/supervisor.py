@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +103,7 @@ class Supervisor:
 
     async def run(self) -> Outcome:
         """Run to the end; always cleans up, also when cancelled (then the status says so)."""
+        self._end_like_ctrl_c_on_sigterm()
         try:
             await self._start()
             await self._ended.wait()
@@ -120,6 +123,12 @@ class Supervisor:
             usage=self._end.usage or bool(chief and chief.usage),
             details=chief.details if chief else "",
         )
+
+    def _end_like_ctrl_c_on_sigterm(self) -> None:
+        """A batch system ends a job by SIGTERM: cancelled, with its result written."""
+        task = asyncio.current_task()
+        if task is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     async def _start(self) -> None:
         port = await self._hub.listen(self._launcher.host)

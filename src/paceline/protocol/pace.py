@@ -224,8 +224,8 @@ class ServerPace:
         self._clock = make_clock(spec.sync, len(self._units))
         cuts = split_batch(batch, workers)
         self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._units]
-        self._entries: dict[int, Entry] = {}
-        self._leases: dict[int, Lease] = {}
+        # A unit that computes ahead holds two leases at a time.
+        self._leases: dict[tuple[int, int], Lease] = {}
         self._came: dict[int, dict[int, Pushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * len(self._units)
@@ -238,7 +238,8 @@ class ServerPace:
         self._first_idle: float | None = None
         self.drained = False
         self._clock.begin()
-        return self._go_on(list(range(len(self._units))), now)
+        ahead = 2 if self._spec.overlap else 1
+        return self._go_on(list(range(len(self._units))) * ahead, now)
 
     def _go_on(self, units: list[int], now: float) -> list[Order]:
         """Grant leases; when nobody is at work any more, give up what the clock holds back."""
@@ -264,7 +265,6 @@ class ServerPace:
             for unit in units:
                 entry = self._ledger.take(unit, self._share[unit], self._stop)
                 if entry is not None:
-                    self._entries[unit] = entry
                     self._history.max_lag = max(self._history.max_lag, self._clock.lag(unit))
                     orders.extend(self._hand_out(entry, self._units[unit]))
         if units and not orders and self._first_idle is None:
@@ -279,7 +279,7 @@ class ServerPace:
             lease = Lease(
                 entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo + lo, entry.lo + hi
             )
-            self._leases[worker] = lease
+            self._leases[worker, lease.id] = lease
             staleness = self._last_staleness[self._unit_of[worker]]
             orders.append(Tell(worker, Go(self.version, lease, staleness)))
         return orders
@@ -310,13 +310,12 @@ class ServerPace:
             return self._on_reduced(report)
         if not isinstance(report, Pushed):
             raise AssertionError(f"{type(report).__name__} under a parameter server")
-        lease = self._leases.get(report.worker)
-        if lease is None or lease.id != report.lease:
+        lease = self._leases.pop((report.worker, report.lease), None)
+        if lease is None:
             return []  # Said twice, or of a lease that is no longer this worker's.
         unit = self._unit_of[report.worker]
         came = self._came.setdefault(unit, {})
         came[report.worker] = report
-        del self._leases[report.worker]
         if len(came) < len(self._units[unit]):
             return []
         del self._came[unit]
@@ -327,7 +326,7 @@ class ServerPace:
         verdict = self._clock.pushed(push, now)
         orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
         if not self._clock.in_rounds:
-            self._ledger.acknowledge(self._entries.pop(unit).id, unit)
+            self._ledger.acknowledge(lease.id, unit)
         elif verdict.updates:
             self._ledger.acknowledge(lease.id, EVERYBODY)
         if verdict.release or not self._leases:

@@ -54,7 +54,8 @@ class Shard:
         self._orders: dict[int, Apply] = {}
         self._summed: int | None = None
         self._factors: dict[int, float] = {}
-        self._pulls: list[tuple[int, int]] = []
+        self._pulls: list[tuple[int, int, Handle | None]] = []
+        self._last: dict[int, int] = {}
 
     def on_gradient(self, worker: int, handle: int) -> list[Action]:
         self._here.add((worker, handle))
@@ -70,11 +71,16 @@ class Shard:
         self._factors[version] = factor
         return self._advance()
 
-    def on_pull(self, ticket: int, at_least: int) -> list[Action]:
-        if self.version >= at_least:
+    def on_pull(self, ticket: int, at_least: int, after: Handle | None = None) -> list[Action]:
+        """Answer when the version is reached, and the gradient `after` of the asker is applied."""
+        if self._may_answer(at_least, after):
             return [Answer(ticket, self.version)]
-        self._pulls.append((at_least, ticket))
+        self._pulls.append((ticket, at_least, after))
         return []
+
+    def _may_answer(self, at_least: int, after: Handle | None) -> bool:
+        applied = after is None or self._last.get(after[0], 0) >= after[1]
+        return self.version >= at_least and applied
 
     def _advance(self) -> list[Action]:
         actions: list[Action] = []
@@ -90,9 +96,10 @@ class Shard:
             actions.append(Update(order, factor, summed=order.clip is not None))
             del self._orders[order.version]
             self._here.difference_update((p.worker, p.handle) for p in order.parts)
+            self._last.update((p.worker, p.handle) for p in order.parts)
             self.version = order.version
         if actions:
-            ready = [p for p in self._pulls if p[0] <= self.version]
-            self._pulls = [p for p in self._pulls if p[0] > self.version]
-            actions.extend(Answer(ticket, self.version) for _, ticket in ready)
+            ready = [p for p in self._pulls if self._may_answer(p[1], p[2])]
+            self._pulls = [p for p in self._pulls if p not in ready]
+            actions.extend(Answer(ticket, self.version) for ticket, _, _ in ready)
         return actions

@@ -20,18 +20,23 @@ class Spec:
     """A frozen description with a word; fields carry a `read` converter in their metadata."""
 
     word: ClassVar[str] = ""
+    positional: ClassVar[bool] = False
+    """Written as `ssp(3)` and not as `ssp(bound=3)`."""
 
     def __str__(self) -> str:
         return write(self.to_call())
 
     def to_call(self) -> Call:
-        """Only what differs from the defaults is written, by name."""
-        named: list[tuple[str, Value]] = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                named.append((field.name, to_value(value)))
-        return Call(self.word, (), tuple(named), bare=not named)
+        """Only what differs from the defaults is written, by name as a rule."""
+        fields = dataclasses.fields(self)
+        changed = [f.name for f in fields if getattr(self, f.name) != f.default]
+        if self.positional and changed:
+            names = [f.name for f in fields]
+            told = names[: names.index(changed[-1]) + 1]
+            args = tuple(to_value(getattr(self, name)) for name in told)
+            return Call(self.word, args, (), bare=False)
+        named = tuple((name, to_value(getattr(self, name))) for name in changed)
+        return Call(self.word, (), named, bare=not named)
 
     @classmethod
     def from_call(cls, call: Call) -> Any:

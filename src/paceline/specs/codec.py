@@ -22,6 +22,7 @@ MIN_CHUNK, MAX_CHUNK = 8, 1 << 20
 class Codec(Spec):
     """What every codec says of itself; the arithmetic lives in `paceline.comm.codecs`."""
 
+    positional: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
     """What a message leaves out is kept and added to the next one (error feedback)."""
     summable: ClassVar[bool] = False

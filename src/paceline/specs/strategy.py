@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from paceline.errors import SpecError
 from paceline.specs.base import Spec, boolean, choice, integer, option, read_call, read_text, real
+from paceline.specs.codec import Codec, read_codec
 from paceline.specs.point import Point, read_point, read_points
 from paceline.specs.sync import SYNCS, Asp, Bsp, Gba, Sync, read_sync
 from paceline.specs.text import Call, Value, parse
@@ -60,6 +61,11 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     bucket_mb: float = option(real(0.0, above=True), 25.0)
     balance: str = option(choice("even", "auto"), "even")
+    codec: Codec | None = option(read_codec, None)
+
+    @property
+    def exact(self) -> bool:
+        return self.codec is None
 
 
 def _read_lr_scale(value: Value, where: str) -> float | None:
@@ -79,6 +85,7 @@ class ParameterServer(Strategy):
     lr_scale: float | None = option(_read_lr_scale, None)
     damp: str = option(choice("none", "inverse"), "none")
     overlap: bool = option(boolean, False)
+    codec: Codec | None = option(read_codec, None)
 
     def __post_init__(self) -> None:
         if isinstance(self.sync, str):
@@ -93,7 +100,8 @@ class ParameterServer(Strategy):
 
     @property
     def exact(self) -> bool:
-        return isinstance(self.sync, Bsp) and self.lr_scale in (None, 1.0)
+        plain = self.codec is None and self.damp == "none"
+        return isinstance(self.sync, Bsp) and self.lr_scale in (None, 1.0) and plain
 
     def servers_for(self, workers: int) -> int:
         return self.servers

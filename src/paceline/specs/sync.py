@@ -13,6 +13,7 @@ from paceline.specs.text import Value
 
 @dataclass(frozen=True)
 class Sync(Spec):
+    positional: ClassVar[bool] = True
     aggregates: ClassVar[bool] = False
     """One update is made of several workers' gradients."""
     waits: ClassVar[bool] = True

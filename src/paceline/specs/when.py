@@ -15,6 +15,8 @@ from paceline.specs.text import Percent, Value, write
 class When(Spec):
     """A rule that decides between the first strategy of a switch and the second."""
 
+    positional: ClassVar[bool] = True
+
 
 def _read_share(value: Value, where: str) -> float:
     if isinstance(value, Percent):

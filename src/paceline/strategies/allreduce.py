@@ -20,7 +20,7 @@ class AllReduceRunner(Runner):
         super().__init__(around)
         self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
-        if around.size > 1:
+        if around.size > 1 or spec.codec is not None:
             if self.replica.layout is None:
                 bucket_bytes = int(spec.bucket_mb * (1 << 20))
                 self.replica.layout = plan_layout(self.replica.trained, bucket_bytes)
@@ -29,6 +29,7 @@ class AllReduceRunner(Runner):
                 around.group,
                 self.replica.layout,
                 in_backward=self.replica.reduce_in_backward,
+                codec=spec.codec,
             )
 
     def import_state(self, state: Section) -> None:
@@ -59,9 +60,20 @@ class AllReduceRunner(Runner):
     def export_state(self) -> Section:
         return capture(self.replica.model, self.replica.optimizer)
 
+    def export_own(self) -> Section:
+        return Section(self._exchange.export_residuals() if self._exchange is not None else {})
+
+    def import_own(self, own: Section) -> None:
+        if self._exchange is not None:
+            self._exchange.import_residuals(own.tensors)
+
     @property
     def bytes_sent(self) -> int:
         return self._exchange.bytes_sent if self._exchange is not None else 0
+
+    @property
+    def bytes_before(self) -> int:
+        return self._exchange.bytes_before if self._exchange is not None else 0
 
     def close(self) -> None:
         if self._exchange is not None:

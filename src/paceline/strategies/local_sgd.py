@@ -13,7 +13,7 @@ from paceline.comm.group import Group
 from paceline.errors import PeerLost, StateError
 from paceline.specs.strategy import DiLoCo, LocalSgd
 from paceline.state import Section, capture, checksum, restore, slots_by_parameter
-from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
+from paceline.strategies.runner import INNER, Runner, Surroundings, Work, step_optimizer
 from paceline.telemetry.phases import COMM, OPTIMIZER
 
 
@@ -89,10 +89,12 @@ class LocalRunner(Runner):
 
     def export_own(self) -> Section:
         mine = capture(self.replica.model, self.replica.optimizer)
-        return Section({k: v for k, v in mine.tensors.items() if k.startswith("slots/")})
+        slots = {k: v for k, v in mine.tensors.items() if k.startswith("slots/")}
+        return Section({f"{INNER}{k}": v for k, v in slots.items()})
 
     def import_own(self, own: Section) -> None:
-        slots = slots_by_parameter(own)
+        inner = {k.removeprefix(INNER): v for k, v in own.tensors.items() if k.startswith(INNER)}
+        slots = slots_by_parameter(Section(inner))
         for name, parameter in self.replica.trained:
             if name in slots:
                 self.replica.optimizer.state[parameter] = {

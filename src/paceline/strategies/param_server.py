@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from paceline.comm.codecs import Compressor, from_bytes, to_bytes
 from paceline.comm.shards import ELEMENTWISE, FlatLayout, Shard, as_memory
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import PeerLost, UsageError, WireError
 from paceline.protocol.messages import Pushed
+from paceline.specs.codec import PowerSgd
 from paceline.specs.strategy import ParameterServer
 from paceline.state import Section, load_weights, persistent_buffers, put_slot, slots_by_parameter
 from paceline.strategies.runner import Runner, Surroundings, Work
@@ -30,8 +33,12 @@ class ParameterServerRunner(Runner):
         self._layout = FlatLayout(
             self._parameters,
             len(around.servers),
-            elementwise=type(optimizer).__name__ in ELEMENTWISE,
+            # A part of a matrix is no matrix: powersgd needs them whole.
+            elementwise=type(optimizer).__name__ in ELEMENTWISE
+            and not isinstance(spec.codec, PowerSgd),
         )
+        self._compressors = self._make_compressors()
+        self._bytes_before = 0
         self._incoming = self._layout.new_buffer()
         self._outgoing = self._layout.new_buffer()
         self._in_views = self._layout.views(self._incoming)
@@ -39,6 +46,10 @@ class ParameterServerRunner(Runner):
         self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
         self._handle = 0
         self._base = 0
+        self._held = 0
+        """The versions of the weights fetched last, and of those in the model."""
+        self._background = ThreadPoolExecutor(1) if spec.overlap else None
+        self._in_flight: Future[None] | None = None
         self._channels = [
             Channel.connect(
                 host,
@@ -50,53 +61,122 @@ class ParameterServerRunner(Runner):
             for index, (host, port) in enumerate(around.servers)
         ]
 
+    def _make_compressors(self) -> list[Compressor]:
+        """One a shard, if gradients are compressed."""
+        if self._spec.codec is None:
+            return []
+        kinds = {p.dtype for p in self._parameters}
+        if len(kinds) > 1:
+            raise UsageError("ps(codec=...) needs parameters of one type")
+        dtype = kinds.pop()
+        layout = self._layout
+        return [Compressor(self._spec.codec, layout.shapes_of(s), dtype) for s in layout.shards]
+
     # ---- steps --------------------------------------------------------------------------------
 
     def begin_step(self, work: Work) -> None:
-        if work.lease.samples:
-            self.clock.enter(COMM)
+        if not work.lease.samples:
+            return
+        self.clock.enter(COMM)
+        # With an exchange under way behind, the weights at hand are those to compute on.
+        if self._in_flight is None:
             self._pull(work.version)
 
     def finish_step(self, work: Work) -> None:
         self.clock.enter(COMM)
-        self._send(work, samples=work.lease.samples)
+        if self._background is None:
+            self._send(work, samples=work.lease.samples)
+        else:
+            self._exchange_behind(work)
+
+    def _exchange_behind(self, work: Work) -> None:
+        """Push and pull while the next batch is computed, on weights that miss this update."""
+        assert self._background is not None
+        base = self._held
+        self._land()
+        self._clip()
+        missing = self._collect()
+        # Read now: the loop sets the next step's learning rate while this is under way.
+        groups = hyper_parameters(self.replica.optimizer)
+
+        def exchange() -> None:
+            self._handle += 1
+            self._push(missing, groups)
+            self._tell(work, base)
+            # A buffered gradient may wait long for its update: then take what is there.
+            mine = None if self._spec.sync.aggregates else (self.around.rank, self._handle)
+            self._fetch(0, after=mine)
+
+        self._in_flight = self._background.submit(exchange)
+
+    def _land(self) -> None:
+        """Wait for the exchange that is under way; its weights are those of the next step."""
+        if self._in_flight is not None:
+            self._in_flight.result(self.around.timeout_s)
+            self._in_flight = None
+            self._take_incoming()
+
+    def _clip(self) -> None:
+        if self.replica.clip is not None and not self._spec.sync.aggregates:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self.replica.clip)
 
     def _send(self, work: Work, *, samples: int) -> None:
         """Push the gradient, if it is made of samples, and tell the coordinator."""
         self._handle += 1
         if samples:
-            if self.replica.clip is not None and not self._spec.sync.aggregates:
-                torch.nn.utils.clip_grad_norm_(self._parameters, self.replica.clip)
-            self._push()
+            self._clip()
+            self._push(self._collect(), hyper_parameters(self.replica.optimizer))
+        self._tell(work, self._held if samples else work.version)
+
+    def _tell(self, work: Work, base: int) -> None:
         self.around.control.tell(
             Pushed(
                 worker=self.around.rank,
                 handle=self._handle,
                 lease=work.lease.id,
                 samples=work.lease.samples,
-                base=self._base if samples else work.version,
+                base=base,
                 step=work.step,
                 measured=work.measured,
             )
         )
 
-    def _pull(self, version: int) -> None:
-        for channel in self._channels:
-            channel.send({"op": "pull", "at_least": version})
-        incoming = as_memory(self._incoming)
-        versions = []
-        for channel, shard in zip(self._channels, self._layout.shards, strict=True):
-            head = _receive(channel, incoming[shard.lo : shard.hi])
-            versions.append(int(head["version"]))
-        self._base = min(versions)
+    def _pull(self, version: int, *, exact: bool = False) -> None:
+        self._fetch(version, exact=exact)
         self._take_incoming()
 
+    def _fetch(
+        self, version: int, *, exact: bool = False, after: tuple[int, int] | None = None
+    ) -> None:
+        """The newest weights into the incoming buffer; compressed where the codec suits weights."""
+        for channel in self._channels:
+            channel.send({"op": "pull", "at_least": version, "after": after, "exact": exact})
+        incoming = as_memory(self._incoming)
+        versions = []
+        for index, (channel, shard) in enumerate(
+            zip(self._channels, self._layout.shards, strict=True)
+        ):
+            head, size = channel.receive_head(max_body=shard.hi - shard.lo)
+            _check(head, channel)
+            if head["payload"] is None:
+                _fill(channel, size, incoming[shard.lo : shard.hi])
+            else:
+                body = torch.empty(size, dtype=torch.uint8)
+                channel.receive_into(as_memory(body))
+                payload = from_bytes(head["payload"], body)
+                target = self._shard_values(self._incoming, shard)
+                self._compressors[index].coder.decode(payload, target)
+            versions.append(int(head["version"]))
+        self._base = min(versions)
+
     def _take_incoming(self) -> None:
+        self._held = self._base
         with torch.no_grad():
             for parameter, view in zip(self._parameters, self._in_views, strict=True):
                 parameter.copy_(view)
 
-    def _push(self) -> None:
+    def _collect(self) -> set[int]:
+        """The gradients into the outgoing buffer; which parameters have none."""
         missing = set()
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self._out_views, strict=True)
@@ -109,19 +189,33 @@ class ParameterServerRunner(Runner):
                 )
             else:
                 view.copy_(parameter.grad)
-        groups = hyper_parameters(self.replica.optimizer)
+        return missing
+
+    def _push(self, missing: set[int], groups: list[dict[str, Any]]) -> None:
         outgoing = as_memory(self._outgoing)
-        for channel, shard, owners in zip(
-            self._channels, self._layout.shards, self._piece_owner, strict=True
+        for index, (channel, shard) in enumerate(
+            zip(self._channels, self._layout.shards, strict=True)
         ):
+            owners = self._piece_owner[index]
             head = {
                 "op": "push",
                 "worker": self.around.rank,
                 "handle": self._handle,
                 "missing": [i for i, owner in enumerate(owners) if owner in missing],
                 "groups": groups,
+                "payload": None,
             }
-            channel.send(head, outgoing[shard.lo : shard.hi])
+            self._bytes_before += shard.hi - shard.lo
+            if self._compressors and shard.slices:
+                flat = self._shard_values(self._outgoing, shard)
+                payload = self._compressors[index].encode(flat)
+                head["payload"], views = to_bytes(payload)
+                channel.send(head, *views)
+            else:
+                channel.send(head, outgoing[shard.lo : shard.hi])
+
+    def _shard_values(self, buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
+        return buffer[shard.lo : shard.hi].view(self._parameters[0].dtype)
 
     # ---- state --------------------------------------------------------------------------------
 
@@ -166,13 +260,55 @@ class ParameterServerRunner(Runner):
             "groups": hyper_parameters(optimizer),
             "optimizer": f"{cls.__module__}:{cls.__qualname__}",
             "slots": table,
+            "codec": str(self._spec.codec) if self._spec.codec is not None else None,
         }
         weights = as_memory(self._outgoing)[shard.lo : shard.hi]
         channel.send(head, weights, *(as_memory(t) for t in tensors))
-        _receive(channel, memoryview(b""))
+        head, _ = channel.receive_head(max_body=0)
+        _check(head, channel)
 
     def settle(self, version: int) -> None:
-        self._pull(version)
+        self._land()
+        self._pull(version, exact=True)
+
+    def export_own(self) -> Section:
+        """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
+        own: dict[str, torch.Tensor] = {}
+        for index, (compressor, shard) in enumerate(
+            zip(self._compressors, self._layout.shards, strict=False)
+        ):
+            state = compressor.state()
+            residual = state.pop("residual", None)
+            if residual is not None:
+                for piece in shard.slices:
+                    name, parameter = self.replica.trained[piece.parameter]
+                    key = f"residual/{name}"
+                    if key not in own:
+                        own[key] = torch.zeros_like(parameter).detach()
+                    start = (piece.offset - shard.lo) // parameter.element_size()
+                    part = residual[start : start + piece.stop - piece.start]
+                    own[key].view(-1)[piece.start : piece.stop] = part
+            own.update({f"codec/{index}/{key}": value for key, value in state.items()})
+        return Section(own)
+
+    def import_own(self, own: Section) -> None:
+        for index, (compressor, shard) in enumerate(
+            zip(self._compressors, self._layout.shards, strict=False)
+        ):
+            state = compressor.state()
+            for key in state:
+                stored = own.tensors.get(f"codec/{index}/{key}")
+                if stored is not None and stored.shape == state[key].shape:
+                    state[key] = stored
+            if "residual" in state:
+                for piece in shard.slices:
+                    name, parameter = self.replica.trained[piece.parameter]
+                    stored = own.tensors.get(f"residual/{name}")
+                    if stored is not None:
+                        start = (piece.offset - shard.lo) // parameter.element_size()
+                        target = state["residual"][start : start + piece.stop - piece.start]
+                        target.copy_(stored.reshape(-1)[piece.start : piece.stop])
+            compressor.load_state(state)
 
     def export_state(self) -> Section:
         section = Section()
@@ -208,10 +344,16 @@ class ParameterServerRunner(Runner):
                 put_slot(section, name, slot, value)
 
     @property
+    def bytes_before(self) -> int:
+        return self._bytes_before
+
+    @property
     def bytes_sent(self) -> int:
         return sum(channel.bytes_sent for channel in self._channels)
 
     def close(self) -> None:
+        if self._background is not None:
+            self._background.shutdown()
         for channel in self._channels:
             channel.close()
 
@@ -245,12 +387,8 @@ def _check(head: Any, channel: Channel) -> None:
         raise PeerLost(f"{channel.peer} reports: {head['error']}")
 
 
-def _receive(channel: Channel, target: memoryview) -> dict[str, Any]:
-    head, size = channel.receive_head(max_body=target.nbytes)
-    _check(head, channel)
+def _fill(channel: Channel, size: int, target: memoryview) -> None:
     if size != target.nbytes:
         raise WireError(f"{channel.peer} sent {size} bytes, {target.nbytes} expected")
     if size:
         channel.receive_into(target)
-    assert isinstance(head, dict)
-    return head

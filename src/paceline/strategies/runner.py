@@ -14,6 +14,9 @@ from paceline.protocol.messages import Lease, Measured
 from paceline.state import Section, persistent_buffers
 from paceline.telemetry.phases import PhaseClock
 
+INNER = "inner/"
+"""Begins the names of what a worker's local optimizer remembers; a switch ends that."""
+
 
 class Replica:
     """A worker's copy of the model, and the optimizer whose hyper-parameters are in force."""
@@ -118,7 +121,13 @@ class Runner(ABC):
 
     @property
     def bytes_sent(self) -> int:
+        """Payload that this worker has handed to collectives or sent to servers."""
         return 0
+
+    @property
+    def bytes_before(self) -> int:
+        """What it would have been without a codec."""
+        return self.bytes_sent
 
     def close(self) -> None:
         return

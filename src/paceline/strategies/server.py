@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from paceline.comm.codecs import Coder, from_bytes, make_coder, to_bytes
 from paceline.comm.control import Control
 from paceline.comm.shards import as_memory
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
 from paceline.protocol.server import Action, Answer, Handle, Shard, SumUp, Update
+from paceline.specs.codec import parse_codec
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Store:
         self.gradients: dict[Handle, Gradient] = {}
         self._spare: list[torch.Tensor] = []
         self.optimizer: torch.optim.Optimizer | None = None
+        self.coder: Coder | None = None
+        self.weight_coder: Coder | None = None
 
     def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
         """Take over weights and slots as a worker sends them."""
@@ -69,6 +73,12 @@ class Store:
             members[group].append(parameter)
         self.optimizer = make_optimizer(head["optimizer"], head["groups"], members)
         self._load_slots(head["slots"], body[nbytes:])
+        self.coder, self.weight_coder = None, None
+        if head["codec"] is not None and self.pieces:
+            spec, dtype = parse_codec(head["codec"]), self.pieces[0].parameter.dtype
+            self.coder = make_coder(spec, dtype)
+            # Half precision suits weights too: they are kept whole here. Coarser codes do not.
+            self.weight_coder = self.coder if spec.summable else None
 
     def _load_slots(self, slots: list[list[Any]], body: torch.Tensor) -> None:
         if self.optimizer is None:
@@ -201,6 +211,9 @@ class Server:
         while True:
             message = self._control.hear()
             if isinstance(message, ServerStop):
+                # shutdown wakes the accepting thread; close alone would leave it waiting.
+                self._listener.shutdown(socket.SHUT_RDWR)
+                self._listener.close()
                 return
             self._on_order(message)
 
@@ -215,7 +228,10 @@ class Server:
 
     def _accept(self) -> None:
         while True:
-            sock, address = self._listener.accept()
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return  # The listener was closed: the run is over.
             threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: Any) -> None:
@@ -249,10 +265,11 @@ class Server:
         if operation == "push":
             self._take_gradient(channel, head, body_bytes)
         elif operation == "pull":
-            self._wait_for(head["at_least"])
+            after = tuple(head["after"]) if head["after"] is not None else None
+            self._wait_for(head["at_least"], after)
             with self._changed:
                 version, weights = self._shard.version, self._store.weights.clone()
-            channel.send({"version": version}, as_memory(weights))
+            self._send_weights(channel, version, weights, exact=bool(head["exact"]))
         elif operation == "export":
             self._wait_for(head["at_least"])
             with self._changed:
@@ -270,13 +287,9 @@ class Server:
 
     def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         worker = int(head["worker"])
-        expected = self._store.weights.numel()
-        if body_bytes != expected:
-            raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
         with self._changed:
             buffer = self._store.borrow_buffer()
-        if expected:
-            channel.receive_into(as_memory(buffer))
+        self._receive_gradient(channel, head["payload"], body_bytes, buffer)
         handle = int(head["handle"])
         with self._changed:
             self._store.gradients[worker, handle] = Gradient(
@@ -284,11 +297,41 @@ class Server:
             )
             self._carry_out(self._shard.on_gradient(worker, handle))
 
-    def _wait_for(self, at_least: int) -> None:
+    def _receive_gradient(
+        self, channel: Channel, table: Any, body_bytes: int, buffer: torch.Tensor
+    ) -> None:
+        expected = buffer.numel()
+        coder = self._store.coder
+        if table is None or coder is None:
+            if body_bytes != expected or table is not None:
+                raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
+            if expected:
+                channel.receive_into(as_memory(buffer))
+            return
+        values = buffer.view(self._store.pieces[0].parameter.dtype)
+        most = coder.max_payload_bytes(values.numel())
+        if body_bytes > most:
+            raise WireError(f"a compressed gradient of {body_bytes} bytes, {most} at most expected")
+        body = torch.empty(body_bytes, dtype=torch.uint8)
+        channel.receive_into(as_memory(body))
+        coder.decode(from_bytes(table, body), values)
+
+    def _send_weights(
+        self, channel: Channel, version: int, weights: torch.Tensor, *, exact: bool
+    ) -> None:
+        coder = self._store.weight_coder
+        if exact or coder is None:
+            channel.send({"version": version, "payload": None}, as_memory(weights))
+            return
+        values = weights.view(self._store.pieces[0].parameter.dtype)
+        table, views = to_bytes(coder.encode(values))
+        channel.send({"version": version, "payload": table}, *views)
+
+    def _wait_for(self, at_least: int, after: Handle | None = None) -> None:
         with self._changed:
             ticket = self._next_ticket
             self._next_ticket += 1
-            self._carry_out(self._shard.on_pull(ticket, at_least))
+            self._carry_out(self._shard.on_pull(ticket, at_least, after))
             if not self._changed.wait_for(lambda: ticket in self._answered, self._timeout_s):
                 raise DeadlineExceeded(
                     f"version {at_least} did not come within {self._timeout_s:g} s "

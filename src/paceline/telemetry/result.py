@@ -66,6 +66,7 @@ def make_result(config: dict[str, Any], outcome: Ended, folder: RunFolder) -> di
         "lag": {"max": history.max_lag},
         "phases": phases_of_workers(totals, folder),
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
+        "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),
         "peak_rss_bytes": max((t["peak_rss_bytes"] for t in totals.values()), default=None),
         "virtual": False,
         "versions": config["versions"],

@@ -45,7 +45,7 @@ from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
 from paceline.state import Section, TrainState, checksum, persistent_buffers
 from paceline.strategies import make_runner
-from paceline.strategies.runner import Runner, Surroundings, Work, average_buffers
+from paceline.strategies.runner import INNER, Runner, Surroundings, Work, average_buffers
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.phases import (
     BACKWARD,
@@ -109,7 +109,9 @@ class Agent:
         self._settle_s = 0.0
         self._entered_at: float | None = None
         self._first_loss: float | None = None
-        self._bytes_sent = 0
+        self._bytes_sent = self._bytes_before = 0
+        self._carried = Section()
+        """What runners remember for this worker alone, kept through phases that do not use it."""
         self._times_ns = (0, 0)
         self._began_compute = time.perf_counter()
         self.troubles: tuple[Trouble, ...] = ()
@@ -258,17 +260,20 @@ class Agent:
     def _enter(self, message: Enter) -> None:
         began = time.perf_counter()
         self._clock.enter(SWITCH if message.switching else OTHER)
-        own = self._own
+        if self._own is not None:
+            self._carried = self._own
         if self._runner is not None:
-            self._state, own = self._runner.export_state(), self._runner.export_own()
+            self._state = self._runner.export_state()
+            self._carry()
             self._leave_runner()
+            kept = {k: v for k, v in self._carried.tensors.items() if not k.startswith(INNER)}
+            self._carried = Section(kept)
         assert self._state is not None
         self._around.servers = message.servers
         self._around.groups = message.groups
         self._runner = make_runner(self._phases[message.phase], self._around)
         self._runner.import_state(self._state)
-        if own is not None:
-            self._runner.import_own(own)
+        self._runner.import_own(self._carried)
         self._state = self._own = None
         if message.switching:
             self._entered_at = began
@@ -303,14 +308,18 @@ class Agent:
         shared = self._runner.export_state()
         shared.plain["coordinator"] = message.memory
         shared.plain["layout"] = self._around.replica.layout
-        own = self._runner.export_own()
+        self._carry()
+        own = Section(dict(self._carried.tensors), {"step": self.step})
         own.tensors["rng/torch"] = torch.get_rng_state()
-        own.plain["step"] = self.step
         sections = collect_sections(own, self._around.group)
         path = ""
         if self._rank == 0:
             path = self._duties.save(message.name, TrainState(shared, sections))
         self._control.tell(Saved(self._rank, path))
+
+    def _carry(self) -> None:
+        assert self._runner is not None
+        self._carried.tensors.update(self._runner.export_own().tensors)
 
     def _finish(self, message: Finish) -> None:
         self._stages.enter(SAVE)
@@ -324,6 +333,7 @@ class Agent:
     def _leave_runner(self) -> None:
         if self._runner is not None:
             self._bytes_sent += self._runner.bytes_sent
+            self._bytes_before += self._runner.bytes_before
             self._runner.close()
             self._runner = None
 
@@ -332,6 +342,7 @@ class Agent:
             "phases": self._clock.totals_s(),
             "stages": self._stages.totals_s(),
             "bytes_sent": self._bytes_sent,
+            "bytes_before": self._bytes_before,
             "peak_rss_bytes": peak_rss_bytes(),
             "steps": self.step,
         }

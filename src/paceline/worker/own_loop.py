@@ -28,6 +28,8 @@ from paceline.worker.session import Session, save_weights
 current: Session | None = None
 """The session of this process when `paceline launch` started it."""
 
+_loader: LeasedLoader | None = None
+
 SEED = 0
 """Of the order of samples; the loader's own sampler is not used."""
 
@@ -63,7 +65,8 @@ def prepare(
     )
     agent = session.make_agent(around, state, duties, len(dataset))
     session.control.tell(Ready(session.rank, len(dataset), batch, epochs, ()))
-    leased = LeasedLoader(loader, agent, session)
+    global _loader
+    leased = _loader = LeasedLoader(loader, agent, session)
     _take_over_step(optimizer, leased)
     model.register_forward_hook(lambda *_: session.clock.enter(BACKWARD))
     return model, optimizer, leased
@@ -146,9 +149,17 @@ class LeasedLoader:
         loss_sum = None if self._loss is None else self._loss * samples
         self._agent.finish(work, Measured(samples, samples, loss_sum, 0))
 
-    def log(self, loss: float | torch.Tensor) -> None:
-        """Tell Paceline the loss of the current batch: curves, and a stop when it diverges."""
-        self._loss = float(loss)
+    def note_loss(self, loss: float) -> None:
+        self._loss = loss
+
+
+def log(loss: float | torch.Tensor) -> None:
+    """Tell Paceline the loss of the current batch: curves, and a stop when it diverges.
+
+    Does nothing in a script that was started without `paceline launch`.
+    """
+    if _loader is not None:
+        _loader.note_loss(float(loss))
 
 
 def rank() -> int:
