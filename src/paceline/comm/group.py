@@ -49,12 +49,19 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
     def num_keys(self) -> int:
         return int(self._client.call("count"))
 
+    def clone(self) -> CoordinatorStore:
+        """torch asks for one for each further group; the connection behind it may be shared."""
+        return CoordinatorStore(self._client, self._timeout_s)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 
     @property
     def timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self._timeout_s)
+
+
+_KEPT: list[CoordinatorStore] = []
 
 
 class Group:
@@ -84,9 +91,13 @@ class Group:
         if size > 1:
             assert store is not None
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+            meeting = CoordinatorStore(store, timeout_s)
+            # torch keeps only the C++ half: without this the Python half, which does the work,
+            # would be gone when a further group is made.
+            _KEPT.append(meeting)
             dist.init_process_group(
                 "gloo",
-                store=CoordinatorStore(store, timeout_s),
+                store=meeting,
                 rank=rank,
                 world_size=size,
                 timeout=datetime.timedelta(seconds=timeout_s),

@@ -1,0 +1,253 @@
+"""Rules that decide when to switch: each on a history made up for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import SpecError
+from paceline.protocol.history import History
+from paceline.protocol.messages import Measured
+from paceline.protocol.policies import AutoPolicy, Horizon, make_policy
+from paceline.protocol.pulse import Noise, Pulse, Window, find_straggler
+from paceline.specs.schedule import Schedule, read_schedule
+from paceline.specs.strategy import read_strategy
+from paceline.specs.trouble import read_trouble
+
+CALM = (100.0, 101.0, 99.0, 100.0)
+LAGGING = (100.0, 101.0, 33.0, 100.0)
+
+
+def window(phase: int = 0, speeds: Any = CALM, rate: float = 300.0, **changes: Any) -> Window:
+    facts = {"loss": 1.0, "comm_share": 0.1, "began": 0.0, "ended": 1.0, **changes}
+    return Window(phase=phase, samples=int(rate), speeds=speeds, **facts)
+
+
+def policy_of(text: str, schedule: str = "constant", epochs: int | None = 10) -> Any:
+    return make_policy(
+        read_strategy(text),
+        samples_per_epoch=1000,
+        epochs=epochs,
+        batch=100,
+        schedule=read_schedule(schedule),
+    )
+
+
+def history_of(samples: int, windows: list[Window], **changes: Any) -> History:
+    history = History(samples=samples, phase_samples={0: samples}, **changes)
+    history.pulse.windows.extend(windows)
+    return history
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+def test_a_window_closes_when_it_is_old_enough_and_all_were_heard() -> None:
+    pulse = Pulse()
+    pulse.begin(2, phase=1, now=10.0)
+    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 10.4)
+    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 11.2)
+    assert pulse.heard(1, Measured(5, 5, 5.0, 0, busy_s=1.0, comm_s=0.9), 11.5)
+    (closed,) = pulse.windows
+    assert (closed.samples, closed.phase, closed.loss) == (25, 1, 0.6)
+    assert closed.speeds == (20.0, 5.0)
+    assert closed.comm_share == pytest.approx(0.2)
+    assert closed.rate == pytest.approx(25 / 1.5)
+
+
+def test_windows_of_an_earlier_phase_are_not_mixed_in() -> None:
+    pulse = Pulse()
+    pulse.windows.extend([window(0), window(0), window(1), window(0)])
+    assert len(pulse.latest(0, 3)) == 1
+
+
+@given(
+    signal=st.floats(0.1, 10),
+    noise=st.floats(0, 1000),
+    small=st.integers(1, 50),
+    n=st.integers(2, 9),
+)
+def test_noise_scale_is_found_again(signal: float, noise: float, small: int, n: int) -> None:
+    """Squared norms follow |G|^2 + S/B: from two batch sizes both can be told."""
+    measured = Noise()
+    big = small * n
+    for _ in range(3):
+        measured.heard(small, signal + noise / small, big, signal + noise / big)
+    assert measured.scale is not None
+    assert measured.scale == pytest.approx(noise / signal, rel=1e-4, abs=1e-4)
+
+
+def test_noise_scale_is_unknown_while_nothing_can_be_told() -> None:
+    noise = Noise()
+    assert noise.scale is None
+    noise.heard(32, 1.0, 32, 1.0)
+    assert noise.scale is None
+
+
+def test_a_straggler_is_slow_in_every_one_of_the_last_windows() -> None:
+    assert find_straggler([window(speeds=LAGGING)] * 3, 3) == 2
+    assert find_straggler([window(speeds=LAGGING)] * 2, 3) is None
+    assert find_straggler([window(), window(speeds=LAGGING), window(speeds=LAGGING)], 3) is None
+
+
+@given(st.lists(st.floats(90, 110), min_size=2, max_size=8))
+def test_equal_machines_have_no_straggler(speeds: list[float]) -> None:
+    assert find_straggler([window(speeds=tuple(speeds))] * 5, 3) is None
+
+
+# ---- deciding ---------------------------------------------------------------------------------
+
+
+def test_lr_drop_switches_where_the_schedule_drops() -> None:
+    policy = policy_of("switch(allreduce, ps, when=lr_drop)", "milestones(4, 8)")
+    assert policy.next_stop(History(samples=0)) == 4000
+    assert policy.decide(History(samples=3900)) is None
+    assert policy.decide(History(samples=4000)).reason == "lr_drop"
+    with pytest.raises(SpecError, match="has 0: use milestones"):
+        policy_of("switch(allreduce, ps, when=lr_drop)", "cosine")
+
+
+def rows(*losses: float) -> list[dict[str, Any]]:
+    return [{"epoch": i + 1, "val_loss": loss} for i, loss in enumerate(losses)]
+
+
+def test_plateau_waits_for_the_loss_to_stop_falling() -> None:
+    policy = policy_of("switch(allreduce, ps, when=plateau(2, 0.05, 2))")
+    assert policy.decide(History(rows=rows(1.0, 0.8, 0.6, 0.5, 0.4))) is None
+    decision = policy.decide(History(rows=rows(1.0, 0.5, 0.5, 0.5, 0.5, 0.5)))
+    assert decision.phase == 1
+    assert "plateau" in decision.reason
+
+
+def test_greedy_leaves_for_a_straggler_comes_back_and_ends_with_the_quota() -> None:
+    policy = policy_of("switch(allreduce, ps, when=straggler(greedy, quota=40%))")
+    assert policy.decide(history_of(1000, [window()] * 3)) is None
+    away = policy.decide(history_of(1000, [window(speeds=LAGGING)] * 3))
+    assert away.phase == 1
+    assert "worker 2 computes 3.0x slower" in away.reason
+    back = policy.decide(history_of(2000, [window(1)] * 3, phase=1))
+    assert back.phase == 0
+    assert policy.decide(history_of(4000, [window()] * 3)).phase == 1
+    assert policy.next_stop(history_of(1000, [])) == 4000
+
+
+def test_elastic_leaves_the_straggler_out() -> None:
+    policy = policy_of("switch(allreduce, ps, when=straggler(elastic))")
+    history = history_of(1000, [window(speeds=LAGGING)] * 3)
+    decision = policy.decide(history)
+    assert (decision.phase, decision.leave_out) == (0, 2)
+    history.left_out.add(2)
+    assert policy.decide(history) is None
+
+
+def auto(schedule: str = "constant") -> AutoPolicy:
+    read: Schedule = read_schedule(schedule)
+    return AutoPolicy(Horizon(1000, 10_000, 100, read))
+
+
+def test_auto_stays_where_nothing_is_to_be_gained() -> None:
+    # Four workers at 100 each and an exchange of a tenth: 364 would be possible, 360 are there.
+    assert auto().decide(history_of(9000, [window(rate=360)] * 3)) is None
+
+
+def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
+    policy = auto()
+    windows = [window(speeds=LAGGING, rate=120)] * 3
+    assert policy.decide(history_of(2000, windows)) is None
+    decision = policy.decide(history_of(5000, windows))
+    assert decision is not None
+    assert decision.phase == 1
+    assert "would save 60 %" in decision.reason
+
+
+def test_a_lower_rate_and_noisier_gradients_allow_an_earlier_switch() -> None:
+    policy, history = auto(), history_of(1000, [])
+    assert policy.safe_from(history, 0.0) == 0.5
+    assert policy.safe_from(history, 0.5) == pytest.approx(0.4)
+    history.pulse.noise.heard(10, 1 + 40, 100, 1 + 4)  # a noise scale of 400 beside 100
+    assert policy.safe_from(history, 0.0) == pytest.approx(0.5 / 1.5)
+    dropped = auto("milestones(1)")
+    assert dropped.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.1**0.5)
+
+
+def test_auto_goes_back_when_the_loss_rises_and_then_holds() -> None:
+    policy = auto()
+    before = [window(0, loss=1.0, rate=120, speeds=LAGGING)] * 3
+    fine = [window(1, loss=0.9, rate=300)] * 3
+    bad = [window(1, loss=1.5, rate=300)] * 3
+    assert policy.decide(history_of(6000, before + fine, phase=1)) is None
+    back = policy.decide(history_of(6000, before + bad, phase=1))
+    assert back is not None
+    assert back.phase == 0
+    assert "the loss rose from 1 to 1.5" in back.reason
+    switches = [{"samples": 6000, "from": "ps", "to": "allreduce"}]
+    assert policy.decide(history_of(6500, before, switches=switches)) is None
+    assert policy.decide(history_of(7600, before, switches=switches)) is not None
+
+
+def test_auto_goes_back_when_it_is_no_faster_there() -> None:
+    before, now = [window(0, rate=300)] * 3, [window(1, rate=200)] * 3
+    back = auto().decide(history_of(6000, before + now, phase=1))
+    assert back is not None
+    assert "slower than 300 before" in back.reason
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ps(sync=ssp(-1))",
+        "ps(sync=dssp(5, 3))",
+        "ps(sync=kasync(0))",
+        "ps(sync=bsp, overlap=true)",
+        "allreduce(codec=topk(0))",
+        "allreduce(codec=powersgd(0))",
+        "allreduce(balance=fair)",
+        "grouped(size=0)",
+        "local_sgd(h=0)",
+        "local_sgd(h=2, drift=0.1)",
+        "diloco(h=0)",
+        "switch(allreduce, ps, when=whenever)",
+        "switch(allreduce, ps, at=50%, when=auto)",
+        "switch(allreduce, ps, single, when=auto)",
+        "switch(allreduce, ps, when=straggler(greedy, quota=150%))",
+    ],
+)
+def test_impossible_parameters_are_one_clear_line(text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_strategy(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_needs_more_workers_than_there_are_is_refused() -> None:
+    with pytest.raises(SpecError, match="cannot be larger"):
+        read_strategy("grouped(size=4)").check_workers(3)
+    with pytest.raises(SpecError, match="waits for 4 gradients, but there are 3"):
+        read_strategy("ps(sync=kasync(4))").check_workers(3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "complaint"),
+    [
+        ("slow", "worker=0", "factor=... is missing"),
+        ("slow", "worker=5,factor=2", "workers 0 to 1"),
+        ("slow", "worker=0,factor=0.5", "at least 1"),
+        ("slow", "worker=0,factr=2", "did you mean 'factor'"),
+        ("delay", "worker=0,ms=x", "not a number"),
+        ("delay", "worker=0,ms=1,from=3,to=2", "must lie before"),
+    ],
+)
+def test_bad_trouble_is_refused(kind: str, text: str, complaint: str) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        read_trouble(kind, text, 2)
+
+
+def test_trouble_is_read() -> None:
+    trouble = read_trouble("delay", "worker=1,ms=10,from=2,to=5", 2)
+    assert (trouble.worker, trouble.delay_s) == (1, 0.01)
+    assert [trouble.in_force(e) for e in (1.9, 2.0, 4.9, 5.0)] == [False, True, True, False]
