@@ -235,6 +235,27 @@ def test_the_loosest_strategies_at_their_tightest_equal_allreduce(
     assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= 1e-9
 
 
+def test_groups_by_speed_put_the_slow_ones_together(tmp_path: Path) -> None:
+    slow = (Trouble(0, factor=20.0), Trouble(2, factor=20.0))
+    job = synthetic_job(Plain, samples=440)
+    options = RunOptions(out=tmp_path / "run", workers=4, timeout_s=60, troubles=slow)
+    result = run_job(job, read_strategy("grouped(size=2, by=speed)"), options)
+    assert result["status"] == "done"
+    ranges = positions_by_worker(tmp_path / "run")
+    # Workers of a group share each of their batches; groups never share one.
+    assert {start for start, _ in ranges[0]} == {start for start, _ in ranges[2]}
+    assert {start for start, _ in ranges[1]} == {start for start, _ in ranges[3]}
+
+
+def positions_by_worker(folder: Path) -> list[list[tuple[int, int]]]:
+    run = RunFolder(folder)
+    return [
+        [pair for e in read_events(run.events(who)) if e["kind"] == "steps"
+         for pair in zip(e["start"], e["hi"], strict=True)]
+        for who in run.workers_with_events()
+    ]  # fmt: skip
+
+
 def test_a_straggler_never_leads_ssp_beyond_its_bound(tmp_path: Path) -> None:
     slow = (Trouble(0, factor=6.0),)
     job = synthetic_job(Plain, samples=440, epochs=2)

@@ -49,10 +49,6 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
     def num_keys(self) -> int:
         return int(self._client.call("count"))
 
-    def clone(self) -> CoordinatorStore:
-        """torch asks for one for each further group; the connection behind it may be shared."""
-        return CoordinatorStore(self._client, self._timeout_s)
-
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 

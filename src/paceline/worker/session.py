@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,8 +17,8 @@ from paceline.comm.control import Control, StoreClient
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, StateError, UsageError
 from paceline.job import Job
-from paceline.protocol.messages import Ready
-from paceline.specs.strategy import read_strategy
+from paceline.protocol.messages import Lease, Ready
+from paceline.specs.strategy import Grouped, Strategy, read_strategy
 from paceline.specs.trouble import Trouble
 from paceline.state import (
     Section,
@@ -34,12 +36,20 @@ from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseC
 from paceline.telemetry.recorder import StepRecorder
 from paceline.worker.agent import Agent, Duties, Heart
 from paceline.worker.assignment import Assignment
-from paceline.worker.build import build_loss, build_model, build_optimizer, choose_device, read_data
+from paceline.worker.build import (
+    Loss,
+    build_loss,
+    build_model,
+    build_optimizer,
+    choose_device,
+    read_data,
+)
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.loop import train
 from paceline.worker.spawn import unpack_live
 
+PROBE_PASSES = 4
 RANK_STRIDE = 1_000_003
 """Worker k's generators are seeded with seed + k times this; worker 0's go on from the model's."""
 
@@ -224,9 +234,33 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     )
     feed = Feed(tables.train, job.seed, device)
     agent = session.make_agent(around, state, duties, feed.samples)
-    control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits))
+    speed = 0.0
+    if needs_speeds(read_strategy(assignment.strategy)):
+        slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
+        speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
+    control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed))
     train(job, agent, replica, feed, loss_of, session.clock)
     session.close()
+
+
+def needs_speeds(strategy: Strategy) -> bool:
+    return any(isinstance(p, Grouped) and p.by == "speed" for p in strategy.phases)
+
+
+def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: Feed, samples: int) -> float:
+    """Samples a second of a few passes on a copy: the model itself and its generator stay as is."""
+    generator = torch.get_rng_state()
+    copied = copy.deepcopy(model).train()
+    count = min(samples, feed.samples)
+    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
+    times_s = []
+    for _ in range(PROBE_PASSES):
+        began = time.perf_counter()
+        loss_of(copied(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        times_s.append(time.perf_counter() - began)
+    torch.set_rng_state(generator)
+    # The first pass allocates and warms up; the fastest one says what the machine can do.
+    return count / min(times_s)
 
 
 def _resolve(assignment: Assignment) -> Job:
