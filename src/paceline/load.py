@@ -57,7 +57,7 @@ def evaluate(
     return {
         "data": job.describe()["data"],
         "test_loss": loss_sum / count,
-        "test_acc": correct / count,
+        "test_acc": None if correct is None else correct / count,
         "predictions": count,
     }
 

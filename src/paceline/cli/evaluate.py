@@ -24,7 +24,10 @@ def evaluate(
 
         typer.echo(dumps(figures))
     else:
+        accuracy = "no classes"
+        if figures["test_acc"] is not None:
+            accuracy = f"accuracy {figures['test_acc']:.4f}"
         typer.echo(
             f"{figures['data']} (test): loss {figures['test_loss']:.4f}, "
-            f"accuracy {figures['test_acc']:.4f} of {figures['predictions']} predictions"
+            f"{accuracy} of {figures['predictions']} predictions"
         )

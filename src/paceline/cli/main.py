@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -34,6 +36,21 @@ app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.ev
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
 
 INTERRUPTED = 130
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {metadata.version('paceline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _general(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
 
 
 def main() -> None:

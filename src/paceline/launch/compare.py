@@ -46,8 +46,15 @@ def compare(
         raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
     # All options are checked before the first run.
     options = RunOptions(
-        out=folder, workers=workers, threads=threads, timeout_s=timeout_s, force=force
+        out=folder,
+        workers=workers,
+        threads=threads,
+        timeout_s=timeout_s,
+        troubles=troubles,
+        force=force,
     )
+    # Every worker of every strategy gets the same threads, the only one of `single` too.
+    options = dataclasses.replace(options, threads=options.threads_each)
     results = []
     # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
     for seed in range(resolved.seed, resolved.seed + seeds):

@@ -22,6 +22,7 @@ from paceline.job import Job, JobRef
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
 from paceline.protocol.coordinator import RunPlan
+from paceline.specs.optimizer import read_optimizer
 from paceline.specs.strategy import Strategy, read_strategy
 from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import EventWriter, RunFolder, write_json
@@ -283,6 +284,12 @@ def find_checkpoint(
                 f"--resume: {folder.path} was run with {name} {before.get(name)!r}, "
                 f"not {facts.get(name)!r}: its checkpoint is of another job"
             )
+    kind = facts.get("optimizer")
+    if kind and before.get("optimizer") and _word(kind) != _word(before["optimizer"]):
+        raise UsageError(
+            f"--resume: {folder.path} was run with {before['optimizer']}, not {kind}: "
+            "the checkpoint holds another optimizer's state"
+        )
     whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
     if not whole:
         return None, None
@@ -293,6 +300,10 @@ def find_checkpoint(
             "raise --epochs to train on"
         )
     return str(whole[-1].resolve()), memory
+
+
+def _word(optimizer: str) -> str:
+    return read_optimizer(optimizer).word
 
 
 def read_memory(checkpoint: Path) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class Supervisor:
 
     def _show_progress(self) -> None:
         now = self._now()
-        if now < self._progress_due:
+        if now < self._progress_due or not self._coordinator.history.samples:
             return
         self._progress_due = now + PROGRESS_S
         history = self._coordinator.history

@@ -94,6 +94,8 @@ class Coordinator:
     def __init__(self, plan: RunPlan, *, now: float, memory: dict[str, Any] | None = None) -> None:
         self.plan = plan
         self.history = History.from_plain(memory["history"]) if memory else History()
+        # A run resumed with another strategy may have fewer phases than it had.
+        self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
         self.members = Membership(plan.workers, now)
         self.totals: dict[int, dict[str, Any]] = {}
         self.final: dict[str, float | None] = {}
@@ -329,11 +331,12 @@ class Coordinator:
                 "lower the learning rate, add warm-up or clip gradients",
             )
 
-    def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float]]:
+    def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float | None]]:
         parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
         count = sum(p.count for p in parts)
         loss = sum(p.loss_sum for p in parts) / count
-        return loss, sum(p.correct for p in parts) / count
+        right = [p.correct for p in parts if p.correct is not None]
+        return loss, sum(right) / count if right else None
 
     def _save(self) -> _Script:
         name = f"{self.history.samples:012d}"

@@ -20,11 +20,13 @@ class Tally:
     loss_sum: float = 0.0
     correct: int = 0
     told: bool = True
+    classes: bool = True
 
     def add(self, measured: Measured) -> None:
         self.samples += measured.samples
         self.predictions += measured.predictions
-        self.correct += measured.correct
+        self.correct += measured.correct or 0
+        self.classes = self.classes and (measured.correct is not None or not measured.samples)
         if measured.loss_sum is None:
             self.told = False
         else:
@@ -36,7 +38,8 @@ class Tally:
 
     @property
     def accuracy(self) -> float | None:
-        return self.correct / self.predictions if self.predictions and self.told else None
+        known = self.predictions and self.told and self.classes
+        return self.correct / self.predictions if known else None
 
 
 @dataclass

@@ -131,7 +131,8 @@ class Measured(Message):
     predictions: int
     """As many as samples for a classifier, more for text."""
     loss_sum: float | None
-    correct: int
+    correct: int | None
+    """None where there are no classes to be right about."""
     busy_s: float = 0.0
     """Time spent computing: input, forward and backward."""
     comm_s: float = 0.0
@@ -188,7 +189,7 @@ class Quiesced(Message):
 class Evaluated(Message):
     worker: int
     loss_sum: float
-    correct: int
+    correct: int | None
     count: int
     """Predictions made; for text more than samples."""
 

@@ -263,13 +263,19 @@ class ServerPace:
                 orders.extend(self._hand_out(entry, tuple(range(self._workers))))
         elif not self._clock.in_rounds:
             for unit in units:
-                entry = self._ledger.take(unit, self._share[unit], self._stop)
+                entry = self._ledger.take(unit, self._lease_size(unit), self._stop)
                 if entry is not None:
                     self._history.max_lag = max(self._history.max_lag, self._clock.lag(unit))
                     orders.extend(self._hand_out(entry, self._units[unit]))
         if units and not orders and self._first_idle is None:
             self._first_idle = now
         return orders
+
+    def _lease_size(self, unit: int) -> int:
+        """A unit's share; the last one takes a small rest along, or BatchNorm might see one row."""
+        share = self._share[unit]
+        rest = self._stop - self._ledger.leased_up_to - share
+        return share + rest if 0 < rest < share // 2 else share
 
     def _hand_out(self, entry: Entry, members: tuple[int, ...]) -> list[Order]:
         """Share one entry of the ledger among workers that act together."""

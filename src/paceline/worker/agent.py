@@ -73,7 +73,7 @@ EXPLODES_AT = 1000.0
 class Duties:
     """What a loop can do for the coordinator besides steps."""
 
-    evaluate: Callable[[str], tuple[float, int, int]] | None
+    evaluate: Callable[[str], tuple[float, int | None, int]] | None
     save: Callable[[str, TrainState], str]
     save_model: Callable[[], None]
 
@@ -197,7 +197,7 @@ class Agent:
             total.samples + measured.samples,
             total.predictions + measured.predictions,
             loss_sum,
-            total.correct + measured.correct,
+            None if measured.correct is None else (total.correct or 0) + measured.correct,
             total.busy_s + measured.busy_s,
             total.comm_s + measured.comm_s,
             measured.norms or total.norms,

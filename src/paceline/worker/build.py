@@ -46,7 +46,7 @@ def read_data(job: Job) -> Tables:
         return Tables(given.train, given.val, given.test, given)
     if not isinstance(given, list | tuple) or len(given) != 3:
         raise UsageError("data must give (train, val, test); val and test may be None")
-    train, val, test = (None if part is None else as_table(part) for part in given)
+    train, val, test = (None if part is None else as_table(part, dtype=job.dtype) for part in given)
     if train is None or len(train) == 0:
         raise UsageError("data gives no training samples: at least one is needed")
     return Tables(train, val, test)
@@ -110,10 +110,10 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, target)
 
 
-def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
-    """Right predictions and all predictions; none are right where there are no classes."""
+def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int | None, int]:
+    """Right predictions and all predictions; None is right where there are no classes."""
     if target.is_floating_point() or output.dim() != target.dim() + 1:
-        return 0, int(target.shape[0])
+        return None, int(target.shape[0])
     return int((output.argmax(-1) == target).sum()), target.numel()
 
 

@@ -24,7 +24,7 @@ def evaluate_share(
     size: int = 1,
     device: torch.device | None = None,
     alive: Callable[[], None] = lambda: None,
-) -> tuple[float, int, int]:
+) -> tuple[float, int | None, int]:
     """Sum of losses, right predictions and predictions on this worker's share of the rows.
 
     `alive` is called before each batch: a long evaluation is not a stuck worker.
@@ -32,7 +32,8 @@ def evaluate_share(
     if len(table) == 0:
         raise UsageError("an empty table cannot be evaluated")
     cuts = split_batch(len(table), size)
-    loss_sum, correct, count = 0.0, 0, 0
+    loss_sum, count = 0.0, 0
+    correct: int | None = 0
     was_training = model.training
     model.eval()
     try:
@@ -46,7 +47,7 @@ def evaluate_share(
                 output = model(inputs)
                 right, made = count_correct(output, targets)
                 loss_sum += float(loss_of(output, targets)) * made
-                correct += right
+                correct = None if right is None or correct is None else correct + right
                 count += made
     finally:
         model.train(was_training)

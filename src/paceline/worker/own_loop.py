@@ -147,7 +147,7 @@ class LeasedLoader:
             raise UsageError("optimizer.step() without a batch from the prepared loader")
         samples = work.lease.samples
         loss_sum = None if self._loss is None else self._loss * samples
-        self._agent.finish(work, Measured(samples, samples, loss_sum, 0))
+        self._agent.finish(work, Measured(samples, samples, loss_sum, None))
 
     def note_loss(self, loss: float) -> None:
         self._loss = loss
@@ -159,7 +159,7 @@ def log(loss: float | torch.Tensor) -> None:
     Does nothing in a script that was started without `paceline launch`.
     """
     if _loader is not None:
-        _loader.note_loss(float(loss))
+        _loader.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
 
 def rank() -> int:

@@ -216,7 +216,7 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     session.seed_worker(job.seed)
     state = session.share_state(around)
 
-    def evaluate(split: str) -> tuple[float, int, int]:
+    def evaluate(split: str) -> tuple[float, int | None, int]:
         return evaluate_share(
             model,
             loss_of,
