@@ -27,13 +27,14 @@ def plan_layout(parameters: Named, bucket_bytes: int) -> list[list[str]]:
     layout: list[list[str]] = []
     room, dtype = 0, None
     for name, parameter in reversed(parameters):
-        size = parameter.numel() * parameter.element_size()
-        if not layout or size > room or parameter.dtype != dtype:
+        # A bucket is full once it has reached its size: what tips it over still goes in, because
+        # one larger exchange is cheaper than a further small one.
+        if room <= 0 or parameter.dtype != dtype:
             room = FIRST_BUCKET_BYTES if not layout else bucket_bytes
             layout.append([])
             dtype = parameter.dtype
         layout[-1].append(name)
-        room -= size
+        room -= parameter.numel() * parameter.element_size()
     return layout
 
 
