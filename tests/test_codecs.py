@@ -166,7 +166,7 @@ def test_what_codecs_say_of_themselves() -> None:
                 those.add(word)
     assert words["feedback"] == set(CODECS) - {"fp16", "bf16"}
     assert words["summable"] == {"fp16", "bf16"}
-    assert words["weights_too"] == {"fp16", "bf16", "int8"}
+    assert words["weights_too"] == {"fp16", "bf16"}
 
 
 # ---- round trips -----------------------------------------------------------------------------

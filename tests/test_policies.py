@@ -47,7 +47,7 @@ def history_of(samples: int, windows: list[Window], **changes: Any) -> History:
 
 def test_a_window_closes_when_it_is_old_enough_and_all_were_heard() -> None:
     pulse = Pulse()
-    pulse.begin(2, phase=1, now=10.0)
+    pulse.begin(2, phase=1, now=10.0, idle=frozenset())
     assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 10.4)
     assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 11.2)
     assert pulse.heard(1, Measured(5, 5, 5.0, 0, busy_s=1.0, comm_s=0.9), 11.5)
@@ -56,6 +56,23 @@ def test_a_window_closes_when_it_is_old_enough_and_all_were_heard() -> None:
     assert closed.speeds == (20.0, 5.0)
     assert closed.comm_share == pytest.approx(0.2)
     assert closed.rate == pytest.approx(25 / 1.5)
+
+
+def test_a_window_goes_on_over_a_stop_and_without_those_who_idle() -> None:
+    pulse = Pulse()
+    pulse.begin(2, phase=0, now=0.0, idle=frozenset({1}))
+    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5), 0.6)
+    pulse.end(0.6)
+    pulse.begin(2, phase=0, now=5.0, idle=frozenset({1}))
+    assert pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.3), 5.5)
+    (closed,) = pulse.windows
+    assert closed.rate == pytest.approx(20 / 1.1)
+    assert closed.speeds == (25.0, 0.0)
+
+
+def test_of_two_workers_the_slower_can_be_the_straggler() -> None:
+    for slow in (25.0, 30.0, 33.3, 61.7):
+        assert find_straggler([window(speeds=(100.0, slow))] * 3, 3) == 1
 
 
 def test_windows_of_an_earlier_phase_are_not_mixed_in() -> None:

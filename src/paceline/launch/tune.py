@@ -7,6 +7,7 @@ there, so that it costs only its asynchronous tail. What is done already is not 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,11 @@ def tune(
     """
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    for strategy in (first, second, *others):
+    for strategy in (first, second):
+        strategy.check_workers(options.workers)
+    for strategy in others:
         strategy.check_workers(workers_for(strategy, options.workers))
+    _check_same_job(options.out, resolved, first, second)
     if resolved.epochs < 2:
         raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
     if not 0 <= tolerance < 1:
@@ -88,6 +92,22 @@ def tune(
     }
     write_json(options.out / "tune.json", result)
     return result
+
+
+def _check_same_job(folder: Path, job: Job, first: Strategy, second: Strategy) -> None:
+    """Probes of another job must not be taken for this one's."""
+    asked = json.loads(json.dumps({**job.describe(), "first": str(first), "second": str(second)}))
+    stored = folder / "asked.json"
+    if stored.exists():
+        before = json.loads(stored.read_text(encoding="utf-8"))
+        odd = sorted(k for k in asked if before.get(k) != asked[k])
+        if odd:
+            raise UsageError(
+                f"--out {folder} holds probes of another job ({odd[0]} was {before.get(odd[0])!r}, "
+                f"not {asked[odd[0]]!r}): name a new folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(stored, asked)
 
 
 def explain(chosen: Probe, whole: Probe, tolerance: float) -> str:

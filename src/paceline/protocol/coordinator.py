@@ -44,7 +44,7 @@ from paceline.protocol.pace import Order, Pace, Tell, make_pace
 from paceline.protocol.policies import make_policy
 from paceline.protocol.switch import Decision, Policy, Stay
 from paceline.specs.schedule import Constant, Schedule
-from paceline.specs.strategy import Grouped, Strategy
+from paceline.specs.strategy import Grouped, Single, Strategy
 from paceline.specs.until import Until
 
 
@@ -172,6 +172,7 @@ class Coordinator:
         if decision.leave_out is not None:
             pace.leave_out(decision.leave_out)
             self.history.left_out.add(decision.leave_out)
+            self.history.pulse.leave_out(decision.leave_out)
             self._note("decision", reason=decision.reason, samples=self.history.samples)
         elif decision.phase != self.history.phase:
             self._decision = decision
@@ -249,11 +250,19 @@ class Coordinator:
     def _train(self, ledger: Ledger, stop: int) -> _Script:
         assert self._pace is not None
         began = self._now
-        self.history.pulse.begin(self.plan.workers, self.history.phase, self._now)
+        history = self.history
+        history.pulse.begin(self.plan.workers, history.phase, self._now, self._idle_workers())
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
             yield
-        self.history.train_seconds += self._now - began
+        history.pulse.end(self._now)
+        history.train_seconds += self._now - began
+
+    def _idle_workers(self) -> frozenset[int]:
+        """Workers that the strategy in force gives no work."""
+        if isinstance(self._strategy(), Single):
+            return frozenset(range(1, self.plan.workers))
+        return frozenset(self.history.left_out)
 
     def _enter(self, ready: Ready, ledger: Ledger, decision: Decision | None) -> _Script:
         """Bring the strategy of a phase into force on all workers."""

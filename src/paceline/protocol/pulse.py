@@ -67,14 +67,33 @@ class Pulse:
         self.windows: deque[Window] = deque(maxlen=KEEP_WINDOWS)
         self.noise = Noise()
         self._began: float | None = None
+        self._spent_s = 0.0
+        self._workers, self._phase = 0, -1
+        self._idle: frozenset[int] = frozenset()
 
-    def begin(self, workers: int, phase: int, now: float) -> None:
-        """A stretch of training begins; what was measured before a stop is not mixed with it."""
-        self._workers, self._phase = workers, phase
-        self._open(now)
+    def begin(self, workers: int, phase: int, now: float, idle: frozenset[int]) -> None:
+        """A stretch of training begins; a window goes on over a stop, the stop's time left out.
+
+        `idle` workers are given no work: nobody waits to hear from them.
+        """
+        if self._began is None or phase != self._phase or workers != self._workers:
+            self._workers, self._phase = workers, phase
+            self._open(now)
+        else:
+            self._began = now - self._spent_s
+        self._idle = idle
+
+    def leave_out(self, worker: int) -> None:
+        self._idle |= {worker}
+
+    def end(self, now: float) -> None:
+        """The stretch is over: evaluation and saving are no part of a window."""
+        if self._began is not None:
+            self._spent_s = now - self._began
 
     def _open(self, now: float) -> None:
         self._began = now
+        self._spent_s = 0.0
         self._samples = [0] * self._workers
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
@@ -91,7 +110,8 @@ class Pulse:
             self._told = False
         else:
             self._loss += measured.loss_sum
-        if now - self._began < WINDOW_S or not all(b > 0 for b in self._busy):
+        heard = all(b > 0 or w in self._idle for w, b in enumerate(self._busy))
+        if now - self._began < WINDOW_S or not heard:
             return False
         total = sum(self._samples)
         self.windows.append(
@@ -101,8 +121,10 @@ class Pulse:
                 ended=now,
                 samples=total,
                 loss=self._loss / total if total and self._told else None,
-                speeds=tuple(s / b for s, b in zip(self._samples, self._busy, strict=True)),
-                comm_share=min(c / b for c, b in zip(self._comm, self._busy, strict=True)),
+                speeds=tuple(
+                    s / b if b else 0.0 for s, b in zip(self._samples, self._busy, strict=True)
+                ),
+                comm_share=min(c / b for c, b in zip(self._comm, self._busy, strict=True) if b),
             )
         )
         self._open(now)
@@ -128,10 +150,13 @@ def find_straggler(windows: list[Window], consecutive: int) -> int | None:
         return None
     suspects: set[int] | None = None
     for window in windows[-consecutive:]:
-        mean = sum(window.speeds) / len(window.speeds)
-        deviation = (sum((s - mean) ** 2 for s in window.speeds) / len(window.speeds)) ** 0.5
-        limit = min(mean - deviation, 0.8 * mean)
-        slow = {w for w, s in enumerate(window.speeds) if s < limit}
+        # A speed of 0 was not measured: that worker has no work.
+        known = [s for s in window.speeds if s > 0]
+        mean = sum(known) / len(known)
+        deviation = (sum((s - mean) ** 2 for s in known) / len(known)) ** 0.5
+        # Of two, the slower lies exactly at mean minus deviation: rounding must not decide.
+        limit = min((mean - deviation) * (1 + 1e-9), 0.8 * mean)
+        slow = {w for w, s in enumerate(window.speeds) if 0 < s <= limit}
         suspects = slow if suspects is None else suspects & slow
     if not suspects:
         return None

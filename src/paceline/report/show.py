@@ -50,6 +50,8 @@ class Shown:
                 f"switched {row['from']} -> {row['to']} at sample {row['samples']} "
                 f"({row['reason']}): pause {row['pause_s']:.3f} s, drain {row['drain_s']:.3f} s"
             )
+        elif kind == "decision":
+            progress.note(f"at sample {facts['samples']}: {facts['reason']}")
         elif kind == "output":
             progress.note(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
 

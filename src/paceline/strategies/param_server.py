@@ -183,6 +183,7 @@ class ParameterServerRunner(Runner):
         ):
             if parameter.grad is None:
                 missing.add(index)
+                view.zero_()  # What an earlier step left there must not be sent again.
             elif parameter.grad.is_sparse:
                 raise UsageError(
                     f"parameter {self._names[index]} has a sparse gradient: ps needs dense"
@@ -345,7 +346,7 @@ class ParameterServerRunner(Runner):
 
     @property
     def bytes_before(self) -> int:
-        return self._bytes_before
+        return self._bytes_before if self._compressors else self.bytes_sent
 
     @property
     def bytes_sent(self) -> int:

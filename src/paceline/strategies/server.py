@@ -78,7 +78,7 @@ class Store:
             spec, dtype = parse_codec(head["codec"]), self.pieces[0].parameter.dtype
             self.coder = make_coder(spec, dtype)
             # Half precision suits weights too: they are kept whole here. Coarser codes do not.
-            self.weight_coder = self.coder if spec.summable else None
+            self.weight_coder = self.coder if spec.weights_too else None
 
     def _load_slots(self, slots: list[list[Any]], body: torch.Tensor) -> None:
         if self.optimizer is None:

@@ -87,6 +87,15 @@ class Switched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decided(Event):
+    """A rule changed something other than the strategy: a worker sits out."""
+
+    kind: ClassVar[str] = "decision"
+    samples: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     kind: ClassVar[str] = "checkpoint"
     samples: int

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.telemetry.events import (
     CheckpointSaved,
+    Decided,
     Ended,
     EpochEnded,
     Event,
@@ -60,6 +61,8 @@ def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
         return EpochEnded(t=t, row=facts["row"])
     if kind == "switch":
         return Switched(t=t, row=facts["row"])
+    if kind == "decision":
+        return Decided(t=t, samples=facts["samples"], reason=facts["reason"])
     if kind == "checkpoint":
         return CheckpointSaved(t=t, samples=facts["samples"], path=facts["path"])
     return None
