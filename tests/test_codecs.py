@@ -20,19 +20,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.codecs import (
-    BLOCK,
-    SAMPLE,
     Compressor,
     Feedback,
     LowRank,
     NotFinite,
     Payload,
-    find_largest,
     from_bytes,
     make_coder,
-    multiply_out,
     to_bytes,
 )
+from paceline.comm.codecs.coder import BLOCK, SAMPLE
+from paceline.comm.codecs.low_rank import multiply_out
+from paceline.comm.codecs.sparse import find_largest
 from paceline.comm.compressed import CompressedSum
 from paceline.comm.group import Group
 from paceline.errors import PacelineError, SpecError, StateError, UsageError, WireError

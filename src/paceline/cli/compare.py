@@ -41,29 +41,11 @@ def compare(
     force: opt.Force = False,
     quiet: opt.Quiet = False,
 ) -> None:
+    given = locals()
     from paceline.specs.strategy import split_strategies
 
     chosen = split_strategies(strategies)
-    reference = opt.make_reference(
-        job,
-        workers,
-        batch_per_worker,
-        model=model,
-        data=data,
-        data_dir=data_dir,
-        epochs=epochs,
-        batch=batch,
-        lr=lr,
-        optimizer=optimizer,
-        schedule=schedule,
-        clip=clip,
-        seed=seed,
-        augment=augment,
-        dtype=dtype,
-        until=until,
-        patience=patience,
-        checkpoint_every=checkpoint_every,
-    )
+    reference = opt.make_reference(job, workers, batch_per_worker, given)
     from paceline.launch.compare import compare as run_comparison
 
     comparison = run_comparison(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.errors import UsageError
-from paceline.job import JobRef, refer_to_job
+from paceline.job import Job, JobRef, refer_to_job
 from paceline.specs.trouble import Trouble, read_trouble
 
 JobFile = Annotated[
@@ -66,9 +66,10 @@ def read_troubles(
 
 
 def make_reference(
-    file: Path | None, workers: int, batch_per_worker: int | None, **fields: Any
+    file: Path | None, workers: int, batch_per_worker: int | None, arguments: dict[str, Any]
 ) -> JobRef:
-    """The job that file and options describe; only what was given is changed."""
+    """The job that file and options describe; of a command's arguments only what was given."""
+    fields = {name: arguments.get(name) for name in Job.model_fields}
     given = {name: value for name, value in fields.items() if value is not None}
     if batch_per_worker is not None:
         if "batch" in given:

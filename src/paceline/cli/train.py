@@ -43,6 +43,7 @@ def train(
     force: opt.Force = False,
     quiet: opt.Quiet = False,
 ) -> None:
+    given = locals()
     from paceline.errors import UsageError
     from paceline.launch.run import RunOptions, run_job
     from paceline.report.html import write_report
@@ -53,26 +54,7 @@ def train(
     if resume and force:
         raise UsageError("--resume and --force exclude each other: go on, or replace")
     chosen = read_strategy(strategy)
-    reference = opt.make_reference(
-        job,
-        workers,
-        batch_per_worker,
-        model=model,
-        data=data,
-        data_dir=data_dir,
-        epochs=epochs,
-        batch=batch,
-        lr=lr,
-        optimizer=optimizer,
-        schedule=schedule,
-        clip=clip,
-        seed=seed,
-        augment=augment,
-        dtype=dtype,
-        until=until,
-        patience=patience,
-        checkpoint_every=checkpoint_every,
-    )
+    reference = opt.make_reference(job, workers, batch_per_worker, given)
     with make_show(str(chosen), quiet=quiet) as show:
         options = RunOptions(
             out=out,

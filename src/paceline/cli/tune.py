@@ -40,6 +40,7 @@ def tune(
     slow: opt.Slow = None,
     delay: opt.Delay = None,
 ) -> None:
+    given = locals()
     from rich.console import Console
     from rich.table import Table
 
@@ -47,23 +48,7 @@ def tune(
     from paceline.launch.tune import tune as search
     from paceline.specs.strategy import read_strategy, split_strategies
 
-    reference = opt.make_reference(
-        job,
-        workers,
-        batch_per_worker,
-        model=model,
-        data=data,
-        data_dir=data_dir,
-        epochs=epochs,
-        batch=batch,
-        lr=lr,
-        optimizer=optimizer,
-        schedule=schedule,
-        clip=clip,
-        seed=seed,
-        augment=augment,
-        dtype=dtype,
-    )
+    reference = opt.make_reference(job, workers, batch_per_worker, given)
     options = RunOptions(
         out=out,
         workers=workers,

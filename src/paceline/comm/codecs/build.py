@@ -1,0 +1,73 @@
+"""From a spec to its coder, and to a coder that remembers what it left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.coder import RESIDUAL, Coder, Payload, Shape
+from paceline.comm.codecs.dense import Rounded, Signs, Steps
+from paceline.comm.codecs.feedback import Feedback
+from paceline.comm.codecs.low_rank import LowRank
+from paceline.comm.codecs.sparse import Above, Largest
+from paceline.errors import StateError, UsageError
+from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
+
+
+def make_coder(spec: Codec, dtype: torch.dtype, shapes: Sequence[Shape] = ()) -> Coder:
+    """The coder for a spec; powersgd needs the shapes of what it encodes, to decode none."""
+    if isinstance(spec, Fp16):
+        return Rounded(dtype, torch.float16)
+    if isinstance(spec, Bf16):
+        return Rounded(dtype, torch.bfloat16)
+    if isinstance(spec, Int8):
+        return Steps(dtype, spec.chunk)
+    if isinstance(spec, OneBit):
+        return Signs(dtype, spec.chunk)
+    if isinstance(spec, TopK):
+        return Largest(dtype, spec.ratio)
+    if isinstance(spec, Threshold):
+        return Above(dtype, spec.x)
+    if isinstance(spec, PowerSgd):
+        return LowRank(dtype, spec.rank, shapes)
+    raise UsageError(f"there is no coder for {spec}")
+
+
+class Compressor:
+    """A coder with the error feedback that its codec needs: what a sender keeps for a buffer."""
+
+    def __init__(self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
+        self.numel = sum(math.prod(shape) for shape in shapes)
+        self.coder = make_coder(spec, dtype, shapes)
+        self.feedback = Feedback(self.numel, dtype) if spec.feedback else None
+
+    def encode(self, flat: Tensor) -> Payload:
+        """The message for a gradient, which becomes what was meant to be sent (gradient and
+        residual). Raises NotFinite, and then leaves the residual as it was."""
+        if self.feedback is None:
+            return self.coder.encode(flat)
+        self.feedback.compensate(flat)
+        payload = self.coder.encode(flat)
+        residual = self.feedback.residual
+        self.coder.decode(payload, residual)
+        self.feedback.remember(flat, residual)
+        return payload
+
+    def state(self) -> dict[str, Tensor]:
+        """Named tensors (copies) with which another compressor goes on bit for bit."""
+        kept = self.coder.state()
+        if self.feedback is not None:
+            kept[RESIDUAL] = self.feedback.export()
+        return kept
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take back `state()`; raises StateError for that of another model or codec."""
+        rest = dict(state)
+        if self.feedback is not None:
+            if RESIDUAL not in rest:
+                raise StateError("codec state without a residual")
+            self.feedback.load(rest.pop(RESIDUAL))
+        self.coder.load_state(rest)

@@ -1,0 +1,134 @@
+"""What every codec is made of: the interface, and the checks on what it is given."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError, StateError, UsageError, WireError
+
+Payload = list[Tensor]
+Shape = tuple[int, ...]
+
+BLOCK = 1 << 16
+"""Elements worked on at a time, so that intermediate results stay in the processor's cache."""
+SAMPLE = 1 << 15
+"""Elements from which topk guesses where its limit lies."""
+MAX_INDEX = 2**31 - 1
+RESIDUAL = "residual"
+"""The name of the residual in exported state; the same for all codecs, so it outlives a change."""
+
+
+class NotFinite(PacelineError):
+    """A gradient that holds NaN or infinity, or is too large for the codec's number format."""
+
+
+class Coder(ABC):
+    """Makes payloads of flat tensors of one dtype, and tensors of payloads."""
+
+    fixed_size = True
+    """The sizes of a payload follow from the number of elements alone."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"gradients of {dtype_name(dtype)} cannot be compressed: "
+                "train in float32 or float64, or leave the codec out"
+            )
+        self.dtype = dtype
+        self.item = dtype.itemsize
+
+    def encode(self, flat: Tensor) -> Payload:
+        """The message for a flat contiguous tensor; raises NotFinite for NaN and infinity."""
+        if flat.dtype != self.dtype or flat.dim() != 1 or flat.numel() > MAX_INDEX:
+            raise UsageError(
+                f"a codec for flat {dtype_name(self.dtype)} tensors of at most {MAX_INDEX} "
+                f"elements cannot take {tuple(flat.shape)} of {dtype_name(flat.dtype)}"
+            )
+        check_finite(flat)
+        return self._encode(flat)
+
+    def decode(self, payload: Payload, out: Tensor) -> None:
+        """Write what a payload says into `out`; raises WireError when it does not fit."""
+        self._check(payload, out.numel())
+        self._decode(payload, out)
+
+    def add(self, payload: Payload, out: Tensor) -> None:
+        """Add what a payload says to `out`; raises WireError when it does not fit."""
+        decoded = torch.empty_like(out)
+        self.decode(payload, decoded)
+        out.add_(decoded)
+
+    @abstractmethod
+    def max_payload_bytes(self, numel: int) -> int:
+        """No payload of so many elements is larger: what a receiver needs to make room for."""
+
+    @abstractmethod
+    def _encode(self, flat: Tensor) -> Payload: ...
+
+    @abstractmethod
+    def _check(self, payload: Payload, numel: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, payload: Payload, out: Tensor) -> None: ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What the coder remembers from one message to the next, beside the residual."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take back what `state` gave; raises StateError when it is of another coder."""
+        if state:
+            raise StateError(f"codec state of another codec: {sorted(state)[0]} is not known here")
+
+
+class Room:
+    """Memory for intermediate results, taken once and used for every block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._flat = torch.empty(0, dtype=dtype)
+
+    def like(self, target: Tensor) -> Tensor:
+        if self._flat.numel() < target.numel():
+            self._flat = torch.empty(target.numel(), dtype=self._flat.dtype)
+        return self._flat[: target.numel()].view(target.shape)
+
+
+def check_finite(flat: Tensor, short: torch.dtype | None = None) -> None:
+    """Raise NotFinite for NaN, infinity, and what the shorter type cannot hold."""
+    if not flat.numel():
+        return
+    low, high = (float(x) for x in torch.aminmax(flat))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NotFinite(
+            "the gradient holds NaN or infinity, which no codec sends: "
+            "lower the learning rate, or clip the gradients"
+        )
+    if short is not None and max(-low, high) > torch.finfo(short).max:
+        raise NotFinite(
+            f"the gradient reaches {max(-low, high):g}, {dtype_name(short)} ends at "
+            f"{torch.finfo(short).max:g}: use bf16 or another codec, or scale the loss down"
+        )
+
+
+def expect(payload: Payload, *wanted: tuple[torch.dtype, Shape]) -> None:
+    if [(t.dtype, tuple(t.shape)) for t in payload] != list(wanted):
+        found = ", ".join(describe(t) for t in payload) or "nothing"
+        needed = ", ".join(f"{dtype_name(d)} {s}" for d, s in wanted)
+        raise WireError(f"a payload of {found[:200]}; {needed} expected")
+
+
+def check_like(given: Tensor, wanted: Tensor, what: str) -> None:
+    if given.shape != wanted.shape or given.dtype != wanted.dtype:
+        raise StateError(f"{what} is {describe(given)}, {describe(wanted)} expected")
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

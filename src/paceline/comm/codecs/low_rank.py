@@ -1,0 +1,262 @@
+"""PowerSGD: matrices as products of two thin ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.coder import (
+    BLOCK,
+    Coder,
+    Payload,
+    Room,
+    Shape,
+    check_finite,
+    check_like,
+    describe,
+)
+from paceline.comm.codecs.feedback import Feedback
+from paceline.errors import StateError, UsageError, WireError
+
+
+@dataclass
+class _Matrix:
+    """A parameter at `start` of the flat buffer, seen as rows x columns, and its warm start."""
+
+    start: int
+    rows: int
+    columns: int
+    q: Tensor
+
+    def of(self, flat: Tensor) -> Tensor:
+        size = self.rows * self.columns
+        return flat[self.start : self.start + size].view(self.rows, self.columns)
+
+    def project(self, flat: Tensor) -> Tensor:
+        return self.of(flat) @ orthonormal(self.q.t())
+
+    @property
+    def p_shape(self) -> Shape:
+        return (self.rows, self.q.shape[0])
+
+
+class LowRank(Coder):
+    """powersgd (Vogels et al. 2019): a matrix M is sent as P Q, P = orth(M Qᵀ), Q = Pᵀ M.
+
+    Q starts from that of the step before, which makes one round of the power method enough.
+    Parameters of one dimension, and matrices that would not get smaller, are sent as they are.
+
+    `encode` approximates this worker's own gradient. `reduce` approximates the sum over workers,
+    whose factors are sums themselves.
+    """
+
+    def __init__(self, dtype: torch.dtype, rank: int, shapes: Sequence[Shape]) -> None:
+        super().__init__(dtype)
+        self.rank = rank
+        self._segments: list[_Matrix | tuple[int, int]] = []
+        """Matrices, and stretches [start, stop) that are sent as they are."""
+        self.numel = 0
+        for shape in shapes:
+            self._append(shape)
+        self._matrices = [s for s in self._segments if isinstance(s, _Matrix)]
+        self._plain = [s for s in self._segments if not isinstance(s, _Matrix)]
+
+    def _append(self, shape: Shape) -> None:
+        size = math.prod(shape)
+        start, self.numel = self.numel, self.numel + size
+        rows = shape[0] if shape else 1
+        columns = size // rows if rows else 0
+        rank = min(self.rank, rows, columns)
+        if len(shape) > 1 and rank * (rows + columns) < size:
+            generator = torch.Generator().manual_seed(len(self._segments))
+            q = torch.randn(rank, columns, dtype=self.dtype, generator=generator)
+            self._segments.append(_Matrix(start, rows, columns, q))
+        elif self._segments and not isinstance(self._segments[-1], _Matrix):
+            self._segments[-1] = (self._segments[-1][0], self.numel)
+        else:
+            self._segments.append((start, self.numel))
+
+    def max_payload_bytes(self, numel: int) -> int:
+        return numel * self.item
+
+    def _check_numel(self, flat: Tensor) -> None:
+        if flat.numel() != self.numel:
+            raise UsageError(
+                f"powersgd was made for {self.numel} elements and got {flat.numel()}: "
+                "give it the shapes of the parameters in the buffer"
+            )
+
+    def _encode(self, flat: Tensor) -> Payload:
+        self._check_numel(flat)
+        payload = []
+        for segment in self._segments:
+            if isinstance(segment, _Matrix):
+                matrix = segment.of(flat)
+                p = orthonormal(segment.project(flat)).contiguous()
+                segment.q = p.t() @ matrix
+                payload += [p, segment.q.clone()]
+            else:
+                payload.append(flat[segment[0] : segment[1]].clone())
+        return payload
+
+    def _check(self, payload: Payload, numel: int) -> None:
+        """A payload says itself what is a factor: a receiver need not know the shapes."""
+        total, parts = 0, iter(payload)
+        for part in parts:
+            size = part.numel()
+            if part.dim() == 2:
+                q = next(parts, part[:0])
+                if q.dim() != 2 or q.dtype != self.dtype or q.shape[0] != part.shape[1]:
+                    raise WireError("a low-rank gradient whose two factors do not fit")
+                size = part.shape[0] * q.shape[1]
+            if part.dtype != self.dtype or part.dim() not in (1, 2):
+                raise WireError(f"a low-rank gradient with a part of {describe(part)}")
+            total += size
+        if total != numel:
+            raise WireError(f"a low-rank gradient of {total} elements, {numel} expected")
+
+    def _decode(self, payload: Payload, out: Tensor) -> None:
+        start, parts = 0, iter(payload)
+        for part in parts:
+            if part.dim() == 1:
+                size = part.numel()
+                out[start : start + size].copy_(part)
+            else:
+                q = next(parts)
+                size = part.shape[0] * q.shape[1]
+                shape = (part.shape[0], q.shape[1])
+                multiply_out(part, q, out[start : start + size].view(shape))
+            start += size
+
+    # ---- the sum over workers, in steps so that the first exchange can go on meanwhile ----
+
+    def project(self, flat: Tensor) -> Tensor:
+        """What is summed first: all that is sent as it is, then every M Qᵀ."""
+        self._check_numel(flat)
+        check_finite(flat)
+        parts = [flat[start:stop] for start, stop in self._plain]
+        parts += [m.project(flat).reshape(-1) for m in self._matrices]
+        return torch.cat(parts) if parts else flat.clone()
+
+    def bases(self, first: Tensor) -> Tensor:
+        """The part of the first sum that holds every P; `orthogonalize` works on it."""
+        return first[sum(stop - start for start, stop in self._plain) :]
+
+    def orthogonalize(self, first: Tensor) -> None:
+        for p in self._split(self.bases(first), [m.p_shape for m in self._matrices]):
+            p.copy_(orthonormal(p))
+
+    def answer(self, flat: Tensor, first: Tensor) -> Tensor:
+        """What is summed second: every Pᵀ M."""
+        ps = self._split(self.bases(first), [m.p_shape for m in self._matrices])
+        return torch.cat(
+            [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
+        )
+
+    def leave(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
+        """What this worker's gradient has beyond what it put into the sum, into `residual`."""
+        residual.zero_()
+        for matrix, p, q in self._factors(first, own):
+            torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
+
+    def rebuild(self, first: Tensor, second: Tensor, out: Tensor) -> None:
+        """The sum, from both exchanges; the second one is the next step's start."""
+        at = 0
+        for start, stop in self._plain:
+            out[start:stop].copy_(first[at : at + stop - start])
+            at += stop - start
+        for matrix, p, q in self._factors(first, second):
+            multiply_out(p, q, matrix.of(out))
+            matrix.q = q.clone()
+
+    def reduce(
+        self,
+        flat: Tensor,
+        all_sum: Callable[[Tensor], None],
+        from_first: Callable[[Tensor], None],
+        feedback: Feedback | None = None,
+    ) -> None:
+        """Sum over workers in place, with two exchanges (and one to agree on P)."""
+        if feedback is not None:
+            feedback.compensate(flat)
+        first = self.project(flat)
+        all_sum(first)
+        self.finish(flat, first, all_sum, from_first, feedback)
+
+    def finish(
+        self,
+        flat: Tensor,
+        first: Tensor,
+        all_sum: Callable[[Tensor], None],
+        from_first: Callable[[Tensor], None],
+        feedback: Feedback | None,
+    ) -> None:
+        """What follows the first sum.
+
+        Factorizations differ in the last bits between processors and thread counts: all workers
+        take the first one's P, or their sums would drift apart.
+        """
+        if not self._matrices:  # All was sent as it is, and the first sum is the whole one.
+            flat.copy_(first)
+            return
+        self.orthogonalize(first)
+        from_first(self.bases(first))
+        second = self.answer(flat, first)
+        if feedback is not None:
+            self.leave(flat, first, second, feedback.residual)
+        all_sum(second)
+        self.rebuild(first, second, flat)
+
+    def _factors(self, first: Tensor, second: Tensor) -> list[tuple[_Matrix, Tensor, Tensor]]:
+        ps = self._split(self.bases(first), [m.p_shape for m in self._matrices])
+        qs = self._split(second, [tuple(m.q.shape) for m in self._matrices])
+        return list(zip(self._matrices, ps, qs, strict=True))
+
+    @staticmethod
+    def _split(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"q/{i}": m.q.clone() for i, m in enumerate(self._matrices)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        expected = {f"q/{i}": m.q for i, m in enumerate(self._matrices)}
+        if sorted(state) != sorted(expected):
+            odd = sorted(set(state).symmetric_difference(expected))[0]
+            raise StateError(f"powersgd state of another model or rank: {odd} fits nothing")
+        for name, q in expected.items():
+            check_like(state[name], q, f"powersgd state {name}")
+        for index, matrix in enumerate(self._matrices):
+            matrix.q = state[f"q/{index}"].clone()
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of as many columns, also where the columns depend on each other.
+
+    A factor of zeros becomes unit vectors, so the power method never gets stuck at zero.
+    """
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def multiply_out(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """P Q, bit for bit the same everywhere, which a matrix product of the libraries is not."""
+    if not p.shape[1]:
+        out.zero_()
+    room = Room(out.dtype)
+    step = max(1, BLOCK // max(1, out.shape[1]))
+    for start in range(0, out.shape[0], step):
+        target = out[start : start + step]
+        down = p[start : start + step]
+        for k in range(p.shape[1]):
+            if k == 0:
+                torch.mul(down[:, :1], q[:1], out=target)
+            else:
+                product = room.like(target)
+                torch.mul(down[:, k : k + 1], q[k : k + 1], out=product)
+                target.add_(product)

@@ -1,0 +1,66 @@
+"""Payloads as bytes, checked before they are believed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.coder import (
+    Payload,
+    Shape,
+    dtype_name,
+)
+from paceline.comm.shards import as_memory
+from paceline.errors import WireError
+
+WIRE_TYPES = {
+    _name: getattr(torch, _name)
+    for _name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32")
+}
+MAX_DIMS = 2
+
+
+def to_bytes(payload: Payload) -> tuple[list[list[Any]], list[memoryview]]:
+    """A table of type, shape and size for a message's head, and the memory for its body."""
+    table = [[dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size()] for t in payload]
+    return table, [as_memory(t) for t in payload]
+
+
+def from_bytes(table: Any, body: Tensor) -> Payload:
+    """The payload in a message: views into its body where these lie evenly.
+
+    Raises WireError unless the table is well formed and describes exactly the body's bytes.
+    """
+    if not isinstance(table, list | tuple):
+        raise WireError("a payload whose table is not a list")
+    described = [_read_entry(entry) for entry in table]
+    total = sum(size for _, _, size in described)
+    if total != body.numel():
+        raise WireError(f"a payload of {total} bytes in a message of {body.numel()}")
+    payload, at = [], 0
+    for dtype, shape, size in described:
+        part = body[at : at + size]
+        if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        payload.append(part.view(dtype).view(shape))
+        at += size
+    return payload
+
+
+def _read_entry(entry: Any) -> tuple[torch.dtype, Shape, int]:
+    if not isinstance(entry, list | tuple) or len(entry) != 3:
+        raise WireError("a payload with an entry that is not type, shape, size")
+    name, shape, size = entry
+    if not isinstance(name, str) or name not in WIRE_TYPES:
+        raise WireError(f"a payload of type {str(name)[:40]!r}")
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
+        raise WireError(f"a payload tensor whose shape is not 0 to {MAX_DIMS} sizes")
+    if not all(type(n) is int and n >= 0 for n in (*shape, size)):
+        raise WireError("a payload tensor with a size that is not a whole number from 0")
+    dtype: torch.dtype = WIRE_TYPES[name]
+    if math.prod(shape) * dtype.itemsize != size:
+        raise WireError(f"a payload tensor of {tuple(shape)} {name} in {size} bytes")
+    return dtype, tuple(shape), size

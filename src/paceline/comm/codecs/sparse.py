@@ -1,0 +1,151 @@
+"""Codecs that send a few elements whole: topk, threshold."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.coder import (
+    BLOCK,
+    SAMPLE,
+    Coder,
+    Payload,
+    Room,
+    expect,
+)
+from paceline.errors import WireError
+
+
+class Sparse(Coder):
+    """Some elements as they are, each with its place; the others are zero.
+
+    Where places and values together would be larger than all elements, these are sent, those
+    not selected as zero: a payload is never larger than the gradient.
+    """
+
+    def max_payload_bytes(self, numel: int) -> int:
+        return numel * self.item
+
+    def _pack(self, flat: Tensor, chosen: Tensor) -> Payload:
+        values = flat.index_select(0, chosen)
+        places = chosen.to(torch.int32)
+        if self._is_dense(flat.numel(), chosen.numel()):
+            values = torch.zeros_like(flat).index_copy_(0, chosen, values)
+            places = places[:0].clone()
+        return [values, places]
+
+    def _is_dense(self, numel: int, chosen: int) -> bool:
+        return chosen * (self.item + 4) >= numel * self.item
+
+    def _check(self, payload: Payload, numel: int) -> None:
+        count = payload[1].numel() if len(payload) == 2 else 0
+        dense = count == 0 and payload[0].numel() == numel if payload else False
+        expect(payload, (self.dtype, (numel if dense else count,)), (torch.int32, (count,)))
+        if count:
+            low, high = torch.aminmax(payload[1])
+            if int(low) < 0 or int(high) >= numel:
+                raise WireError(f"a sparse gradient with a place outside its {numel} elements")
+
+    def _decode(self, payload: Payload, out: Tensor) -> None:
+        values, places = payload
+        if values.numel() == out.numel() and not places.numel():
+            out.copy_(values)
+        else:
+            out.zero_().index_add_(0, places, values)
+
+    def add(self, payload: Payload, out: Tensor) -> None:
+        self._check(payload, out.numel())
+        values, places = payload
+        if values.numel() == out.numel() and not places.numel():
+            out.add_(values)
+        else:
+            out.index_add_(0, places, values)
+
+
+class Largest(Sparse):
+    """topk: so many elements of the largest magnitude; of equal ones those that come first."""
+
+    def __init__(self, dtype: torch.dtype, ratio: float) -> None:
+        super().__init__(dtype)
+        self.ratio = ratio
+
+    def count(self, numel: int) -> int:
+        return min(numel, max(1, round(self.ratio * numel)))
+
+    def max_payload_bytes(self, numel: int) -> int:
+        return min(numel * self.item, self.count(numel) * (self.item + 4))
+
+    def _encode(self, flat: Tensor) -> Payload:
+        return self._pack(flat, find_largest(flat, self.count(flat.numel())))
+
+    def _check(self, payload: Payload, numel: int) -> None:
+        super()._check(payload, numel)
+        count = self.count(numel)
+        expected = 0 if self._is_dense(numel, count) else count
+        expect(payload[1:], (torch.int32, (expected,)))
+
+
+class Above(Sparse):
+    """threshold: every element of at least that magnitude, with its value.
+
+    The values are sent as they are, not as plus or minus the threshold: what stays behind is then
+    always below the threshold, for every element, while steps of a fixed size let the residual
+    of an element with large gradients grow without bound and arrive long after its time.
+    """
+
+    fixed_size = False
+
+    def __init__(self, dtype: torch.dtype, limit: float) -> None:
+        super().__init__(dtype)
+        self.limit = limit
+
+    def _encode(self, flat: Tensor) -> Payload:
+        return self._pack(flat, find_at_least(flat, self.limit))
+
+
+def find_at_least(flat: Tensor, limit: float) -> Tensor:
+    """Places of all elements of at least this magnitude, in order."""
+    room = Room(flat.dtype)
+    found = []
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK]
+        magnitude = torch.abs(block, out=room.like(block)).numpy()
+        places = torch.from_numpy(np.flatnonzero(magnitude >= limit))
+        found.append(places.add_(start))
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+
+def find_largest(flat: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest magnitudes, in order; of equal ones the first.
+
+    Sorting out a few candidates is several times faster than partly sorting everything: a sample
+    tells above which magnitude they lie. A sample that misleads costs time, not exactness.
+    """
+    places = _find_candidates(flat, count)
+    magnitude = flat.index_select(0, places).abs_() if places is not None else flat.abs()
+    if count == 0 or count == magnitude.numel():
+        chosen = torch.arange(count)
+    else:
+        last = magnitude.kthvalue(magnitude.numel() - count + 1).values
+        above = magnitude > last
+        ties = torch.nonzero(magnitude == last).view(-1)
+        above[ties[: count - int(above.count_nonzero())]] = True
+        chosen = torch.nonzero(above).view(-1)
+    return chosen if places is None else places.index_select(0, chosen)
+
+
+def _find_candidates(flat: Tensor, count: int) -> Tensor | None:
+    if flat.numel() < 4 * SAMPLE:
+        return None
+    # An odd stride does not keep step with the columns of a matrix.
+    sample = flat[:: flat.numel() // SAMPLE | 1].abs()
+    expected = count / flat.numel() * sample.numel()
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
+    if rank >= sample.numel() // 2:
+        return None
+    limit = float(sample.kthvalue(sample.numel() - rank + 1).values)
+    places = find_at_least(flat, limit)
+    return places if places.numel() >= count else None
