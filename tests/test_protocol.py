@@ -342,8 +342,15 @@ class Play:
             out.append(
                 Pushed(worker, handle, lease.id, lease.samples, message.version, 1, measured)
             )
+        elif isinstance(message, Quiesce) and self.lags_behind(message.version):
+            self.inbox[worker].appendleft(message)  # A pull of that version is not answered yet.
         else:
             out.append(self.answer(worker, message))
+
+    def lags_behind(self, version: int) -> bool:
+        phase = self.plan.strategy.phases[self.coordinator.history.phase]
+        used = self.shards[: phase.servers_for(self.plan.workers)]
+        return any(shard.version < version for shard in used)
 
     def follows(self, worker: int) -> bool:
         """Another worker of its group pushes for it."""
