@@ -56,11 +56,11 @@ def tune(
         strategy.check_workers(options.workers)
     for strategy in others:
         strategy.check_workers(workers_for(strategy, options.workers))
-    _check_same_job(options.out, resolved, first, second)
     if resolved.epochs < 2:
         raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
     if not 0 <= tolerance < 1:
         raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
+    _check_same_job(options.out, resolved, first, second)
     job = _keeping_checkpoints(job)
     search = _Search(job, resolved.epochs, first, second, options, tell)
     whole = search.probe(resolved.epochs)
