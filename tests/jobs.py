@@ -43,7 +43,7 @@ class Plain(torch.nn.Module):
 
 
 class Awkward(torch.nn.Module):
-    """Tied, frozen, never used and rarely used parameters."""
+    """Tied, frozen, never used, rarely used and scalar parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,11 @@ class Awkward(torch.nn.Module):
         self.unused = torch.nn.Linear(FEATURES, FEATURES)
         self.rare = torch.nn.Linear(FEATURES, CLASSES)
         self.out = torch.nn.Linear(FEATURES, CLASSES)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.frozen(self.again(torch.tanh(self.first(inputs)))))
-        output = self.out(hidden)
+        output = self.out(hidden) * self.scale
         chosen = inputs[:, 0] > 1.8
         if chosen.any():
             extra = torch.zeros_like(output)

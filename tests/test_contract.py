@@ -57,8 +57,9 @@ OPTIMIZERS = [
 ]
 
 EVERY_PAIR = (
-    "switch(allreduce, ps(sync=bsp), allreduce, single, ps(sync=bsp, servers=2), single, allreduce,"
-    " at=(samples(22), samples(66), samples(88), samples(121), samples(176), samples(198)))"
+    "switch(allreduce, ps(sync=bsp), allreduce, single, ps(sync=bsp, servers=2), ps(sync=bsp),"
+    " single, allreduce, at=(samples(22), samples(66), samples(88), samples(121), samples(150),"
+    " samples(176), samples(198)))"
 )
 """All ordered pairs of the exact strategies, most of the switches in the middle of an epoch."""
 
@@ -154,6 +155,7 @@ def test_state_survives_every_pair_of_strategies(
         ("ps", "allreduce"),
         ("allreduce", "single"),
         ("single", "ps"),
+        ("ps", "ps"),
         ("ps", "single"),
         ("single", "allreduce"),
     ]

@@ -38,7 +38,8 @@ def policy_of(text: str, schedule: str = "constant", epochs: int | None = 10) ->
 
 def history_of(samples: int, windows: list[Window], **changes: Any) -> History:
     history = History(samples=samples, phase_samples={0: samples}, **changes)
-    history.pulse.windows.extend(windows)
+    for one in windows:
+        history.pulse.remember(one)
     return history
 
 
@@ -77,7 +78,8 @@ def test_of_two_workers_the_slower_can_be_the_straggler() -> None:
 
 def test_windows_of_an_earlier_phase_are_not_mixed_in() -> None:
     pulse = Pulse()
-    pulse.windows.extend([window(0), window(0), window(1), window(0)])
+    for phase in (0, 0, 1, 0):
+        pulse.remember(window(phase))
     assert len(pulse.latest(0, 3)) == 1
 
 

@@ -349,7 +349,7 @@ class Served:
         head = {
             "op": "import",
             "nbytes": len(body),
-            "pieces": [["w", 0, len(body), "float32", 0]],
+            "pieces": [["w", 0, len(body), "float32", 0, [len(weights)]]],
             "groups": [{"lr": 0.5}],
             "optimizer": "torch.optim.sgd:SGD",
             "slots": [],

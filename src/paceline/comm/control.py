@@ -27,8 +27,11 @@ class Control:
             self._channel.send(to_plain(message))
 
     def hear(self) -> Message:
-        """Wait for the next message; raises PeerLost or DeadlineExceeded."""
-        head, _ = self._channel.receive()
+        """Wait for the next message; raises PeerLost when the coordinator is gone.
+
+        There is no deadline here: who keeps others waiting is the supervisor's to say.
+        """
+        head, _ = self._channel.receive(patient=True)
         return from_plain(head)
 
     def close(self) -> None:

@@ -68,13 +68,17 @@ class Group:
         self.size = size
         self._members = members
         """None is everybody."""
+        self._timeout: datetime.timedelta | None = None
         self._divided: dict[tuple[tuple[int, ...], ...], Group] = {}
 
     def divide(self, groups: tuple[tuple[int, ...], ...]) -> Group:
         """This worker's part of a division into groups; every worker must ask for the same."""
         if groups not in self._divided:
             # torch wants every process to take part in making every group, in one order.
-            made = [dist.new_group(list(g)) if len(g) > 1 else None for g in groups]
+            made = [
+                dist.new_group(list(g), timeout=self._timeout) if len(g) > 1 else None
+                for g in groups
+            ]
             mine = next(i for i, g in enumerate(groups) if self.rank in g)
             self._divided[groups] = Group(self.rank, len(groups[mine]), made[mine])
         return self._divided[groups]
@@ -98,7 +102,9 @@ class Group:
                 world_size=size,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
-        return cls(rank, size)
+        group = cls(rank, size)
+        group._timeout = datetime.timedelta(seconds=timeout_s)
+        return group
 
     def sum_async(self, tensor: torch.Tensor) -> dist.Work | None:
         """Begin summing in place over all workers; `wait()` on what comes back."""
@@ -126,6 +132,11 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
             dist.broadcast(tensor, source, group=self._members)
+
+    def meet(self) -> None:
+        """Wait until everybody is here."""
+        if self.size > 1:
+            dist.barrier(group=self._members)
 
     def leave(self) -> None:
         if self.size > 1:

@@ -75,9 +75,12 @@ class FlatLayout:
             while start < count:
                 shard = min(used - 1, int((offset + start * item) / goal))
                 stop = count
-                if elementwise and shard < used - 1:
+                while elementwise and shard < used - 1:
                     until = int(((shard + 1) * goal - offset) / item) // ALIGN_BYTES * ALIGN_BYTES
-                    stop = min(count, max(until, start + 1))
+                    if until > start:
+                        stop = min(count, until)
+                        break
+                    shard += 1  # What is left of this shard is less than a line of cache.
                 pieces[shard].append(
                     Slice(index, start, stop, offset + start * item, (stop - start) * item)
                 )

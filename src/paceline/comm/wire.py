@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import select
 import socket
 import struct
 import time
@@ -142,12 +143,18 @@ class Channel:
             self._send_all(part)
         self.bytes_sent += total
 
-    def receive(self, *, max_body: int = 0) -> tuple[Any, bytearray]:
-        head, body_bytes = self.receive_head(max_body=max_body)
+    def receive(self, *, max_body: int = 0, patient: bool = False) -> tuple[Any, bytearray]:
+        head, body_bytes = self.receive_head(max_body=max_body, patient=patient)
         return head, self._receive(body_bytes)
 
-    def receive_head(self, *, max_body: int) -> tuple[Any, int]:
-        """The head, and how many body bytes must be fetched next with `receive_into`."""
+    def receive_head(self, *, max_body: int, patient: bool = False) -> tuple[Any, int]:
+        """The head, and how many body bytes must be fetched next with `receive_into`.
+
+        `patient` is for a side that is merely idle: nothing need come until it is asked for, so
+        the deadline counts only from the first byte. A peer that goes away still ends the wait.
+        """
+        if patient:
+            select.select([self._sock], [], [])
         head_bytes, body_bytes = unpack_header(bytes(self._receive(HEADER.size)), max_body)
         return unpack_head(self._receive(head_bytes)), body_bytes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.comm.wire import (
+    GREET_TIMEOUT_S,
     GREETING,
     HEADER,
     PROOF_BYTES,
@@ -85,6 +86,13 @@ class Peer(asyncio.Protocol):
         self._address = str((transport.get_extra_info("peername") or "?")[0])
         greeting, self._mine = make_greeting()
         transport.write(greeting)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(GREET_TIMEOUT_S, self._drop_stranger)
+
+    def _drop_stranger(self) -> None:
+        if self.who is None:
+            self._hub.on_refused(f"{self._address}: it did not introduce itself")
+            self.drop()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -96,6 +104,7 @@ class Peer(asyncio.Protocol):
             self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
         # A refused second member of the same name must not take the first one with it.
         if self.who is not None and self._hub.members.get(self.who) is self:
             del self._hub.members[self.who]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -185,6 +186,7 @@ def _run(
     elif options.resume:
         checkpoint, memory = find_checkpoint(folder, facts)
     folder.prepare(force=options.force, resume=options.resume)
+    earlier = folder.config.read_bytes() if options.resume else None
     if memory is not None:
         started_wall_s -= float(memory["elapsed_s"])
     config = {
@@ -229,11 +231,16 @@ def _run(
         return await supervisor.run()
 
     outcome = run_async(supervise)
-    if outcome.usage and fresh and outcome.coordinator.history.samples == 0:
+    trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
+    if outcome.usage and trained == 0 and (fresh or earlier is not None):
         # The user's mistake, found before the first step: nothing half-written stays behind.
         writer.close()
-        folder.clear()
-        options.out.rmdir()
+        if earlier is not None:
+            folder.config.write_bytes(earlier)
+        else:
+            folder.clear()
+            with contextlib.suppress(OSError):
+                options.out.rmdir()
         raise UsageError(outcome.error)
     keeper.ended(outcome.status, outcome.error, outcome.seconds)
     writer.close()

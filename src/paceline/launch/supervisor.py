@@ -11,6 +11,7 @@ import secrets
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
@@ -92,6 +93,7 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._gone: set[str] = set()
         self._end: End | None = None
+        self._finished: set[str] = set()
         self._ended = asyncio.Event()
         self._logs: dict[str, IO[str]] = {}
         self._stacks: dict[str, list[str]] = {}
@@ -167,9 +169,19 @@ class Supervisor:
                 Failure(who, text, weight, message.blame == "usage", details=message.traceback)
             )
             return
-        self._carry_out(self._coordinator.handle(message, self._now()))
-        if not isinstance(message, Finished):
+        if isinstance(message, Finished):
+            self._finished.add(who)
+        try:
+            self._carry_out(self._coordinator.handle(message, self._now()))
             self._show_progress()
+        except Exception as error:
+            # Our own fault, or a full disk: no worker must be blamed for it.
+            self._fail_here(error)
+
+    def _fail_here(self, error: Exception) -> None:
+        text = f"the supervisor failed: {type(error).__name__}: {error}"
+        details = "" if isinstance(error, OSError) else traceback.format_exc()
+        self._fail(Failure("supervisor", text, 2, details=details))
 
     def _on_gone(self, who: str) -> None:
         self._gone.add(who)
@@ -207,7 +219,10 @@ class Supervisor:
             self._stacks_open.discard(who)
         elif who in self._stacks_open:
             self._stacks[who].append(line)
-        self._log(who, line)
+        try:
+            self._log(who, line)
+        except OSError as error:
+            self._fail_here(error)
         if self._show_output:
             self._show("output", {"who": who, "line": line})
 
@@ -257,8 +272,8 @@ class Supervisor:
 
     async def _watch(self, process: Process) -> None:
         how = await process.wait()
-        if self._ended.is_set():
-            return
+        if self._ended.is_set() or (how is None and process.who in self._finished):
+            return  # Done before the others: worker 0 may still be saving the model.
         # Its last words may still be on their way through the control connection.
         await asyncio.sleep(0.1)
         told = [f for f in self._failures if f.who == process.who]

@@ -60,11 +60,11 @@ def tune(
         raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
     if not 0 <= tolerance < 1:
         raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
-    _check_same_job(options.out, resolved, first, second)
+    _check_same_job(options, resolved, first, second)
     job = _keeping_checkpoints(job)
     search = _Search(job, resolved.epochs, first, second, options, tell)
     whole = search.probe(resolved.epochs)
-    if whole.val_acc is None:
+    if whole.status != "done" or whole.val_acc is None:
         raise UsageError(f"the run under {first} ended {whole.status}: nothing to compare with")
     least = whole.val_acc - tolerance
     low, high = 0, resolved.epochs
@@ -94,9 +94,18 @@ def tune(
     return result
 
 
-def _check_same_job(folder: Path, job: Job, first: Strategy, second: Strategy) -> None:
-    """Probes of another job must not be taken for this one's."""
-    asked = json.loads(json.dumps({**job.describe(), "first": str(first), "second": str(second)}))
+def _check_same_job(options: RunOptions, job: Job, first: Strategy, second: Strategy) -> None:
+    """Probes of another job, or on other workers, must not be taken for this one's."""
+    folder = options.out
+    facts = {
+        **job.describe(),
+        "first": str(first),
+        "second": str(second),
+        "workers": options.workers,
+        "threads": options.threads_each,
+        "troubles": [t.to_plain() for t in options.troubles],
+    }
+    asked = json.loads(json.dumps(facts))
     stored = folder / "asked.json"
     if stored.exists():
         before = json.loads(stored.read_text(encoding="utf-8"))

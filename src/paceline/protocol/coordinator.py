@@ -205,10 +205,19 @@ class Coordinator:
         except SpecError as error:
             self._end("failed", str(error), usage=True)
             return
+        position = history.samples - history.epoch * ready.samples
+        if not 0 <= position <= ready.samples:
+            self._end(
+                "failed",
+                f"the checkpoint was made after {history.samples} samples in {history.epoch} "
+                f"epochs, which does not fit {ready.samples} samples an epoch: the data changed",
+                usage=True,
+            )
+            return
         ledger = Ledger(
             ready.samples,
             epoch=history.epoch,
-            position=history.samples - history.epoch * ready.samples,
+            position=position,
         )
         last_saved = history.samples
         self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)

@@ -149,7 +149,7 @@ class AutoPolicy:
     def gain(self, history: History, windows: list[Window]) -> float:
         """One minus the first strategy's rate over the second's, real or predicted."""
         now = sum(w.rate for w in windows) / len(windows)
-        real = [w for w in history.pulse.windows if w.phase == SECOND]
+        real = history.pulse.of_phase(SECOND)
         if real:
             other = sum(w.rate for w in real[-self.WINDOWS :]) / len(real[-self.WINDOWS :])
         else:
@@ -180,7 +180,7 @@ class AutoPolicy:
 
     def _consider_going_back(self, history: History) -> Decision | None:
         windows = history.pulse.latest(SECOND, self.WINDOWS)
-        before = [w for w in history.pulse.windows if w.phase == FIRST][-self.WINDOWS :]
+        before = history.pulse.of_phase(FIRST)[-self.WINDOWS :]
         if len(windows) < self.WINDOWS or not before:
             return None
         losses = [w.loss for w in windows], [w.loss for w in before]

@@ -9,6 +9,7 @@ from paceline.protocol.messages import Measured
 
 WINDOW_S = 1.0
 KEEP_WINDOWS = 256
+KEEP_OF_PHASE = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=KEEP_WINDOWS)
+        self._by_phase: dict[int, deque[Window]] = {}
         self.noise = Noise()
         self._began: float | None = None
         self._spent_s = 0.0
@@ -114,7 +116,7 @@ class Pulse:
         if now - self._began < WINDOW_S or not heard:
             return False
         total = sum(self._samples)
-        self.windows.append(
+        self.remember(
             Window(
                 phase=self._phase,
                 began=self._began,
@@ -129,6 +131,14 @@ class Pulse:
         )
         self._open(now)
         return True
+
+    def remember(self, window: Window) -> None:
+        self.windows.append(window)
+        self._by_phase.setdefault(window.phase, deque(maxlen=KEEP_OF_PHASE)).append(window)
+
+    def of_phase(self, phase: int) -> list[Window]:
+        """The newest few windows of a phase, in force or not, however long ago."""
+        return list(self._by_phase.get(phase, ()))
 
     def latest(self, phase: int, count: int) -> list[Window]:
         """The newest `count` windows of a phase that is in force now; fewer if it is young."""

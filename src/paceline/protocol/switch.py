@@ -51,7 +51,7 @@ class AtPoints:
         phase = sum(history.samples >= p for p in self._points)
         if phase == history.phase:
             return None
-        return Decision(phase, self._names[phase - 1])
+        return Decision(phase, self._names[phase - 1] if phase else "before the first point")
 
 
 def place_points(

@@ -56,7 +56,6 @@ class Int8(Codec):
     """255 even steps between the largest magnitudes of each `chunk` elements."""
 
     word: ClassVar[str] = "int8"
-    weights_too: ClassVar[bool] = False
     chunk: int = option(integer(1), 1024)
 
     def __post_init__(self) -> None:

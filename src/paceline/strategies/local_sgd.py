@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from paceline.comm.broadcast import collect_sections
 from paceline.comm.group import Group
 from paceline.errors import PeerLost, StateError
 from paceline.specs.strategy import DiLoCo, LocalSgd
@@ -77,12 +78,19 @@ class LocalRunner(Runner):
                     target.copy_(part.view_as(target))
 
     def export_state(self) -> Section:
-        """Slots are averaged with equal weight: each worker has taken the same number of steps."""
+        """Slots are averaged with equal weight over the workers that have them."""
         section = capture(self.replica.model, self.replica.optimizer)
-        for key in sorted(k for k in section.tensors if k.startswith("slots/")):
-            mean = section.tensors[key].detach().clone()
-            if mean.is_floating_point() and self.around.size > 1:
-                mean /= self.around.size
+        mine = {k: v for k, v in section.tensors.items() if k.startswith("slots/")}
+        # A parameter that only some workers' samples use has slots only there.
+        held = Section(plain={k: [list(v.shape), str(v.dtype)] for k, v in mine.items()})
+        every = [s.plain for s in collect_sections(held, self.around.group)]
+        for key in sorted({key for held_by in every for key in held_by}):
+            having = [held_by[key] for held_by in every if key in held_by]
+            shape, dtype = having[0]
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            mean = mine[key].detach().clone() if key in mine else torch.zeros(shape, dtype=kind)
+            if mean.is_floating_point():
+                mean /= len(having)
                 self.around.group.sum(mean)
             section.tensors[key] = mean
         return section

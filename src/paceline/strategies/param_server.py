@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
 from paceline.comm.shards import ELEMENTWISE, FlatLayout, Shard, as_memory
 from paceline.comm.wire import MAX_BODY, Channel
-from paceline.errors import PeerLost, UsageError, WireError
-from paceline.protocol.messages import Pushed
+from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
+from paceline.protocol.messages import Failing, Pushed
 from paceline.specs.codec import PowerSgd
 from paceline.specs.strategy import ParameterServer
 from paceline.state import Section, load_weights, persistent_buffers, put_slot, slots_by_parameter
@@ -28,6 +29,11 @@ class ParameterServerRunner(Runner):
         optimizer = self.replica.optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates the loss several times a step: ps cannot run it")
+        if type(optimizer).__module__ == "__main__":
+            raise UsageError(
+                f"{type(optimizer).__name__} is defined in the script itself: "
+                "put it into a module of its own, so that servers can import it"
+            )
         self._names = [name for name, _ in self.replica.trained]
         self._parameters = [p for _, p in self.replica.trained]
         self._layout = FlatLayout(
@@ -100,12 +106,19 @@ class ParameterServerRunner(Runner):
         groups = hyper_parameters(self.replica.optimizer)
 
         def exchange() -> None:
-            self._handle += 1
-            self._push(missing, groups)
-            self._tell(work, base)
-            # A buffered gradient may wait long for its update: then take what is there.
-            mine = None if self._spec.sync.aggregates else (self.around.rank, self._handle)
-            self._fetch(0, after=mine)
+            try:
+                self._handle += 1
+                self._push(missing, groups)
+                self._tell(work, base)
+                # A buffered gradient may wait long for its update: then take what is there.
+                mine = None if self._spec.sync.aggregates else (self.around.rank, self._handle)
+                self._fetch(0, after=mine)
+            except Exception as error:
+                # The loop may be waiting for work and would not notice.
+                blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
+                who, trace = f"worker-{self.around.rank}", traceback.format_exc()
+                self.around.control.tell(Failing(who, str(error), trace, blame))
+                raise
 
         self._in_flight = self._background.submit(exchange)
 
@@ -244,10 +257,12 @@ class ParameterServerRunner(Runner):
             dtype = _dtype_name(parameter)
             offset = piece.offset - shard.lo
             name = self._names[piece.parameter]
-            pieces.append([name, offset, piece.nbytes, dtype, group_of[parameter]])
+            whole = piece.stop - piece.start == parameter.numel()
+            shape = list(parameter.shape) if whole else [piece.stop - piece.start]
+            pieces.append([name, offset, piece.nbytes, dtype, group_of[parameter], shape])
             for slot, value in slots.get(name, {}).items():
                 part = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-                if part.shape == parameter.shape and part.dim() > 0:
+                if part.shape == parameter.shape and not whole:
                     part = part.reshape(-1)[piece.start : piece.stop]
                 part = part.contiguous()
                 size = part.numel() * part.element_size()
@@ -335,7 +350,8 @@ class ParameterServerRunner(Runner):
             name, parameter = self.replica.trained[piece.parameter]
             value = body[at : at + nbytes].clone().view(getattr(torch, dtype)).reshape(shape)
             at += nbytes
-            if value.numel() == piece.stop - piece.start and value.dim() > 0:
+            part = piece.stop - piece.start
+            if part < parameter.numel() and value.numel() == part and value.dim() > 0:
                 # A part of a slot as large as its parameter: put it into its place.
                 key = f"slots/{name}/{slot}"
                 if key not in section.tensors:

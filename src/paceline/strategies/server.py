@@ -2,7 +2,7 @@
 
 One thread a worker's connection receives gradients and answers pulls; orders come over the
 control connection. Whatever the shard says is carried out under one lock, by whichever thread
-brought the event. A worker or coordinator that goes away ends the process.
+brought the event. A worker that goes away ends its thread, a coordinator the process.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Store:
         self._spare = []
         self.pieces = []
         members: list[list[torch.nn.Parameter]] = [[] for _ in head["groups"]]
-        for name, offset, size, dtype, group in head["pieces"]:
+        for name, offset, size, dtype, group, shape in head["pieces"]:
             view = self.weights[offset : offset + size].view(getattr(torch, dtype))
-            parameter = torch.nn.Parameter(view)
+            parameter = torch.nn.Parameter(view.view(shape))
             self.pieces.append(Piece(name, offset, size, parameter))
             members[group].append(parameter)
         self.optimizer = make_optimizer(head["optimizer"], head["groups"], members)
@@ -175,8 +175,10 @@ def make_optimizer(
         return None
     module, name = reference.split(":")
     cls = getattr(importlib.import_module(module), name)
-    optimizer = cls(filled, lr=groups[0]["lr"])
-    assert isinstance(optimizer, torch.optim.Optimizer)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise WireError(f"{reference} is no optimizer")
+    made: Any = cls
+    optimizer: torch.optim.Optimizer = made(filled, lr=groups[0]["lr"])
     return optimizer
 
 
@@ -200,7 +202,6 @@ class Server:
         self._changed = threading.Condition()
         self._answered: set[int] = set()
         self._next_ticket = 0
-        self._broken: str | None = None
         self._listener = socket.create_server((host, 0))
 
     def run(self) -> None:
@@ -249,7 +250,7 @@ class Server:
         """One worker's connection, until it closes."""
         try:
             while True:
-                head, body_bytes = channel.receive_head(max_body=MAX_BODY)
+                head, body_bytes = channel.receive_head(max_body=MAX_BODY, patient=True)
                 self._answer(channel, head, body_bytes)
         except (PeerLost, DeadlineExceeded):
             channel.close()

@@ -61,7 +61,7 @@ class PhaseBegan(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
-    """Totals so far, about once a second (run.jsonl)."""
+    """Totals so far, about twice a second (run.jsonl)."""
 
     kind: ClassVar[str] = "progress"
     epoch: int

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.comm.broadcast import collect_sections
-from paceline.errors import Diverged, PacelineError
+from paceline.errors import Diverged, PacelineError, UsageError
 from paceline.protocol.messages import (
     Advanced,
     Diverging,
@@ -117,6 +117,8 @@ class Agent:
         self.troubles: tuple[Trouble, ...] = ()
         self.samples_per_epoch = 1
         self.finished = False
+        self._between_epochs = False
+        self._strategy_text = ""
 
     # ---- the loop's side ----------------------------------------------------------------------
 
@@ -132,7 +134,9 @@ class Agent:
                 self._recorder.note_staleness(message.staleness)
                 yield Work(message.lease, self.step, message.version)
             elif isinstance(message, EpochOver):
+                self._between_epochs = True
                 yield message
+                self._between_epochs = False
                 self._control.tell(Onward(self._rank, more=True))
             else:
                 self._see_to(message)
@@ -141,9 +145,13 @@ class Agent:
         """A user's own loop is over: say so, and see the run to its end."""
         if self.finished:
             return
+        if not self._between_epochs:
+            raise UsageError(
+                "the loop ended in the middle of an epoch: iterate the loader to its end"
+            )
         self._control.tell(Onward(self._rank, more=False))
         for _ in self.work():
-            raise PacelineError("the loop ended in the middle of an epoch: iterate to its end")
+            raise PacelineError("work was handed out after the loop had ended")
 
     def begin(self, work: Work) -> None:
         """Weights are made ready; the forward pass comes next."""
@@ -264,20 +272,30 @@ class Agent:
             self._carried = self._own
         if self._runner is not None:
             self._state = self._runner.export_state()
+            # A server must not be given new state while somebody still reads the old.
+            self._around.group.meet()
             self._carry()
             self._leave_runner()
-            kept = {k: v for k, v in self._carried.tensors.items() if not k.startswith(INNER)}
-            self._carried = Section(kept)
+            self._forget_inner()
         assert self._state is not None
         self._around.servers = message.servers
         self._around.groups = message.groups
         self._runner = make_runner(self._phases[message.phase], self._around)
         self._runner.import_state(self._state)
+        strategy = str(self._phases[message.phase])
+        if self._carried.plain.get("strategy", strategy) != strategy:
+            self._forget_inner()  # A checkpoint of another strategy.
         self._runner.import_own(self._carried)
+        self._forget_inner()
+        self._strategy_text = strategy
         self._state = self._own = None
         if message.switching:
             self._entered_at = began
         self._control.tell(Entered(self._rank))
+
+    def _forget_inner(self) -> None:
+        kept = {k: v for k, v in self._carried.tensors.items() if not k.startswith(INNER)}
+        self._carried = Section(kept)
 
     def _settle(self, version: int) -> None:
         """Bring this replica to the newest weights; all replicas are equal afterwards."""
@@ -309,7 +327,8 @@ class Agent:
         shared.plain["coordinator"] = message.memory
         shared.plain["layout"] = self._around.replica.layout
         self._carry()
-        own = Section(dict(self._carried.tensors), {"step": self.step})
+        facts = {"step": self.step, "strategy": self._strategy_text}
+        own = Section(dict(self._carried.tensors), facts)
         own.tensors["rng/torch"] = torch.get_rng_state()
         sections = collect_sections(own, self._around.group)
         path = ""

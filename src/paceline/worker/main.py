@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import subprocess
 import sys
 import threading
 import traceback
@@ -17,6 +18,8 @@ from paceline.worker.spawn import start_child
 
 STACKS_BEGIN = "--- stacks of "
 STACKS_END = "--- end of stacks of "
+_children: list[subprocess.Popen[bytes]] = []
+"""This worker's servers: they end when the pipes kept here are closed."""
 MARGIN_S = 30.0
 """Waits inside a process outlast the supervisor's deadline, so that it can name the culprit."""
 
@@ -74,7 +77,7 @@ def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: 
     # Servers are this worker's children: they start while torch is being imported here.
     for index in assignment.servers:
         changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
-        start_child(assignment.model_copy(update={**changes, "servers": ()}))
+        _children.append(start_child(assignment.model_copy(update={**changes, "servers": ()})))
     from paceline.worker.session import run_job, run_script
 
     if assignment.script is not None:

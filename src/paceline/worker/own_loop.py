@@ -120,6 +120,8 @@ class LeasedLoader:
         return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._work is not None:
+            raise UsageError("a batch was taken but optimizer.step() was not called for it")
         for work in self._stream:
             if isinstance(work, EpochOver):
                 return

@@ -120,7 +120,7 @@ class Session:
             around=around,
             state=state,
             duties=duties,
-            recorder=StepRecorder(self._writer, self.clock),
+            recorder=StepRecorder(self._writer, self.clock, self._steps_before(state)),
             stages=self.stages,
         )
         agent.samples_per_epoch = samples
@@ -132,6 +132,11 @@ class Session:
         self.agent = agent
         self.stages.enter(TRAIN)
         return agent
+
+    def _steps_before(self, state: TrainState) -> int:
+        if self.rank >= len(state.workers):
+            return 0
+        return int(state.workers[self.rank].plain["step"])
 
     def share_state(self, around: Surroundings) -> TrainState:
         """The state to begin from: worker 0's, or its checkpoint's, the same on every worker."""
