@@ -183,17 +183,20 @@ class AutoPolicy:
         before = history.pulse.of_phase(FIRST)[-self.WINDOWS :]
         if len(windows) < self.WINDOWS or not before:
             return None
-        losses = [w.loss for w in windows], [w.loss for w in before]
-        if all(loss is not None for side in losses for loss in side):
-            now = sum(losses[0]) / len(windows)  # type: ignore[arg-type]
-            was = sum(losses[1]) / len(before)  # type: ignore[arg-type]
-            if now > self.REGRESSION * was + 0.01:
-                return Decision(FIRST, f"auto: the loss rose from {was:.4g} to {now:.4g}")
+        now, was = _mean_loss(windows), _mean_loss(before)
+        if now is not None and was is not None and now > self.REGRESSION * was + 0.01:
+            return Decision(FIRST, f"auto: the loss rose from {was:.4g} to {now:.4g}")
         fast = sum(w.rate for w in windows) / len(windows)
         slow = sum(w.rate for w in before) / len(before)
         if fast < slow * (1 - self.LEAST_GAIN):
             return Decision(FIRST, f"auto: {fast:.0f} samples/s, slower than {slow:.0f} before")
         return None
+
+
+def _mean_loss(windows: list[Window]) -> float | None:
+    """None where a loop does not tell its loss."""
+    known = [w.loss for w in windows if w.loss is not None]
+    return sum(known) / len(known) if len(known) == len(windows) else None
 
 
 def make_policy(

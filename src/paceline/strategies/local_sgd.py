@@ -8,6 +8,7 @@ average, which is what another strategy takes over.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from paceline.comm.broadcast import collect_sections
 from paceline.comm.group import Group
@@ -120,7 +121,7 @@ class LocalSgdRunner(LocalRunner):
     def __init__(self, spec: LocalSgd, around: Surroundings) -> None:
         super().__init__(around)
         self._spec = spec
-        self._vote: tuple[torch.Tensor, object] | None = None
+        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def _is_due(self) -> bool:
         if self._spec.drift is None:
@@ -158,7 +159,7 @@ class LocalSgdRunner(LocalRunner):
         ballot, work = self._vote
         self._vote = None
         if work is not None:
-            work.wait()  # type: ignore[attr-defined]
+            work.wait()
         return float(ballot)
 
 
