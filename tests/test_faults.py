@@ -301,3 +301,25 @@ def test_file_size_limit_is_one_line(start_cli: StartCli, tmp_path: Path) -> Non
     args = ("--model", "mlp-300-100", "--epochs", 3, "--out", out, "--quiet")
     finished = start_cli("train", *args, preexec=limit).wait(60)
     assert_no_room(finished, out, "File too large")
+
+
+def test_auto_undoes_a_switch_that_spoils_the_weights(run_cli: RunCli, tmp_path: Path) -> None:
+    """At 400 times the learning rate the servers' strategy diverges within a few updates."""
+    strategy = "switch(allreduce, ps(lr_scale=400), when=auto)"
+    done = run_cli(
+        *("train", "--out", tmp_path / "run", "--strategy", strategy, "--workers", 2),
+        *("--model", "resnet8", "--batch", 64, "--epochs", 12, "--slow", "worker=1,factor=8"),
+        *("--checkpoint-every", "never", "--quiet"),
+    )
+    assert done.code == 0, done.stderr
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "done"
+    there, back = result["switches"][:2]
+    assert (there["to"], back["to"]) == ("ps(lr_scale=400)", "allreduce")
+    assert back["cause"] in ("diverged", "regressed")
+    assert "the weights before" in back["reason"]
+    assert result["test_acc"] > 0.9
+    causes = [d["cause"] for d in result["decisions"]]
+    assert "failed before" in causes  # no second attempt at this learning rate
+    assert len(result["switches"]) == 2
+    assert result["samples"] == 12 * result["history"][0]["samples"]

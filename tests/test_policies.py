@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import SpecError
+from paceline.protocol.auto import AutoPolicy, Horizon
 from paceline.protocol.history import History
 from paceline.protocol.messages import Measured
-from paceline.protocol.policies import AutoPolicy, Horizon, make_policy
+from paceline.protocol.policies import make_policy
 from paceline.protocol.pulse import Noise, Pulse, Window, find_straggler
 from paceline.specs.schedule import Schedule, read_schedule
 from paceline.specs.strategy import read_strategy
@@ -29,6 +31,7 @@ def window(phase: int = 0, speeds: Any = CALM, rate: float = 300.0, **changes: A
 def policy_of(text: str, schedule: str = "constant", epochs: int | None = 10) -> Any:
     return make_policy(
         read_strategy(text),
+        workers=4,
         samples_per_epoch=1000,
         epochs=epochs,
         batch=100,
@@ -167,22 +170,55 @@ def auto(schedule: str = "constant") -> AutoPolicy:
     return AutoPolicy(Horizon(1000, 10_000, 100, read))
 
 
+def choose(policy: AutoPolicy, history: History) -> str | None:
+    """The cause of what the policy says, marked where it says to change."""
+    decision = policy.decide(history)
+    if decision is None:
+        return None
+    return f"{'' if decision.phase == history.phase else '-> '}{decision.cause}"
+
+
 def test_auto_stays_where_nothing_is_to_be_gained() -> None:
     # Four workers at 100 each and an exchange of a tenth: 364 would be possible, 360 are there.
-    assert auto().decide(history_of(9000, [window(rate=360)] * 3)) is None
+    decision = auto().decide(history_of(9000, [window(rate=360)] * 3))
+    assert decision is not None
+    assert (decision.phase, decision.cause) == (0, "no gain")
+    assert decision.figures["gain"] == pytest.approx(0.01, abs=1e-6)
+    assert "would save 1 %" in decision.reason
 
 
 def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
-    policy = auto()
     windows = [window(speeds=LAGGING, rate=120)] * 3
-    assert policy.decide(history_of(2000, windows)) is None
-    decision = policy.decide(history_of(5000, windows))
+    assert choose(auto(), history_of(500, windows)) == "too early"
+    decision = auto().decide(history_of(5000, windows))
     assert decision is not None
-    assert decision.phase == 1
+    assert (decision.phase, decision.keep) == (1, True)
     assert "would save 60 %" in decision.reason
 
 
-def test_a_lower_rate_and_noisier_gradients_allow_an_earlier_switch() -> None:
+def test_auto_probes_once_and_comes_back() -> None:
+    policy, before = auto(), [window(speeds=LAGGING, rate=120)] * 3
+    assert choose(policy, history_of(1500, before)) == "-> probe"
+    there = [window(1, rate=290, loss=0.9)] * 2
+    assert choose(policy, history_of(2000, before + there[:1], phase=1)) is None
+    assert choose(policy, history_of(2000, before + there, phase=1)) == "-> probed"
+    switches = [{"samples": 2000, "cause": "probed"}]
+    after = history_of(3000, before + there + before, switches=switches)
+    assert choose(policy, after) == "too early"
+    again = policy.decide(history_of(4400, before + there + before, switches=switches))
+    assert again is not None
+    assert (again.phase, again.cause, again.figures["other_rate"]) == (1, "gain", 290.0)
+
+
+def test_a_probe_must_be_worth_its_seconds() -> None:
+    windows = [window(speeds=LAGGING, rate=1200)] * 3
+    slow = [window(speeds=tuple(10 * s for s in LAGGING), rate=1200)] * 3
+    assert choose(auto(), history_of(1500, windows)) == "no gain"
+    # What is left takes 5 s and 60 % of it would be saved: less than three probes of 2 s.
+    assert choose(auto(), history_of(1500, slow)) == "too early"
+
+
+def test_a_lower_rate_noisier_gradients_and_less_staleness_allow_an_earlier_switch() -> None:
     policy, history = auto(), history_of(1000, [])
     assert policy.safe_from(history, 0.0) == 0.5
     assert policy.safe_from(history, 0.5) == pytest.approx(0.4)
@@ -190,28 +226,40 @@ def test_a_lower_rate_and_noisier_gradients_allow_an_earlier_switch() -> None:
     assert policy.safe_from(history, 0.0) == pytest.approx(0.5 / 1.5)
     dropped = auto("milestones(1)")
     assert dropped.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.1**0.5)
+    two = AutoPolicy(Horizon(1000, 10_000, 100, read_schedule("constant"), staleness=1.0))
+    assert two.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.25**0.25)
+    # Measured staleness takes the place of the expected one.
+    ran = history_of(1000, [window(1)], staleness=Counter({0: 1, 2: 1}))
+    assert auto().safe_from(ran, 0.0) == pytest.approx(0.5 * 0.25**0.25)
 
 
-def test_auto_goes_back_when_the_loss_rises_and_then_holds() -> None:
-    policy = auto()
+def test_auto_goes_back_when_the_loss_rises_and_tries_again_at_half_the_rate() -> None:
+    policy = auto("milestones(8)")
     before = [window(0, loss=1.0, rate=120, speeds=LAGGING)] * 3
     fine = [window(1, loss=0.9, rate=300)] * 3
     bad = [window(1, loss=1.5, rate=300)] * 3
-    assert policy.decide(history_of(6000, before + fine, phase=1)) is None
+    assert choose(policy, history_of(6000, before + fine, phase=1)) == "holds"
     back = policy.decide(history_of(6000, before + bad, phase=1))
     assert back is not None
-    assert back.phase == 0
+    assert (back.phase, back.restore) == (0, True)
     assert "the loss rose from 1 to 1.5" in back.reason
-    switches = [{"samples": 6000, "from": "ps", "to": "allreduce"}]
-    assert policy.decide(history_of(6500, before, switches=switches)) is None
-    assert policy.decide(history_of(7600, before, switches=switches)) is not None
+    spoilt = [window(1, loss=float("nan"), rate=300)] * 3
+    assert choose(policy, history_of(6000, before + spoilt, phase=1)) == "-> regressed"
+    switches = [{"samples": 5000, "cause": "regressed"}]
+    assert choose(policy, history_of(7600, before, switches=switches)) == "failed before"
+    assert choose(policy, history_of(8000, before, switches=switches)) == "-> gain"
 
 
-def test_auto_goes_back_when_it_is_no_faster_there() -> None:
+def test_auto_goes_back_when_it_is_no_faster_there_and_then_holds() -> None:
     before, now = [window(0, rate=300)] * 3, [window(1, rate=200)] * 3
     back = auto().decide(history_of(6000, before + now, phase=1))
     assert back is not None
-    assert "slower than 300 before" in back.reason
+    assert (back.phase, back.restore) == (0, False)
+    assert "200 samples/s, 300 before" in back.reason
+    slow = [window(speeds=LAGGING, rate=120)] * 3
+    switches = [{"samples": 6000, "cause": "slower"}]
+    assert choose(auto(), history_of(6500, slow, switches=switches)) == "on hold"
+    assert choose(auto(), history_of(7600, slow, switches=switches)) == "-> gain"
 
 
 # ---- bad input --------------------------------------------------------------------------------

@@ -410,7 +410,12 @@ STRATEGIES = [
 def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
     try:
         make_policy(
-            spec, samples_per_epoch=samples, epochs=epochs, batch=batch, schedule=Constant()
+            spec,
+            workers=3,
+            samples_per_epoch=samples,
+            epochs=epochs,
+            batch=batch,
+            schedule=Constant(),
         )
     except SpecError:
         return False
@@ -429,13 +434,19 @@ def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
 def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(SpecError, match=complaint):
         make_policy(
-            read_strategy(text), samples_per_epoch=95, epochs=1, batch=10, schedule=Constant()
+            read_strategy(text),
+            workers=3,
+            samples_per_epoch=95,
+            epochs=1,
+            batch=10,
+            schedule=Constant(),
         )
 
 
 def test_a_point_inside_a_batch_moves_to_its_end() -> None:
     policy = make_policy(
         read_strategy("switch(allreduce, ps, at=48%)"),
+        workers=3,
         samples_per_epoch=95,
         epochs=2,
         batch=10,

@@ -10,6 +10,7 @@ sections those that find their worker again are restored, further workers start 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -77,6 +78,12 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous tensors that share no storage, as the file format wants them."""
     return {k: v.detach().contiguous().clone() for k, v in tensors.items()}
+
+
+def copy_section(section: Section) -> Section:
+    """A copy that later training does not touch."""
+    tensors = {name: tensor.clone() for name, tensor in section.tensors.items()}
+    return Section(tensors, copy.deepcopy(section.plain))
 
 
 def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Section:

@@ -47,6 +47,9 @@ from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.strategy import Grouped, Single, Strategy
 from paceline.specs.until import Until
 
+MOST_DECISIONS = 500
+"""Beyond so many, decisions to stay are no longer written down."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -109,6 +112,8 @@ class Coordinator:
         self._policy: Policy = Stay()
         self._probed: tuple[float, ...] = ()
         self._decision: Decision | None = None
+        self._fallback: int | None = None
+        """The phase whose state the workers keep, while a switch is on trial."""
         self._ended = False
         self._script = self._conduct()
         next(self._script)
@@ -128,7 +133,7 @@ class Coordinator:
             assert self._pace is not None
             self._actions.extend(self._pace.on_report(event, now))
         elif isinstance(event, Diverging):
-            self._end("diverged", self._describe_divergence(event))
+            self._on_diverging(event)
         elif isinstance(event, Resumed):
             self._on_resumed(event)
         elif isinstance(event, ServerReady):
@@ -167,16 +172,52 @@ class Coordinator:
 
     def _follow(self, decision: Decision | None, pace: Pace) -> None:
         """A rule has decided in the middle of a stretch of work."""
+        decision = self._record(decision)
         if decision is None:
             return
         if decision.leave_out is not None:
             pace.leave_out(decision.leave_out)
             self.history.left_out.add(decision.leave_out)
             self.history.pulse.leave_out(decision.leave_out)
-            self._note("decision", reason=decision.reason, samples=self.history.samples)
-        elif decision.phase != self.history.phase:
+        else:
             self._decision = decision
             pace.cut_short()
+
+    def _record(self, decision: Decision | None) -> Decision | None:
+        """Write a decision down; what comes back is there to be carried out."""
+        if decision is None:
+            return None
+        history = self.history
+        stays = decision.phase == history.phase and decision.leave_out is None
+        last = history.decisions[-1]["cause"] if history.decisions else None
+        # A rule that stays says so at every window: once is enough.
+        if not stays or (decision.cause != last and len(history.decisions) < MOST_DECISIONS):
+            row = {
+                "samples": history.samples,
+                "seconds": self._now,
+                "strategy": str(self._strategy()),
+                "chosen": str(self.plan.strategy.phases[decision.phase]),
+                "cause": decision.cause,
+                "reason": decision.reason,
+                "figures": dict(decision.figures),
+            }
+            history.decisions.append(row)
+            self._note("decision", row=row)
+        return None if stays else decision
+
+    def _on_diverging(self, event: Diverging) -> None:
+        reason = self._describe_divergence(event)
+        pace = self._pace
+        if self._fallback is None or pace is None or pace.drained:
+            self._end("diverged", reason)
+        elif self._decision is None or not self._decision.restore:
+            self._follow(self._give_up(reason), pace)
+
+    def _give_up(self, reason: str) -> Decision:
+        """The strategy on trial has spoilt the weights."""
+        assert self._fallback is not None
+        reason = f"{reason.partition(': lower')[0]}: goes on from the weights before the switch"
+        return Decision(self._fallback, reason, "diverged", restore=True)
 
     # ---- the sequence of a run ----------------------------------------------------------------
 
@@ -197,6 +238,7 @@ class Coordinator:
         try:
             policy = self._policy = make_policy(
                 self.plan.strategy,
+                workers=self.plan.workers,
                 samples_per_epoch=ready.samples,
                 epochs=ready.epochs,
                 batch=ready.batch,
@@ -222,7 +264,7 @@ class Coordinator:
         last_saved = history.samples
         self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
         # A run resumed right at a switch point switches now.
-        yield from self._enter(ready, ledger, policy.decide(history))
+        yield from self._enter(ready, ledger, self._record(policy.decide(history)))
 
         while True:
             stop = self._next_stop(ready, ledger, policy.next_stop(history), last_saved)
@@ -237,6 +279,10 @@ class Coordinator:
                     return
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
+            if self._decision is not None and self._decision.restore:
+                # At once: what there is now must not become a checkpoint or the result.
+                yield from self._enter(ready, ledger, self._decision)
+                self._decision = None
             reason = self._why_finished(ready) if epoch_ended else None
             if self._checkpoint_due(ready, epoch_ended, last_saved, reason):
                 yield from self._save()
@@ -251,7 +297,8 @@ class Coordinator:
                 if not wishes[0].more:
                     reason = "the loop ended"
                     break
-            decision, self._decision = self._decision or policy.decide(history), None
+            decision = self._decision or self._record(policy.decide(history))
+            self._decision = None
             if decision is not None and decision.phase != history.phase:
                 yield from self._enter(ready, ledger, decision)
         yield from self._finish(ready, reason)
@@ -276,7 +323,7 @@ class Coordinator:
     def _enter(self, ready: Ready, ledger: Ledger, decision: Decision | None) -> _Script:
         """Bring the strategy of a phase into force on all workers."""
         history = self.history
-        before = self._strategy()
+        before, phase_before = self._strategy(), history.phase
         drain_s = self._pace.drain_s if self._pace is not None else 0.0
         if decision is not None:
             self._flush_switch()
@@ -286,7 +333,12 @@ class Coordinator:
         needed = strategy.servers_for(self.plan.workers)
         servers = tuple(self._servers[i] for i in range(needed))
         groups = self._divide(strategy)
-        yield from self._ask(Enter(history.phase, servers, decision is not None, groups), Entered)
+        keep, restore = False, False
+        if decision is not None:
+            keep, restore = decision.keep, decision.restore and self._fallback is not None
+            self._fallback = phase_before if keep else None
+        question = Enter(history.phase, servers, decision is not None, groups, keep, restore)
+        yield from self._ask(question, Entered)
         self._pace = make_pace(
             strategy,
             groups=groups,
@@ -304,6 +356,7 @@ class Coordinator:
                 "to": str(strategy),
                 "pause_s": 0.0,
                 "drain_s": round(drain_s, 6),
+                "cause": decision.cause,
                 "reason": decision.reason,
             }
             history.switches.append(row)
@@ -342,12 +395,15 @@ class Coordinator:
         self._note("epoch", row=row)
         if row["val_loss"] is not None and not math.isfinite(row["val_loss"]):
             # The last update ruined the weights: they must not become a checkpoint.
-            self._end(
-                "diverged",
+            reason = (
                 f"diverged: the loss is {row['val_loss']} in the validation after epoch "
                 f"{row['epoch']} (step {self.members.last_step(0)} of worker 0): "
-                "lower the learning rate, add warm-up or clip gradients",
+                "lower the learning rate, add warm-up or clip gradients"
             )
+            if self._fallback is None:
+                self._end("diverged", reason)
+            elif self._decision is None or not self._decision.restore:
+                self._decision = self._record(self._give_up(reason))
 
     def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float | None]]:
         parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)

@@ -55,6 +55,8 @@ class History:
     switches: list[dict[str, Any]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     max_lag: int = 0
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    """What rules said, with their figures; staying only where the reason is a new one."""
     phase_samples: dict[int, int] = field(default_factory=dict)
     """Samples trained under each phase so far."""
     left_out: set[int] = field(default_factory=set)
@@ -92,6 +94,7 @@ class History:
             "tally": vars(self.tally).copy(),
             "rows": self.rows,
             "switches": self.switches,
+            "decisions": self.decisions,
             "staleness": [[k, v] for k, v in sorted(self.staleness.items())],
             "max_lag": self.max_lag,
             "phase_samples": [[k, v] for k, v in sorted(self.phase_samples.items())],
@@ -106,4 +109,5 @@ class History:
         values["phase_samples"] = {int(k): int(v) for k, v in values["phase_samples"]}
         values["rows"] = list(values["rows"])
         values["switches"] = list(values["switches"])
+        values["decisions"] = list(values.get("decisions", ()))
         return cls(**values)

@@ -74,6 +74,10 @@ class Enter(Message):
     """False at the start of a run: there is no pause to measure then."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Workers that act as one, where the strategy has such."""
+    keep: bool = False
+    """Keep a copy of the state that is handed over: the switch is a trial."""
+    restore: bool = False
+    """The trial failed: take up that copy in place of the state as it is now."""
 
 
 @dataclass(frozen=True)

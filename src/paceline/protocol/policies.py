@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.errors import SpecError
+from paceline.protocol.auto import FIRST, SECOND, AutoPolicy, Horizon
 from paceline.protocol.history import History
 from paceline.protocol.pulse import Window, find_straggler
 from paceline.protocol.switch import Decision, Policy, Stay, place_points
@@ -12,24 +11,6 @@ from paceline.specs.schedule import Schedule
 from paceline.specs.strategy import Strategy, Switch
 from paceline.specs.text import write
 from paceline.specs.when import Auto, Plateau, Straggler
-
-FIRST, SECOND = 0, 1
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """How long the run is, and which learning rate is in force where."""
-
-    samples_per_epoch: int
-    total: int
-    batch: int
-    schedule: Schedule
-
-    def progress(self, samples: int) -> float:
-        return samples / self.total
-
-    def lr_factor(self, samples: int) -> float:
-        return self.schedule.factor(samples, per_epoch=self.samples_per_epoch, total=self.total)
 
 
 class PlateauPolicy:
@@ -60,6 +41,8 @@ class PlateauPolicy:
             SECOND,
             f"plateau: val_loss improved by {100 * max(gains):.2f} % at most in {rule.patience} "
             f"epochs, below {100 * rule.tolerance:g} %",
+            "plateau",
+            figures={"improvements": gains},
         )
 
 
@@ -83,18 +66,21 @@ class StragglerPolicy:
         if history.samples_under(FIRST) >= self._quota_samples():
             if history.phase == SECOND:
                 return None
-            return Decision(SECOND, f"the first strategy has had its {100 * rule.quota:g} %")
+            return Decision(
+                SECOND, f"the first strategy has had its {100 * rule.quota:g} %", "quota"
+            )
         windows = history.pulse.latest(history.phase, rule.windows)
         if len(windows) < rule.windows:
             return None
         slow = find_straggler(windows, rule.windows)
         if slow is not None and slow not in history.left_out and history.phase == FIRST:
             reason = f"worker {slow} computes {_times_slower(windows[-1], slow):.1f}x slower"
+            figures = {"speeds": windows[-1].speeds}
             if rule.policy == "elastic":
-                return Decision(FIRST, f"{reason}: it sits out", leave_out=slow)
-            return Decision(SECOND, f"{reason} than the median")
+                return Decision(FIRST, f"{reason}: it sits out", "straggler", slow, figures=figures)
+            return Decision(SECOND, f"{reason} than the median", "straggler", figures=figures)
         if slow is None and history.phase == SECOND and rule.policy == "greedy":
-            return Decision(FIRST, f"no straggler in {rule.windows} windows")
+            return Decision(FIRST, f"no straggler in {rule.windows} windows", "calm")
         return None
 
 
@@ -103,105 +89,10 @@ def _times_slower(window: Window, worker: int) -> float:
     return median / window.speeds[worker]
 
 
-class AutoPolicy:
-    """Weighs what the second strategy would save against what staleness would spoil.
-
-    gain: the share of the remaining time that would be saved, from each worker's measured speed
-    and the measured cost of an exchange; once the second strategy has run, from its real rate.
-    risk: how far into the run a switch is safe. Published runs kept their accuracy when half of
-    the run was synchronous; a lower learning rate, noisier gradients (a noise scale above the
-    batch) and a larger gain allow an earlier switch.
-    """
-
-    WINDOWS = 3
-    LEAST_GAIN = 0.05
-    SAFE_AT = 0.5
-    REGRESSION = 1.15
-    HOLD = 0.15
-    """After going back, the share of the run before another attempt."""
-
-    def __init__(self, horizon: Horizon) -> None:
-        self._horizon = horizon
-
-    def next_stop(self, history: History) -> int | None:
-        return None
-
-    def decide(self, history: History) -> Decision | None:
-        if history.phase == FIRST:
-            return self._consider_leaving(history)
-        return self._consider_going_back(history)
-
-    def _consider_leaving(self, history: History) -> Decision | None:
-        windows = history.pulse.latest(FIRST, self.WINDOWS)
-        if len(windows) < self.WINDOWS or self._on_hold(history):
-            return None
-        gain = self.gain(history, windows)
-        progress, needed = self._horizon.progress(history.samples), self.safe_from(history, gain)
-        if gain < self.LEAST_GAIN or progress < needed:
-            return None
-        return Decision(
-            SECOND,
-            f"auto: would save {100 * gain:.0f} % of the remaining time; at {100 * progress:.0f} % "
-            f"of the run, safe from {100 * needed:.0f} % (learning rate x"
-            f"{self._horizon.lr_factor(history.samples):.3g}, {self._describe_noise(history)})",
-        )
-
-    def gain(self, history: History, windows: list[Window]) -> float:
-        """One minus the first strategy's rate over the second's, real or predicted."""
-        now = sum(w.rate for w in windows) / len(windows)
-        real = history.pulse.of_phase(SECOND)
-        if real:
-            other = sum(w.rate for w in real[-self.WINDOWS :]) / len(real[-self.WINDOWS :])
-        else:
-            newest = windows[-1]
-            # Nobody waits for anybody there; an exchange costs what it costs here at the least.
-            other = sum(newest.speeds) / (1 + newest.comm_share)
-        return 1 - now / other if other > 0 else 0.0
-
-    def safe_from(self, history: History, gain: float) -> float:
-        """The share of the run after which the switch is taken to be safe."""
-        factor = min(1.0, self._horizon.lr_factor(history.samples))
-        noise = history.pulse.noise.scale
-        ratio = 0.0 if noise is None else min(2.0, noise / self._horizon.batch)
-        eased = (1 - 0.4 * max(0.0, gain)) / (1 + 0.25 * ratio)
-        return float(self.SAFE_AT * factor**0.5 * eased)
-
-    def _describe_noise(self, history: History) -> str:
-        noise = history.pulse.noise.scale
-        if noise is None:
-            return "noise scale unknown"
-        return f"noise scale {noise:.0f} beside a batch of {self._horizon.batch}"
-
-    def _on_hold(self, history: History) -> bool:
-        if not history.switches:
-            return False
-        since = history.samples - history.switches[-1]["samples"]
-        return self._horizon.progress(since) < self.HOLD
-
-    def _consider_going_back(self, history: History) -> Decision | None:
-        windows = history.pulse.latest(SECOND, self.WINDOWS)
-        before = history.pulse.of_phase(FIRST)[-self.WINDOWS :]
-        if len(windows) < self.WINDOWS or not before:
-            return None
-        now, was = _mean_loss(windows), _mean_loss(before)
-        if now is not None and was is not None and now > self.REGRESSION * was + 0.01:
-            return Decision(FIRST, f"auto: the loss rose from {was:.4g} to {now:.4g}")
-        fast = sum(w.rate for w in windows) / len(windows)
-        slow = sum(w.rate for w in before) / len(before)
-        if fast < slow * (1 - self.LEAST_GAIN):
-            return Decision(FIRST, f"auto: {fast:.0f} samples/s, slower than {slow:.0f} before")
-        return None
-
-
-def _mean_loss(windows: list[Window]) -> float | None:
-    """None where a loop does not tell its loss."""
-    known = [w.loss for w in windows if w.loss is not None]
-    return sum(known) / len(known) if len(known) == len(windows) else None
-
-
 def make_policy(
     strategy: Strategy,
     *,
+    workers: int,
     samples_per_epoch: int,
     epochs: int | None,
     batch: int,
@@ -219,10 +110,12 @@ def make_policy(
         if epochs is None:
             raise SpecError(f"when={rule} needs the length of the run: pass epochs= to prepare()")
         total = samples_per_epoch * epochs
+        staleness = strategy.phases[SECOND].expected_staleness(workers)
+        horizon = Horizon(samples_per_epoch, total, batch, schedule, staleness)
         if isinstance(rule, Straggler):
-            return StragglerPolicy(rule, Horizon(samples_per_epoch, total, batch, schedule))
+            return StragglerPolicy(rule, horizon)
         if isinstance(rule, Auto):
-            return AutoPolicy(Horizon(samples_per_epoch, total, batch, schedule))
+            return AutoPolicy(horizon)
         drops = schedule.drops(per_epoch=samples_per_epoch, total=total)
         if len(drops) < len(strategy.phases) - 1:
             raise SpecError(

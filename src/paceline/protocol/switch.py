@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.errors import SpecError
 from paceline.protocol.history import History
@@ -11,10 +12,19 @@ from paceline.protocol.history import History
 
 @dataclass(frozen=True)
 class Decision:
+    """What a rule says, and why. The phase in force means that it stays."""
+
     phase: int
     reason: str
+    cause: str
+    """The reason in a word or two, for rules that look back at it."""
     leave_out: int | None = None
     """A worker that sits out from now on; the strategy stays."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = False
+    """Workers keep a copy of the state as it is now, to fall back on."""
+    restore: bool = False
+    """Go on from that copy: what came after it was worse."""
 
 
 class Policy(Protocol):
@@ -51,7 +61,8 @@ class AtPoints:
         phase = sum(history.samples >= p for p in self._points)
         if phase == history.phase:
             return None
-        return Decision(phase, self._names[phase - 1] if phase else "before the first point")
+        name = self._names[phase - 1] if phase else "before the first point"
+        return Decision(phase, name, "point")
 
 
 def place_points(

@@ -93,6 +93,8 @@ def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]
     entry["staleness_mean"] = measure_spread(
         as_mapping(run.get("staleness")).get("mean") for run in done
     )
+    entry["bytes_sent"] = measure_spread(run.get("bytes_sent") for run in done)
+    entry["bytes_over_uncoded"] = measure_spread(compare_bytes(run) for run in done)
     entry["switch_pause_s"] = measure_spread(sum_switches(run, "pause_s") for run in done)
     entry["switch_drain_s"] = measure_spread(sum_switches(run, "drain_s") for run in done)
     entry["runs"] = [
@@ -126,6 +128,12 @@ def sum_switches(result: Mapping[str, Any], what: str) -> float | None:
     if not isinstance(rows, list) or not rows:
         return None
     return sum(as_finite(as_mapping(row).get(what)) or 0.0 for row in rows)
+
+
+def compare_bytes(result: Mapping[str, Any]) -> float | None:
+    """Bytes sent over what they would have been without a codec; None where there was none."""
+    sent, uncoded = as_finite(result.get("bytes_sent")), as_finite(result.get("bytes_before_codec"))
+    return sent / uncoded if sent and uncoded and sent != uncoded else None
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:

@@ -51,7 +51,8 @@ class Shown:
                 f"({row['reason']}): pause {row['pause_s']:.3f} s, drain {row['drain_s']:.3f} s"
             )
         elif kind == "decision":
-            progress.note(f"at sample {facts['samples']}: {facts['reason']}")
+            if facts["row"]["strategy"] == facts["row"]["chosen"]:  # a switch is told when it comes
+                progress.note(f"at sample {facts['row']['samples']}: {facts['row']['reason']}")
         elif kind == "output":
             progress.note(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
 

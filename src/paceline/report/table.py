@@ -27,6 +27,7 @@ COLUMNS = (
     "samples/s",
     "updates",
     "mean staleness",
+    "bytes of uncoded",
     "switch pause",
 )
 LEFT_COLUMNS = 1
@@ -129,6 +130,7 @@ def make_row(entry: Mapping[str, Any]) -> list[str]:
         formats.format_number(entry["samples_per_s"]["mean"]),
         formats.format_number(entry["updates"]["mean"]),
         formats.format_number(entry["staleness_mean"]["mean"]),
+        formats.format_percent(entry["bytes_over_uncoded"]["mean"]),
         formats.format_seconds(entry["switch_pause_s"]["mean"]),
     ]
 

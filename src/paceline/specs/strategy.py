@@ -32,6 +32,10 @@ class Strategy(Spec):
         """Server processes needed beside the workers."""
         return 0
 
+    def expected_staleness(self, workers: int) -> float:
+        """Updates of others between a pull and its push, on equal machines."""
+        return 0.0
+
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot follow the strategy."""
 
@@ -106,6 +110,10 @@ class ParameterServer(Strategy):
     def servers_for(self, workers: int) -> int:
         return self.servers
 
+    def expected_staleness(self, workers: int) -> float:
+        own = 1.0 if self.overlap else 0.0
+        return self.sync.expected_staleness(workers) + own
+
     def check_workers(self, workers: int) -> None:
         self.sync.check_workers(workers)
 
@@ -141,6 +149,9 @@ class Grouped(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def expected_staleness(self, workers: int) -> float:
+        return -(-workers // self.size) - 1.0
 
     def check_workers(self, workers: int) -> None:
         if self.size > workers:

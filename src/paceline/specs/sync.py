@@ -22,6 +22,10 @@ class Sync(Spec):
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot keep this clock."""
 
+    def expected_staleness(self, workers: int) -> float:
+        """Updates of others between a pull and its push, on equal machines."""
+        return workers - 1.0
+
 
 @dataclass(frozen=True)
 class Asp(Sync):
@@ -37,6 +41,9 @@ class Bsp(Sync):
 
     word: ClassVar[str] = "bsp"
     aggregates: ClassVar[bool] = True
+
+    def expected_staleness(self, workers: int) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,10 @@ class Switched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Decided(Event):
-    """A rule changed something other than the strategy: a worker sits out."""
+    """One row of result.json's `decisions`: what a rule said, and the figures behind it."""
 
     kind: ClassVar[str] = "decision"
-    samples: int
-    reason: str
+    row: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

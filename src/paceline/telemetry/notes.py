@@ -62,7 +62,7 @@ def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
     if kind == "switch":
         return Switched(t=t, row=facts["row"])
     if kind == "decision":
-        return Decided(t=t, samples=facts["samples"], reason=facts["reason"])
+        return Decided(t=t, row=facts["row"])
     if kind == "checkpoint":
         return CheckpointSaved(t=t, samples=facts["samples"], path=facts["path"])
     return None

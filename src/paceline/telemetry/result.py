@@ -62,6 +62,7 @@ def make_result(config: dict[str, Any], outcome: Ended, folder: RunFolder) -> di
         "stages": sum_stages(totals, outcome.seconds),
         "history": history.rows,
         "switches": history.switches,
+        "decisions": history.decisions,
         "staleness": describe_staleness(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases_of_workers(totals, folder),

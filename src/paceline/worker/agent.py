@@ -43,7 +43,7 @@ from paceline.protocol.messages import (
 )
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
-from paceline.state import Section, TrainState, checksum, persistent_buffers
+from paceline.state import Section, TrainState, checksum, copy_section, persistent_buffers
 from paceline.strategies import make_runner
 from paceline.strategies.runner import INNER, Runner, Surroundings, Work, average_buffers
 from paceline.telemetry.events import PHASES
@@ -110,6 +110,9 @@ class Agent:
         self._entered_at: float | None = None
         self._first_loss: float | None = None
         self._bytes_sent = self._bytes_before = 0
+        self._kept: tuple[Section, Section] | None = None
+        """State and own section to fall back on, while a switch is on trial."""
+        self._spoilt = False
         self._carried = Section()
         """What runners remember for this worker alone, kept through phases that do not use it."""
         self._times_ns = (0, 0)
@@ -174,6 +177,9 @@ class Agent:
         )
         if measured.loss_sum is not None and measured.samples:
             self._check_loss(measured.loss_sum / measured.samples)
+        if self._spoilt:
+            # The trial is lost and will be undone; until then this worker changes nothing.
+            self._around.replica.optimizer.zero_grad(set_to_none=False)
         self._runner.finish_step(work)
         self._clock.enter(OTHER)
         self.step += 1
@@ -243,8 +249,11 @@ class Agent:
             why = "it is not a finite number"
         elif loss > EXPLODES_AT * max(1.0, self._first_loss or 1.0):
             why = f"more than {EXPLODES_AT:g} times the first loss"
-        if why is not None:
+        if why is not None and not self._spoilt:
             self._control.tell(Diverging(self._rank, self.step, loss, why))
+            if self._kept is not None:
+                self._spoilt = True
+                return
             raise Diverged(f"loss {loss} at step {self.step}: {why}")
 
     # ---- the coordinator's side ---------------------------------------------------------------
@@ -277,6 +286,7 @@ class Agent:
             self._carry()
             self._leave_runner()
             self._forget_inner()
+            self._keep_or_restore(message)
         assert self._state is not None
         self._around.servers = message.servers
         self._around.groups = message.groups
@@ -292,6 +302,16 @@ class Agent:
         if message.switching:
             self._entered_at = began
         self._control.tell(Entered(self._rank))
+
+    def _keep_or_restore(self, message: Enter) -> None:
+        assert self._state is not None
+        if message.restore:
+            assert self._kept is not None
+            self._state, self._carried = self._kept
+        self._spoilt = False
+        self._kept = None
+        if message.keep:
+            self._kept = (copy_section(self._state), copy_section(self._carried))
 
     def _forget_inner(self) -> None:
         kept = {k: v for k, v in self._carried.tensors.items() if not k.startswith(INNER)}
