@@ -1,0 +1,210 @@
+"""The pool: which machines there are, what they can do and what they cost; YAML or JSON.
+
+One format for `plan`, `doctor`, `launch` and `twin`. A key that is unknown, a speed of zero or a
+negative bandwidth is refused with the line's place in the file. Passwords have no place in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.errors import UsageError, nearest
+
+FORMAT = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+
+class Link(_Strict):
+    """A machine's way to the others, the same in both directions."""
+
+    mbit_s: float = Field(default=1000.0, gt=0)
+    latency_ms: float = Field(default=0.1, ge=0)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.mbit_s * 1e6 / 8
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_ms / 1e3
+
+
+class Jitter(_Strict):
+    """How much a step's time varies: `cv` is its standard deviation over its mean."""
+
+    shape: Literal["lognormal", "uniform", "exponential"] = "lognormal"
+    cv: float = Field(default=0.05, ge=0, le=2)
+
+
+class SlowPeriod(_Strict):
+    """From one second of the run to another a machine computes `factor` times slower."""
+
+    from_s: float = Field(default=0.0, ge=0)
+    to_s: float = Field(default=float("inf"), gt=0)
+    factor: float = Field(gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> SlowPeriod:
+        if self.from_s >= self.to_s:
+            raise ValueError(f"from_s {self.from_s:g} must lie before to_s {self.to_s:g}")
+        return self
+
+
+class StepCost(_Strict):
+    """Seconds of one training step of a model on this machine: fixed_s + samples x per_sample_s."""
+
+    fixed_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    per_sample_s: float = Field(gt=0, allow_inf_nan=False)
+    update_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The optimizer's part of a step, or one update on a server."""
+
+
+class Watts(_Strict):
+    idle: float = Field(ge=0, allow_inf_nan=False)
+    busy: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Gpu(_Strict):
+    count: int = Field(default=1, ge=1)
+    model: str | None = None
+    memory_gb: float | None = Field(default=None, gt=0)
+
+
+class Host(_Strict):
+    """One machine. Only `host` must be said; what is measured takes the place of what is guessed."""
+
+    host: str = Field(min_length=1)
+    user: str | None = None
+    port: int = Field(default=22, ge=1, le=65535)
+    key: str | None = None
+    """Path of a private key, or the name of one the SSH agent holds; never its contents."""
+    cores: int = Field(default=1, ge=1)
+    memory_gb: float | None = Field(default=None, gt=0)
+    gpus: tuple[Gpu, ...] = ()
+    watts: Watts | None = None
+    price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    energy_efficient: bool = False
+    labels: tuple[str, ...] = ()
+    workers: int = Field(default=1, ge=1)
+    """Worker processes to place here."""
+    speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Beside the other machines: 2 computes twice as fast as 1."""
+    gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Sustained in training, for models that were not measured here."""
+    measured: dict[str, StepCost] = Field(default_factory=dict)
+    """By the model's name."""
+    link: Link | None = None
+    jitter: Jitter | None = None
+    slow: tuple[SlowPeriod, ...] = ()
+    fails_at_s: float | None = Field(default=None, ge=0)
+
+    @property
+    def gpu_count(self) -> int:
+        return sum(g.count for g in self.gpus)
+
+
+class Pool(_Strict):
+    """Machines, and what they have in common."""
+
+    format: Literal[1] = FORMAT
+    name: str | None = None
+    note: str | None = None
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    link: Link = Field(default_factory=Link)
+    """Where a machine does not say its own."""
+    jitter: Jitter = Field(default_factory=Jitter)
+    collective: Literal["ring", "tree", "auto"] = "auto"
+    exchange_gb_s: float = Field(default=2.0, gt=0)
+    """How fast a process packs, copies or adds gradients: the part that no network hides."""
+    control_ms: float = Field(default=0.05, ge=0, allow_inf_nan=False)
+    """What the coordinator takes for one report."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Pool:
+        names = [h.host for h in self.hosts]
+        twice = sorted({n for n in names if names.count(n) > 1 and n != "localhost"})
+        if twice:
+            raise ValueError(f"host {twice[0]!r} is there twice: give it workers: 2 instead")
+        return self
+
+    @property
+    def slots(self) -> list[Host]:
+        """The machine of each worker, in order."""
+        return [host for host in self.hosts for _ in range(host.workers)]
+
+    def link_of(self, host: Host) -> Link:
+        return host.link or self.link
+
+    def jitter_of(self, host: Host) -> Jitter:
+        return host.jitter or self.jitter
+
+    def to_yaml(self) -> str:
+        plain = self.model_dump(mode="json", exclude_defaults=True)
+        text: str = yaml.safe_dump({"format": FORMAT, **plain}, sort_keys=False)
+        return text
+
+
+def equal_machines(count: int) -> Pool:
+    """`--cluster N`: N machines of one core, the stated defaults of link and jitter."""
+    if count < 1:
+        raise UsageError(f"--cluster {count}: at least one machine is needed")
+    return Pool(
+        name=f"{count} equal machines", hosts=tuple(Host(host=f"m{i}") for i in range(count))
+    )
+
+
+def read_pool(path: Path) -> Pool:
+    """Read a pool file; raises UsageError that names the key, its value and the rule."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"pool {path} cannot be read: {error}") from None
+    try:
+        plain = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        where = " ".join(str(error).split())
+        raise UsageError(f"pool {path} is not valid: {where}") from None
+    return make_pool(plain, str(path))
+
+
+def make_pool(plain: Any, where: str) -> Pool:
+    if not isinstance(plain, dict):
+        raise UsageError(f"pool {where}: a mapping with 'hosts' is needed, not {plain!r}")
+    try:
+        return Pool.model_validate(plain)
+    except ValidationError as error:
+        raise UsageError(f"pool {where}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake in one line: where, the value, the rule."""
+    first = error.errors()[0]
+    place = ".".join(str(p) for p in first["loc"]) or "the file"
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] = Pool
+        for part in first["loc"][:-1]:
+            if isinstance(part, str):
+                model = _PARTS.get(part, model)
+        return f"{place} is unknown: {nearest(str(first['loc'][-1]), list(model.model_fields))}"
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+
+
+_PARTS: dict[str, type[BaseModel]] = {
+    "hosts": Host,
+    "link": Link,
+    "jitter": Jitter,
+    "slow": SlowPeriod,
+    "measured": StepCost,
+    "watts": Watts,
+    "gpus": Gpu,
+}
