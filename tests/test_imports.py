@@ -48,8 +48,26 @@ ROOMS: dict[str, set[str]] = {
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
     "launch": {"errors", "specs", "protocol", "comm", "job", "report", "telemetry", "worker"},
+    "cluster": {"errors"},
+    "plan": {"errors", "specs", "cluster"},
+    "twin": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "job",
+        "strategies",
+        "telemetry",
+        "telemetry.events",
+        "worker",
+        "launch",
+        "report",
+        "cluster",
+        "plan",
+    },
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"errors", "specs", "job", "launch", "load", "report"},
+    "cli": {"errors", "specs", "job", "launch", "load", "report", "twin"},
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 

@@ -79,7 +79,7 @@ class Gpu(_Strict):
 
 
 class Host(_Strict):
-    """One machine. Only `host` must be said; what is measured takes the place of what is guessed."""
+    """One machine. Only `host` must be said; what is measured replaces what is guessed."""
 
     host: str = Field(min_length=1)
     user: str | None = None
@@ -114,7 +114,7 @@ class Host(_Strict):
 class Pool(_Strict):
     """Machines, and what they have in common."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     name: str | None = None
     note: str | None = None
     hosts: tuple[Host, ...] = Field(min_length=1)
@@ -122,8 +122,12 @@ class Pool(_Strict):
     """Where a machine does not say its own."""
     jitter: Jitter = Field(default_factory=Jitter)
     collective: Literal["ring", "tree", "auto"] = "auto"
-    exchange_gb_s: float = Field(default=2.0, gt=0)
-    """How fast a process packs, copies or adds gradients: the part that no network hides."""
+    collective_gb_s: float = Field(default=1.0, gt=0)
+    """How fast a process sends, receives and adds inside a collective, networks apart."""
+    transfer_gb_s: float = Field(default=2.0, gt=0)
+    """How fast a process sends to a server, or receives from one, networks apart."""
+    apply_gb_s: float = Field(default=2.0, gt=0)
+    """Gradients that a server turns into updates, where a model's update was not measured."""
     control_ms: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """What the coordinator takes for one report."""
 

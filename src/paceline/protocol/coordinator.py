@@ -405,10 +405,15 @@ class Coordinator:
             elif self._decision is None or not self._decision.restore:
                 self._decision = self._record(self._give_up(reason))
 
-    def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float | None]]:
+    def _evaluate(
+        self, split: str
+    ) -> Generator[None, list[Any], tuple[float | None, float | None]]:
         parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
         count = sum(p.count for p in parts)
-        loss = sum(p.loss_sum for p in parts) / count
+        losses = [p.loss_sum for p in parts if p.loss_sum is not None]
+        if len(losses) < len(parts):
+            return None, None
+        loss = sum(losses) / count
         right = [p.correct for p in parts if p.correct is not None]
         return loss, sum(right) / count if right else None
 

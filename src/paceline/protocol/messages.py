@@ -192,7 +192,8 @@ class Quiesced(Message):
 @dataclass(frozen=True)
 class Evaluated(Message):
     worker: int
-    loss_sum: float
+    loss_sum: float | None
+    """None where nothing was learnt that could be measured."""
     correct: int | None
     count: int
     """Predictions made; for text more than samples."""
