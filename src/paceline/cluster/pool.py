@@ -65,6 +65,8 @@ class StepCost(_Strict):
     per_sample_s: float = Field(gt=0, allow_inf_nan=False)
     update_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """The optimizer's part of a step, or one update on a server."""
+    gradient_mb: float | None = Field(default=None, gt=0)
+    """What is exchanged, where these figures stand for another model than the job's."""
 
 
 class Watts(_Strict):
@@ -100,7 +102,7 @@ class Host(_Strict):
     gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Sustained in training, for models that were not measured here."""
     measured: dict[str, StepCost] = Field(default_factory=dict)
-    """By the model's name."""
+    """By the model's name; `any` stands for all models that are not named."""
     link: Link | None = None
     jitter: Jitter | None = None
     slow: tuple[SlowPeriod, ...] = ()
@@ -157,11 +159,12 @@ class Pool(_Strict):
 
 
 def equal_machines(count: int) -> Pool:
-    """`--cluster N`: N machines of one core, the stated defaults of link and jitter."""
+    """`--cluster N`: N machines of four cores, the stated defaults of speed, link and jitter."""
     if count < 1:
         raise UsageError(f"--cluster {count}: at least one machine is needed")
     return Pool(
-        name=f"{count} equal machines", hosts=tuple(Host(host=f"m{i}") for i in range(count))
+        name=f"{count} equal machines",
+        hosts=tuple(Host(host=f"m{i}", cores=4) for i in range(count)),
     )
 
 

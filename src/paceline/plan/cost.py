@@ -6,6 +6,7 @@ queues; the planner adds them up.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -62,9 +63,22 @@ class Compute:
         return self.fixed_s + samples * self.per_sample_s if samples else 0.0
 
 
+def find_measured(host: Host, model: str) -> StepCost | None:
+    return host.measured.get(model) or host.measured.get("any")
+
+
+def with_stand_in(work: Workload, host: Host) -> Workload:
+    """The workload as the pool's figures have it, where they stand for another model."""
+    measured = find_measured(host, work.model)
+    if measured is None or measured.gradient_mb is None:
+        return work
+    count = round(measured.gradient_mb * 1e6 / work.item_bytes)
+    return dataclasses.replace(work, shapes=((count,),))
+
+
 def compute_on(host: Host, work: Workload, pool: Pool) -> Compute:
     """Measured where it was measured, else by floating-point operations."""
-    measured = host.measured.get(work.model)
+    measured = find_measured(host, work.model)
     if measured is None:
         measured = StepCost(
             fixed_s=FIXED_S,

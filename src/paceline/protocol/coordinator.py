@@ -124,10 +124,10 @@ class Coordinator:
             return []
         self._now = now
         self._actions = []
-        if isinstance(event, Heartbeat):
-            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
-        elif isinstance(event, Advanced | Pushed):
+        if isinstance(event, Pushed | Advanced):
             self._on_training(event)
+        elif isinstance(event, Heartbeat):
+            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
         elif isinstance(event, Reduced):
             # Servers may still be at the last update when the workers have drained.
             assert self._pace is not None

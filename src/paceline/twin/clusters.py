@@ -9,6 +9,9 @@ from paceline.cluster.pool import Link, Pool, equal_machines, read_pool
 from paceline.errors import UsageError
 from paceline.job import JobRef
 
+EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
+"""Clusters that come with Paceline, by name."""
+
 
 def find_cluster(
     cluster: str | None,
@@ -44,7 +47,13 @@ def _read_cluster(text: str) -> Pool:
         return equal_machines(int(text))
     path = Path(text)
     if not path.exists():
-        raise UsageError(f"--cluster {text}: no such file, and not a number of machines")
+        shipped = {p.stem: p for p in EXAMPLES.glob("*.yaml")}
+        if text in shipped:
+            return read_pool(shipped[text])
+        raise UsageError(
+            f"--cluster {text}: no such file, not a number of machines, and not one of "
+            f"{', '.join(sorted(shipped))}"
+        )
     return read_pool(path)
 
 

@@ -24,6 +24,9 @@ class Told:
 class Learner(Protocol):
     """Called in the order of virtual time; one call for what one process would do."""
 
+    learns: bool
+    """False where nobody looks at the leases."""
+
     def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
         """A strategy comes into force; all replicas are equal now."""
         ...
@@ -77,6 +80,8 @@ class Learner(Protocol):
 
 class Costs:
     """Only time moves: no weights, no losses, nothing that is evaluated."""
+
+    learns = False
 
     def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
         return

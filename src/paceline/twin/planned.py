@@ -101,9 +101,12 @@ class PlannedCrew:
         late = world.fleet.delays(epoch)
         if late is not None:
             ends = ends + late
-        leases = [
-            Lease(0, plan.epoch, start, stop, start + lo, start + hi) for lo, hi in pairwise(cuts)
-        ]
+        leases: list[Lease] = []
+        if world.learner.learns:
+            leases = [
+                Lease(0, plan.epoch, start, stop, start + lo, start + hi)
+                for lo, hi in pairwise(cuts)
+            ]
         self._told.append(self._exchange(leases, began, ends, busy))
         self._samples += shares.astype(np.int64)
         self._busy += busy
@@ -112,8 +115,7 @@ class PlannedCrew:
         clocks.add_all("backward", busy * 2 / 3)
         if late is not None:
             clocks.add_all("comm_exposed", late)
-        for worker in range(self._workers):
-            world.steps[worker] += 1
+        world.steps += 1
         self._start = stop
         self._go_on(plan, stop)
 
@@ -196,7 +198,7 @@ class PlannedCrew:
     def _report(self, epoch: int, position: int) -> None:
         for worker in range(self._workers):
             message = Advanced(
-                worker, epoch, position, self._world.steps[worker], self._measured(worker)
+                worker, epoch, position, int(self._world.steps[worker]), self._measured(worker)
             )
             self._world.send(worker, message, float(self._free[worker]))
         self._forget()

@@ -12,7 +12,7 @@ from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.run import check_sizes, conclude, make_plan, read_memory, versions
-from paceline.plan.cost import Workload
+from paceline.plan.cost import Workload, with_stand_in
 from paceline.protocol.coordinator import Coordinator
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
@@ -96,6 +96,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     keeper = NoteKeeper(writer, options.show)
     keeper.started(config)
     work, learner, splits = prepare(resolved, workers, options, folder)
+    work = with_stand_in(work, options.pool.hosts[0])
     timeline = Timeline()
     fleet = Fleet(
         options.pool,

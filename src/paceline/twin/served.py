@@ -79,7 +79,8 @@ class ServedCrew:
         """When each version came to be."""
         self._seen = 0
         self._unapplied: deque[Update] = deque()
-        self._awaiting: list[tuple[int, Callable[[float], None]]] = []
+        self._awaiting: dict[int, list[Callable[[float], None]]] = {}
+        """By the version that they wait for."""
         self._fetching: dict[tuple[int, int], Callable[[float], None]] = {}
         """Who waits for the update made of its own gradient, and then takes the weights."""
         self.bytes_sent = self.bytes_before = 0.0
@@ -225,7 +226,7 @@ class ServedCrew:
             samples, predictions, told.loss_sum, told.correct, busy_s, at_s - computed_s, told.norms
         )
         message = Pushed(
-            worker, handle, go.lease.id, samples, base, self._world.steps[worker] - 1, measured
+            worker, handle, go.lease.id, samples, base, int(self._world.steps[worker]) - 1, measured
         )
         arrives = at_s + self._fleet.latency[worker]
 
@@ -362,7 +363,7 @@ class ServedCrew:
             go.lease.id,
             samples,
             player.base,
-            self._world.steps[member] - 1,
+            int(self._world.steps[member]) - 1,
             measured,
         )
 
@@ -415,12 +416,8 @@ class ServedCrew:
             self._made.append(ended)
             self._unapplied.append(update)
             self._at_work = False
-            if self._awaiting:
-                version = len(self._made) - 1
-                ready = [then for v, then in self._awaiting if v <= version]
-                self._awaiting = [(v, then) for v, then in self._awaiting if v > version]
-                for then in ready:
-                    self._world.timeline.at(ended, then)
+            for then in self._awaiting.pop(len(self._made) - 1, ()):
+                self._world.timeline.at(ended, then)
             self._make_next()
 
         begins = max(at_s, self._made[-1])
@@ -431,7 +428,8 @@ class ServedCrew:
         if version < len(self._made):
             self._world.timeline.at(max(now, self._made[version]), then)
         else:
-            self._awaiting.append((version, lambda at_s: then(max(now, at_s))))
+            waiting = self._awaiting.setdefault(version, [])
+            waiting.append(lambda at_s: then(max(now, at_s)))
 
     def _catch_up(self, now: float) -> None:
         """Let the learner make all updates that have happened by now."""

@@ -15,22 +15,28 @@ class Timeline:
         self.events = 0
         self._heap: list[tuple[float, int, Deed]] = []
         self._count = 0
+        self._stopped = False
 
     def at(self, time_s: float, deed: Deed) -> None:
         """Plan a deed; one that lies in the past happens now."""
         self._count += 1
-        heapq.heappush(self._heap, (max(time_s, self.now), self._count, deed))
+        if time_s < self.now:
+            time_s = self.now
+        heapq.heappush(self._heap, (time_s, self._count, deed))
 
-    def run(self, done: Callable[[], bool]) -> bool:
-        """Until `done` says so; False when nothing is left to happen before that."""
-        heap = self._heap
-        while not done():
-            if not heap:
-                return False
-            self.now, _, deed = heapq.heappop(heap)
-            self.events += 1
+    def run(self) -> bool:
+        """Until somebody calls `stop`; False when nothing is left to happen before that."""
+        heap, pop, events = self._heap, heapq.heappop, 0
+        while heap and not self._stopped:
+            self.now, _, deed = pop(heap)
+            events += 1
             deed(self.now)
-        return True
+        self.events += events
+        return self._stopped
+
+    def stop(self) -> None:
+        """What happens now is the last."""
+        self._stopped = True
 
 
 class Lane:
@@ -38,13 +44,11 @@ class Lane:
 
     def __init__(self) -> None:
         self.free_at = 0.0
-        self.busy_s = 0.0
 
     def take(self, time_s: float, seconds: float) -> float:
         """When a service that is asked for at `time_s` is over."""
-        begins = max(time_s, self.free_at)
+        begins = time_s if time_s > self.free_at else self.free_at
         self.free_at = begins + seconds
-        self.busy_s += seconds
         return self.free_at
 
 

@@ -101,6 +101,8 @@ class Seats:
 class Training:
     """The learner that learns."""
 
+    learns = True
+
     def __init__(
         self, job: Job, tables: Tables, workers: int, *, checkpoints: Path, keep: int = 2
     ) -> None:

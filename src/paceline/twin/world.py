@@ -109,7 +109,7 @@ class World:
         self.timeline = timeline
         self.coordinator = Coordinator(plan, now=0.0, memory=memory)
         self.clocks = Clocks(plan.workers)
-        self.steps = [0] * plan.workers
+        self.steps = np.zeros(plan.workers, dtype=np.int64)
         self.end: End | None = None
         self.state_bytes = work.bytes * (1 + work.slots)
         self._note = note
@@ -139,7 +139,7 @@ class World:
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
                 self._plan_death(worker, host.fails_at_s)
-        if not self.timeline.run(lambda: self.end is not None):
+        if not self.timeline.run():
             raise AssertionError(
                 f"everybody waits at {self.timeline.now:.6f} virtual seconds: the run is stuck"
             )
@@ -181,6 +181,7 @@ class World:
             else:
                 assert isinstance(action, End)
                 self.end = action
+                self.timeline.stop()
 
     def _tell(self, worker: int, message: Message, now: float) -> None:
         """What reaches a worker at `now`, which may lie ahead of the timeline by a message."""
@@ -296,7 +297,7 @@ class World:
             "bytes_sent": round(self._sent * share),
             "bytes_before": round(self._before * share),
             "peak_rss_bytes": 0,
-            "steps": self.steps[worker],
+            "steps": int(self.steps[worker]),
         }
 
 
