@@ -30,7 +30,7 @@ def find_cluster(
             "say which machines: one of --cluster FILE, --cluster N, --calibrate RUN or --probe"
         )
     if cluster is not None:
-        pool = _read_cluster(cluster)
+        pool = read_cluster(cluster)
     elif calibrate is not None:
         from paceline.twin.calibrate import calibrate_from_run
 
@@ -42,7 +42,8 @@ def find_cluster(
     return change(pool, without=without, bandwidth=bandwidth)
 
 
-def _read_cluster(text: str) -> Pool:
+def read_cluster(text: str) -> Pool:
+    """A pool file, a number of equal machines, or a cluster that comes with Paceline."""
     if text.lstrip("-").isdigit():
         return equal_machines(int(text))
     path = Path(text)

@@ -25,9 +25,7 @@ def play_seconds(pool: Pool, work: Workload, strategy: str, *, seed: int = 0) ->
     spec = read_strategy(strategy)
     workers = len(pool.slots)
     timeline = Timeline()
-    fleet = Fleet(
-        pool, workers, work, timeline, seed=seed, servers=spec.servers_for(workers)
-    )
+    fleet = Fleet(pool, workers, work, timeline, seed=seed, servers=spec.servers_for(workers))
     World(RunPlan(strategy=spec, workers=workers), fleet, work, Costs(), timeline).run()
     return timeline.now
 

@@ -11,7 +11,14 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.run import check_sizes, conclude, make_plan, read_memory, versions
+from paceline.launch.run import (
+    RunOptions,
+    check_sizes,
+    conclude,
+    make_plan,
+    read_memory,
+    versions,
+)
 from paceline.plan.cost import Workload, with_stand_in
 from paceline.protocol.coordinator import Coordinator
 from paceline.specs.strategy import Strategy
@@ -97,7 +104,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     keeper.started(config)
     work, learner, splits = prepare(resolved, workers, options, folder)
     work = with_stand_in(work, options.pool.hosts[0])
-    timeline = Timeline()
+    timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
     fleet = Fleet(
         options.pool,
         workers,
@@ -126,6 +133,29 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     result = make_result(config, outcome, folder, virtual=True)
     write_json(folder.result, result)
     return conclude(result, outcome, folder)
+
+
+def play_instead(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]:
+    """A way to run in virtual time what was asked for on real processes."""
+
+    def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
+        return run_twin(
+            job,
+            strategy,
+            TwinOptions(
+                out=options.out,
+                pool=pool,
+                workers=options.workers,
+                troubles=options.troubles,
+                threads=options.threads,
+                force=options.force,
+                start_from=options.start_from,
+                keep_checkpoints=options.keep_checkpoints,
+                show=options.show,
+            ),
+        )
+
+    return run
 
 
 def check_servers(strategy: Strategy, workers: int) -> None:

@@ -10,8 +10,8 @@ Deed = Callable[[float], None]
 
 
 class Timeline:
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
         self.events = 0
         self._heap: list[tuple[float, int, Deed]] = []
         self._count = 0

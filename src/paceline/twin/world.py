@@ -107,7 +107,7 @@ class World:
         self.work = work
         self.learner = learner
         self.timeline = timeline
-        self.coordinator = Coordinator(plan, now=0.0, memory=memory)
+        self.coordinator = Coordinator(plan, now=timeline.now, memory=memory)
         self.clocks = Clocks(plan.workers)
         self.steps = np.zeros(plan.workers, dtype=np.int64)
         self.end: End | None = None
@@ -130,12 +130,12 @@ class World:
     def run(self) -> End:
         work, speeds = self.work, self._speeds()
         for server in range(self.plan.servers):
-            self.send(0, ServerReady(server, "virtual", 1), 0.0)
+            self.send(0, ServerReady(server, "virtual", 1), self.timeline.now)
         for worker in range(self.plan.workers):
             ready = Ready(
                 worker, work.samples, work.batch, work.epochs, self._splits, speeds[worker]
             )
-            self.send(worker, ready, 0.0)
+            self.send(worker, ready, self.timeline.now)
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
                 self._plan_death(worker, host.fails_at_s)
