@@ -36,6 +36,9 @@ class PlannedCrew:
         self._workers = world.plan.workers
         self._plans: deque[Steps] = deque()
         self._running = False
+        self._copies: dict[int, int] = {}
+        """How many workers have a plan, by where it starts; and when the last copy came."""
+        self._newest = 0.0
         self._start = 0
         self._free = np.zeros(self._workers)
         """When each worker can begin its next step."""
@@ -64,7 +67,14 @@ class PlannedCrew:
 
     # ---- work ---------------------------------------------------------------------------------
 
-    def on_steps(self, steps: Steps, now: float) -> None:
+    def on_steps(self, worker: int, steps: Steps, now: float) -> None:
+        """Everybody gets the same plan: it is begun when the last one has it."""
+        copies = self._copies.pop(steps.start, 0) + 1
+        self._newest = max(self._newest, now)
+        if copies < self._workers:
+            self._copies[steps.start] = copies
+            return
+        now = self._newest
         self._plans.append(steps)
         if not self._running:
             self._running = True

@@ -85,7 +85,7 @@ class ServedCrew:
         """Who waits for the update made of its own gradient, and then takes the weights."""
         self.bytes_sent = self.bytes_before = 0.0
 
-    def on_steps(self, steps: Steps, now: float) -> None:
+    def on_steps(self, worker: int, steps: Steps, now: float) -> None:
         raise AssertionError("planned work under a parameter server")
 
     # ---- workers ------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ class ServedCrew:
         def come(now: float) -> None:
             if samples:
                 self._carry_out(self._shard.on_gradient(worker, handle), now)
-            self._world.hear(message, now)
 
-        self._world.timeline.at(arrives, come)
+        hear = self._world.hear
+        self._world.postman.push(worker, arrives, come, lambda now: hear(message, now))
         free_at = at_s
         if self._overlap and samples:
             self._exchange_behind(worker, handle, at_s)
@@ -370,9 +370,9 @@ class ServedCrew:
         def come(now: float) -> None:
             if member == unit[0]:
                 self._carry_out(self._shard.on_gradient(member, handle), now)
-            self._world.hear(message, now)
 
-        self._world.timeline.at(at_s + self._fleet.latency[member], come)
+        arrives, hear = at_s + self._fleet.latency[member], self._world.hear
+        self._world.postman.push(member, arrives, come, lambda now: hear(message, now))
 
     # ---- servers ------------------------------------------------------------------------------
 

@@ -41,10 +41,53 @@ from paceline.specs.strategy import Grouped, ParameterServer, Strategy
 from paceline.telemetry.events import PHASES
 from paceline.twin.fleet import Fleet, Floats
 from paceline.twin.learner import Learner
-from paceline.twin.timeline import Lane, Timeline
+from paceline.twin.timeline import Deed, Lane, Timeline
 
 DETECT_S = 1.0
 """A worker that dies is missed after so many seconds, as its process or its heartbeat is."""
+
+
+class Postman(Protocol):
+    """Brings messages; `deed` is told when one is there."""
+
+    def up(self, worker: int, at_s: float, deed: Deed) -> None:
+        """From a worker to the coordinator."""
+        ...
+
+    def down(self, worker: int, at_s: float, deed: Deed) -> None:
+        """From the coordinator to a worker."""
+        ...
+
+    def order(self, at_s: float, deed: Deed) -> None:
+        """From the coordinator to the servers."""
+        ...
+
+    def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
+        """A gradient to the servers, and word of it to the coordinator."""
+        ...
+
+
+class Direct:
+    """Everything comes when it is due. What nobody else can come before is there at once."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def up(self, worker: int, at_s: float, deed: Deed) -> None:
+        self._timeline.at(at_s, deed)
+
+    def down(self, worker: int, at_s: float, deed: Deed) -> None:
+        deed(at_s)
+
+    def order(self, at_s: float, deed: Deed) -> None:
+        deed(at_s)
+
+    def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
+        def both(now: float) -> None:
+            gradient(now)
+            word(now)
+
+        self._timeline.at(at_s, both)
 
 
 class Crew(Protocol):
@@ -53,7 +96,7 @@ class Crew(Protocol):
     bytes_sent: float
     bytes_before: float
 
-    def on_steps(self, steps: Steps, now: float) -> None: ...
+    def on_steps(self, worker: int, steps: Steps, now: float) -> None: ...
 
     def on_go(self, worker: int, go: Go, now: float) -> None: ...
 
@@ -100,6 +143,7 @@ class World:
         model_path: Path | None = None,
         memory: dict[str, Any] | None = None,
         splits: tuple[str, ...] = (),
+        postman: Postman | None = None,
     ) -> None:
         self.plan = plan
         self.fleet = fleet
@@ -112,6 +156,7 @@ class World:
         self.steps = np.zeros(plan.workers, dtype=np.int64)
         self.end: End | None = None
         self.state_bytes = work.bytes * (1 + work.slots)
+        self.postman: Postman = postman if postman is not None else Direct(timeline)
         self._note = note
         self._model_path = model_path
         self._splits = splits
@@ -155,7 +200,7 @@ class World:
         def die(now: float) -> None:
             step = self.steps[worker]
             error = f"worker {worker} ({self.fleet.hosts[worker].host}) died at step {step}"
-            self._carry_out(self.coordinator.stop("failed", error), now)
+            self.carry_out(self.coordinator.stop("failed", error), now)
 
         self.timeline.at(at_s + DETECT_S, die)
 
@@ -163,25 +208,31 @@ class World:
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
         """From a worker to the coordinator, which hears one after another."""
-        self.timeline.at(at_s + self.fleet.latency[worker], lambda now: self.hear(message, now))
+        arrives = at_s + self.fleet.latency[worker]
+        self.postman.up(worker, arrives, lambda now: self.hear(message, now))
 
     def hear(self, message: Message, now: float) -> None:
         heard = self._control.take(now, self._control_s)
-        self._carry_out(self.coordinator.handle(message, heard), heard)
+        self.carry_out(self.coordinator.handle(message, heard), heard)
 
-    def _carry_out(self, actions: list[Action], now: float) -> None:
+    def carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Tell):
-                self._tell(action.worker, action.message, now + self.fleet.latency[action.worker])
+                self._post_down(action.worker, action.message, now)
             elif isinstance(action, TellServers):
                 assert self._crew is not None
-                self._crew.on_order(action.message, now)
+                order, crew = action.message, self._crew
+                self.postman.order(now, lambda at_s, c=crew, o=order: c.on_order(o, at_s))  # type: ignore[misc]
             elif isinstance(action, Note):
                 self._note(action.kind, {"t": now, **action.facts})
             else:
                 assert isinstance(action, End)
                 self.end = action
                 self.timeline.stop()
+
+    def _post_down(self, worker: int, message: Message, now: float) -> None:
+        arrives = now + self.fleet.latency[worker]
+        self.postman.down(worker, arrives, lambda at_s: self._tell(worker, message, at_s))
 
     def _tell(self, worker: int, message: Message, now: float) -> None:
         """What reaches a worker at `now`, which may lie ahead of the timeline by a message."""
@@ -191,10 +242,8 @@ class World:
             self._crew.on_go(worker, message, now)
         elif isinstance(message, Steps):
             self._resumed(worker, now)
-            if worker == self.plan.workers - 1:
-                # Everybody gets the same plan: the crew plays all of them.
-                assert self._crew is not None
-                self._crew.on_steps(message, now)
+            assert self._crew is not None
+            self._crew.on_steps(worker, message, now)
         elif isinstance(message, Enter):
             self._enter(worker, message, now)
         elif isinstance(message, Quiesce):
