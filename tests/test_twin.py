@@ -298,6 +298,28 @@ def test_results_are_byte_identical_and_depths_agree_on_time(tmp_path: Path) -> 
     assert learnt["test_acc"] > 0.2
 
 
+@pytest.mark.parametrize("codec", ["onebit", "topk(0.02)", "int8", "powersgd(4)"])
+def test_codecs_learn_on_servers(codec: str, tmp_path: Path) -> None:
+    """Error feedback makes up for what is left out, between parameters too."""
+    job = Job(model="mlp-300-100", epochs=15, checkpoint_every="never", lr=0.02)
+    result = run_twin(
+        job,
+        read_strategy(f"ps(codec={codec})"),
+        TwinOptions(out=tmp_path / "run", pool=equal_machines(2), threads=1),
+    )
+    assert result["test_acc"] > 0.85
+
+
+def test_onebit_learns_on_real_servers(run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli(
+        *("train", "--out", tmp_path / "run", "--strategy", "ps(codec=onebit)", "--workers", 2),
+        *("--model", "mlp-300-100", "--epochs", 15, "--lr", 0.02),
+        *("--checkpoint-every", "never", "--quiet"),
+    )
+    assert done.code == 0, done.stderr
+    assert read_result(tmp_path / "run")["test_acc"] > 0.9
+
+
 # ---- clusters ---------------------------------------------------------------------------------
 
 

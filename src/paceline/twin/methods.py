@@ -425,6 +425,8 @@ class Served:
         if training.replica.clip is not None and not self._spec.sync.aggregates:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.replica.clip)
         buffer = self._store.borrow_buffer()
+        if self._compressors:
+            buffer.zero_()
         missing = set()
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self._layout.views(buffer), strict=True)
