@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -19,6 +19,9 @@ check: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
+	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000
 
 bench: $(VENV)/.package           ## measure beside plain PyTorch DDP; results under bench/results
 	$(BIN)/python bench/run.py

@@ -26,13 +26,22 @@ from paceline.cluster.pool import (
 )
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job
-from paceline.plan.cost import Workload, allreduce_s, coded_bytes, exposed_s, ring_s, tree_s
+from paceline.plan.cost import (
+    Workload,
+    allreduce_s,
+    coded_bytes,
+    exposed_s,
+    ring_s,
+    tree_s,
+    with_stand_in,
+)
 from paceline.protocol.coordinator import RunPlan
 from paceline.protocol.messages import Lease
 from paceline.specs.codec import parse_codec
 from paceline.specs.strategy import read_strategy
 from paceline.specs.trouble import read_trouble
-from paceline.twin.clusters import change
+from paceline.twin.clusters import change, read_cluster
+from paceline.twin.fit import play_seconds
 from paceline.twin.fleet import Draws, Fleet, share_evenly
 from paceline.twin.learner import NOTHING, Costs, Told
 from paceline.twin.run import TwinOptions, run_twin
@@ -407,6 +416,26 @@ def test_a_recorded_run_becomes_a_cluster(run_cli: RunCli, tmp_path: Path) -> No
     assert rates[1] > rates[0]
     pool = read_result(tmp_path / "same")
     assert pool["virtual"]
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "epochs", "seconds"),
+    [
+        ("published-five", 50_000, 180, (27505, 23784, 24164, 25025, 26341)),
+        ("published-five-densenet", 60_000, 40, (7170, 5608, 6133, 6268, 6783)),
+    ],
+)
+def test_the_published_switches_are_predicted(
+    name: str, samples: int, epochs: int, seconds: tuple[int, ...]
+) -> None:
+    """Fitted to the first two rows; the switches were held out."""
+    pool = read_cluster(name)
+    work = Workload(**{**vars(WORK), "samples": samples, "batch": 128, "epochs": 4})
+    work = with_stand_in(work, pool.hosts[0])
+    rows = ["allreduce", "ps", *(f"switch(allreduce, ps, at={p}%)" for p in (25, 50, 75))]
+    for row, known, most in zip(rows, seconds, (0.01, 0.01, 0.03, 0.03, 0.03), strict=True):
+        played = play_seconds(pool, work, row) * epochs / 4
+        assert abs(played / known - 1) < most, row
 
 
 # ---- the pieces -------------------------------------------------------------------------------
