@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from paceline.plan.cost import Workload
-from paceline.twin.fit import five_machines, fit_pool, play_seconds
+from paceline.twin.fit import fit_pool, five_machines, play_seconds
 
 CLUSTERS = Path(__file__).parents[1] / "src" / "paceline" / "cluster" / "examples"
 EPOCHS = 8

@@ -1,0 +1,186 @@
+"""The twin beside real runs on this machine: samples a second and the share of waiting.
+
+    python bench/predicted.py --data-dir DIR --pairs 5 --out bench/results/predicted.json
+
+Pairs of a probe (a step alone, the way between two processes) and a measurement follow each other;
+nothing else of the measurement is known to the twin. One real run goes through the four strategies
+one after another, so that they share a start. Prints a Markdown table: medians over the pairs, and
+beside the twin's error the spread of the measurement itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.job import Job
+from paceline.specs.strategy import read_strategy
+from paceline.specs.trouble import read_trouble
+from paceline.telemetry.folder import RunFolder, read_events
+from paceline.twin.probe import probe_machine
+from paceline.twin.run import TwinOptions, run_twin
+
+STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
+MODELS = {
+    "mlp-300-100": {"data": "fashion-mnist", "epochs": 4},
+    "cnn-small": {"data": "fashion-mnist", "epochs": 1},
+    "resnet8": {"data": "digits", "epochs": 12},
+}
+STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+LR = 0.001
+"""Nothing may diverge here; the learning rate costs no time."""
+
+
+def measure(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> dict[str, Any]:
+    """One real run through all strategies: rate and share of waiting of each."""
+    points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
+    command = [
+        *(sys.executable, "-c", "from paceline.cli.main import main; main()", "train"),
+        *("--model", job["model"], "--data", job["data"], "--epochs", str(job["epochs"])),
+        *("--lr", str(LR), "--workers", str(workers), "--out", str(out), "--force", "--quiet"),
+        *("--checkpoint-every", "never"),
+        *("--strategy", f"switch({', '.join(STRATEGIES)}, at=({points}))"),
+    ]
+    if job["data_dir"] is not None:
+        command += ["--data-dir", str(job["data_dir"])]
+    if slow is not None:
+        command += ["--slow", slow]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    return split_phases(RunFolder(out), workers)
+
+
+def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
+    """Steps by the strategy they belong to: the first of each is left out, it holds the switch."""
+    result = folder.read_result()
+    per_epoch = result["history"][0]["samples"]
+    bounds = [0, *(row["samples"] for row in result["switches"]), result["samples"] + 1]
+    found: dict[str, Any] = {}
+    rows: list[list[list[dict[str, Any]]]] = [[[] for _ in STRATEGIES] for _ in range(workers)]
+    for worker in range(workers):
+        for event in read_events(folder.events(f"worker-{worker}")):
+            if event.get("kind") != "steps":
+                continue
+            names = [n for n, v in event.items() if isinstance(v, list)]
+            for values in zip(*(event[n] for n in names), strict=True):
+                step = dict(zip(names, values, strict=True))
+                at = step["epoch"] * per_epoch + step["start"]
+                phase = max(k for k in range(len(STRATEGIES)) if bounds[k] <= at)
+                rows[worker][phase].append(step)
+    for index, strategy in enumerate(STRATEGIES):
+        mine = [rows[worker][index][2:] for worker in range(workers)]
+        found[strategy] = sum_up(mine, synchronous=not strategy.startswith("ps"))
+    return found
+
+
+def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str, float]:
+    """Rate of all workers together, and what of their time they spent waiting for others."""
+    seconds = [sum(s[c] for s in mine for c in STEP_COLUMNS) / 1e6 for mine in steps]
+    samples = [sum(s["hi"] - s["lo"] for s in mine) for mine in steps]
+    waits = [sum(s["wait"] for s in mine) / 1e6 for mine in steps]
+    if synchronous:
+        # In a collective the last to arrive does not wait: what others take beyond it is waiting.
+        for together in zip(*steps, strict=False):
+            least = min(s["comm_exposed"] for s in together)
+            for worker, step in enumerate(together):
+                waits[worker] += (step["comm_exposed"] - least) / 1e6
+    rate = sum(n / s for n, s in zip(samples, seconds, strict=True))
+    return {"rate": rate, "waiting": sum(waits) / sum(seconds)}
+
+
+def predict(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> dict[str, Any]:
+    """Probe, then play each strategy in virtual time."""
+    spec = Job(
+        model=job["model"],
+        data=job["data"],
+        data_dir=job["data_dir"],
+        epochs=job["epochs"],
+        lr=LR,
+        checkpoint_every="never",
+    )
+    pool = probe_machine(spec, workers)
+    troubles = (read_trouble("slow", slow, workers),) if slow is not None else ()
+    found = {}
+    for strategy in STRATEGIES:
+        options = TwinOptions(
+            out=out, pool=pool, depth="cost", troubles=troubles, force=True, workers=workers
+        )
+        result = run_twin(spec, read_strategy(strategy), options)
+        phases = result["phases"].values()
+        whole = sum(sum(p[c] for c in STEP_COLUMNS) for p in phases)
+        found[strategy] = {
+            "rate": result["samples_per_s"],
+            "waiting": sum(p["wait"] for p in phases) / whole,
+        }
+    found["pool"] = pool.model_dump(mode="json", exclude_defaults=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/predicted.json"))
+    given = parser.parse_args()
+    cells: dict[str, Any] = {}
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(given.pairs):
+            for model in given.models.split(","):
+                for workers in map(int, given.workers.split(",")):
+                    for slow in (None, "worker=0,factor=3"):
+                        job = {"model": model, "data_dir": given.data_dir, **MODELS[model]}
+                        twin = predict(job, workers, slow, Path(folder) / "twin")
+                        real = measure(job, workers, slow, Path(folder) / "real")
+                        for strategy in STRATEGIES:
+                            key = f"{model}|{workers}|{'3x' if slow else 'calm'}|{strategy}"
+                            cell = cells.setdefault(key, {"real": [], "twin": []})
+                            cell["real"].append(real[strategy])
+                            cell["twin"].append(twin[strategy])
+                print(f"pair {pair + 1}: {model}, {time.time() - began:.0f} s", file=sys.stderr)
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+    show(cells)
+
+
+def show(cells: dict[str, Any]) -> None:
+    print(
+        "| model | workers | machine | strategy | measured /s | twin /s | error | own spread "
+        "| waiting | twin |"
+    )
+    print("|---|---:|---|---|---:|---:|---:|---:|---:|---:|")
+    errors = []
+    for key, cell in cells.items():
+        real = [r["rate"] for r in cell["real"]]
+        ratios = [
+            t["rate"] / r["rate"] - 1 for r, t in zip(cell["real"], cell["twin"], strict=True)
+        ]
+        error = statistics.median(ratios)
+        errors.append(abs(error))
+        middle = statistics.median(real)
+        spread = statistics.median(abs(r / middle - 1) for r in real)
+        print(
+            "| "
+            + " | ".join(key.split("|"))
+            + f" | {middle:,.0f} | {statistics.median(t['rate'] for t in cell['twin']):,.0f}"
+            f" | {100 * error:+.0f} % | {100 * spread:.0f} %"
+            f" | {100 * statistics.median(r['waiting'] for r in cell['real']):.0f} %"
+            f" | {100 * statistics.median(t['waiting'] for t in cell['twin']):.0f} % |"
+        )
+    within = sum(e <= 0.15 for e in errors)
+    print(
+        f"\nMedian error {100 * statistics.median(errors):.1f} %; {within} of {len(errors)} cells "
+        "within 15 %."
+    )
+
+
+if __name__ == "__main__":
+    main()
