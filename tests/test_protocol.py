@@ -338,7 +338,7 @@ class Play:
                 self.seen[lease.epoch, position] += 1
             self.handles[worker] += 1
             self.steps[worker] += 1
-            handle, step = self.handles[worker], self.steps[worker]
+            handle, step = self.handles[worker], self.steps[worker] - 1
             if lease.samples and not self.follows(worker):
                 for server, shard in enumerate(self.shards):
                     self.carry_out(server, shard.on_gradient(worker, handle))

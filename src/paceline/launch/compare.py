@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def compare(
     )
     # Every worker of every strategy gets the same threads, the only one of `single` too.
     options = dataclasses.replace(options, threads=options.threads_each)
+    clear_runs(folder)
     results = []
     # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
     for seed in range(resolved.seed, resolved.seed + seeds):
@@ -66,6 +68,15 @@ def compare(
             )
             results.append(_run_one(with_seed(job, seed), strategy, mine, progress))
     return write_comparison(folder / "comparison.json", results)
+
+
+def clear_runs(folder: Path) -> None:
+    """Runs of the comparison that is replaced must not be taken for runs of this one."""
+    for old in folder.glob("*-seed*"):
+        if (old / "run.json").exists():
+            RunFolder(old).clear()
+            with contextlib.suppress(OSError):
+                old.rmdir()
 
 
 def workers_for(strategy: Strategy, workers: int) -> int:

@@ -47,6 +47,8 @@ from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.strategy import Grouped, Single, Strategy
 from paceline.specs.until import Until
 
+WINDOW_BATCHES = 8
+"""A window of the pulse holds at least so many global batches."""
 MOST_DECISIONS = 500
 """Beyond so many, decisions to stay are no longer written down."""
 
@@ -114,6 +116,7 @@ class Coordinator:
         self._resumed: dict[int, float] = {}
         self._policy: Policy = Stay()
         self._probed: tuple[float, ...] = ()
+        self._batch = 0
         self._decision: Decision | None = None
         self._fallback: int | None = None
         """The phase whose state the workers keep, while a switch is on trial."""
@@ -258,6 +261,7 @@ class Coordinator:
                 return
         history = self.history
         self._probed = tuple(f.speed for f in facts)
+        self._batch = ready.batch
         try:
             policy = self._policy = make_policy(
                 self.plan.strategy,
@@ -330,7 +334,13 @@ class Coordinator:
         assert self._pace is not None
         began = self._now
         history = self.history
-        history.pulse.begin(self.plan.workers, history.phase, self._now, self._idle_workers())
+        history.pulse.begin(
+            self.plan.workers,
+            history.phase,
+            self._now,
+            self._idle_workers(),
+            least=WINDOW_BATCHES * self._batch,
+        )
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
             yield

@@ -72,13 +72,17 @@ class Pulse:
         self._spent_s = 0.0
         self._workers, self._phase = 0, -1
         self._idle: frozenset[int] = frozenset()
-        self._silent = 0
+        self._silent = self._least = self._total = 0
 
-    def begin(self, workers: int, phase: int, now: float, idle: frozenset[int]) -> None:
+    def begin(
+        self, workers: int, phase: int, now: float, idle: frozenset[int], least: int = 0
+    ) -> None:
         """A stretch of training begins; a window goes on over a stop, the stop's time left out.
 
-        `idle` workers are given no work: nobody waits to hear from them.
+        `idle` workers are given no work: nobody waits to hear from them. A window holds `least`
+        samples or more: where steps are long, a second says little.
         """
+        self._least = least
         if self._began is None or phase != self._phase or workers != self._workers:
             self._workers, self._phase = workers, phase
             self._open(now)
@@ -107,6 +111,7 @@ class Pulse:
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
         self._loss, self._told = 0.0, True
+        self._total = 0
         self._count_silent()
 
     def heard(self, worker: int, measured: Measured, now: float) -> bool:
@@ -114,6 +119,7 @@ class Pulse:
         if self._began is None:
             return False
         self._samples[worker] += measured.samples
+        self._total += measured.samples
         if measured.busy_s > 0:
             if not self._busy[worker] and worker not in self._idle:
                 self._silent -= 1
@@ -123,9 +129,9 @@ class Pulse:
             self._told = False
         else:
             self._loss += measured.loss_sum
-        if now - self._began < WINDOW_S or self._silent:
+        if now - self._began < WINDOW_S or self._silent or self._total < self._least:
             return False
-        total = sum(self._samples)
+        total = self._total
         self.remember(
             Window(
                 phase=self._phase,

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare import with_seed
+from paceline.launch.compare import clear_runs, with_seed
 from paceline.launch.run import check_sizes
 from paceline.report.comparison import write_comparison
 from paceline.report.show import make_show
@@ -41,6 +41,7 @@ def compare_twins(
         check_servers(strategy, workers)
     if (folder / "comparison.json").exists() and not options.force:
         raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
+    clear_runs(folder)
     results = []
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(strategies):

@@ -1,0 +1,117 @@
+"""How strategies scale from 1 to 10,000 machines, in the twin: a picture and its figures.
+
+    python bench/scaling.py --out docs/images/scaling.svg --json bench/results/scaling.json
+
+Weak scaling: every machine keeps a share of 32 samples a step of a network of 1 million parameters
+that takes 30 ms for them (0.1 GFLOP a sample at 100 GFLOP/s), on 10 Gbit/s links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.pool import Host, Link, Pool
+from paceline.plan.cost import Workload
+from paceline.protocol.coordinator import RunPlan
+from paceline.specs.strategy import read_strategy
+from paceline.twin.fleet import Fleet
+from paceline.twin.learner import Costs
+from paceline.twin.timeline import Timeline
+from paceline.twin.world import World
+
+SHARE, STEPS = 32, 10
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 5000, 10_000)
+LINES = {
+    "all-reduce, ring": ("allreduce", "ring"),
+    "all-reduce, tree": ("allreduce", "tree"),
+    "ps, 1 server": ("ps", "auto"),
+    "ps, 8 servers": ("ps(servers=8)", "auto"),
+    "ps, 64 servers": ("ps(servers=64)", "auto"),
+    "ps, ssp(3), 64 servers": ("ps(sync=ssp(3), servers=64)", "auto"),
+    "local_sgd(h=8)": ("local_sgd(h=8)", "auto"),
+    "grouped(32), 64 servers": ("grouped(size=32, servers=64)", "auto"),
+}
+
+
+def play(strategy: str, collective: str, workers: int) -> dict[str, float] | None:
+    spec = read_strategy(strategy)
+    if spec.servers_for(workers) > workers or getattr(spec, "size", 1) > workers:
+        return None
+    hosts = tuple(Host(host=f"m{i}", cores=8, gflops=100) for i in range(workers))
+    pool = Pool(hosts=hosts, link=Link(mbit_s=10_000, latency_ms=0.05))
+    pool = pool.model_copy(update={"collective": collective, "collective_gb_s": 5.0})
+    batch = SHARE * workers
+    work = Workload(
+        model="scaled",
+        data="none",
+        shapes=((1000, 1000),),
+        item_bytes=4,
+        flops_per_sample=1e8,
+        samples=batch * STEPS,
+        batch=batch,
+        epochs=1,
+        evaluated={},
+        slots=1,
+    )
+    timeline = Timeline()
+    fleet = Fleet(pool, workers, work, timeline, seed=0, servers=spec.servers_for(workers))
+    world = World(RunPlan(strategy=spec, workers=workers), fleet, work, Costs(), timeline)
+    began = time.perf_counter()
+    world.run()
+    history = world.coordinator.history
+    phases = [t["phases"] for t in world.coordinator.totals.values()]
+    idle = sum(p["wait"] + p["comm_exposed"] for p in phases)
+    return {
+        "samples_per_s": history.samples / history.train_seconds,
+        "not_computing": idle / (timeline.now * workers),
+        "real_s": time.perf_counter() - began,
+        "events": timeline.events,
+    }
+
+
+def draw(found: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "paceline"  # the same picture from the same figures
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
+    styles = ["-", "--", ":", "-.", "-", "--", ":", "-."]
+    for (name, points), style in zip(found.items(), styles, strict=True):
+        sizes = [p["workers"] for p in points]
+        left.plot(sizes, [p["samples_per_s"] for p in points], style, label=name, marker=".")
+        right.plot(sizes, [100 * p["not_computing"] for p in points], style, marker=".")
+    left.set(xscale="log", yscale="log", xlabel="machines", ylabel="samples / virtual second")
+    right.set(xscale="log", xlabel="machines", ylabel="waiting and exchanging, % of all time")
+    left.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("docs/images/scaling.svg"))
+    parser.add_argument("--json", type=Path, default=Path("bench/results/scaling.json"))
+    parser.add_argument("--most", type=int, default=SIZES[-1])
+    given = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, (strategy, collective) in LINES.items():
+        for workers in (s for s in SIZES if s <= given.most):
+            point = play(strategy, collective, workers)
+            if point is not None:
+                found.setdefault(name, []).append({"workers": workers, **point})
+        last = found[name][-1]
+        print(f"{name}: {last['samples_per_s']:,.0f} samples/s on {last['workers']:,.0f} machines")
+    given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    draw(found, given.out)
+
+
+if __name__ == "__main__":
+    main()
