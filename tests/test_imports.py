@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     # Materials: they know nothing of strategies, of workers or of how a run is started.
     "state": {"errors"},
     "models": {"errors"},
+    "cluster": {"errors"},
     "data": {"errors"},
     "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
@@ -53,7 +54,17 @@ ROOMS: dict[str, set[str]] = {
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
-TORCH_FREE = ("errors", "specs", "protocol", "telemetry", "job", "report", "launch", "cli")
+TORCH_FREE = (
+    "errors",
+    "specs",
+    "protocol",
+    "telemetry",
+    "job",
+    "report",
+    "cluster",
+    "launch",
+    "cli",
+)
 
 LIGHT = {
     # Of rooms with torch, what a process without it uses.

@@ -1,5 +1,6 @@
 """The machines: an inventory that plan, doctor, launch and the twin share."""
 
-from paceline.cluster.pool import Host, Pool, read_pool
+from paceline.cluster.files import load_pool, read_pool
+from paceline.cluster.pool import Host, Pool
 
-__all__ = ["Host", "Pool", "read_pool"]
+__all__ = ["Host", "Pool", "load_pool", "read_pool"]
