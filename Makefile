@@ -29,7 +29,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,ssh]'
 	touch $@
 
 clean:

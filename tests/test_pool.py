@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.blueprint import looks_like_blueprint, read_blueprint
-from paceline.cluster.files import load_pool, make_pool, read_pool, write_pool
-from paceline.cluster.pool import Host, Pool
+from paceline.cluster.files import load_pool, make_pool, write_pool
+from paceline.cluster.pool import Host, Pool, read_pool
 from paceline.cluster.select import SELECTIONS, select_hosts
 from paceline.errors import UsageError
 

@@ -41,13 +41,8 @@ class PoolFile:
     """What an old blueprint needed; empty for everything else."""
 
 
-def read_pool(path: Path) -> Pool:
-    """Read a pool file; raises UsageError that names the line, the key, its value and the rule."""
-    return load_pool(path).pool
-
-
 def load_pool(path: Path) -> PoolFile:
-    """The same, with the file's form and what was repaired."""
+    """Read a pool file of any form; raises UsageError that names line, key, value and rule."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +60,7 @@ def load_pool(path: Path) -> PoolFile:
 
 
 def make_pool(plain: Any, where: str) -> Pool:
-    """A pool of plain data; raises UsageError as `read_pool` does, without a line."""
+    """A pool of plain data; raises UsageError as `load_pool` does, without a line."""
     return _make(plain, where, None)
 
 

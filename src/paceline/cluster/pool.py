@@ -7,6 +7,7 @@ negative bandwidth is refused with the line's place in the file. Passwords have 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final, Literal
 
 import yaml
@@ -165,6 +166,9 @@ class Pool(_Strict):
 
     def to_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
+        for host in plain["hosts"]:
+            for gpu in host.get("gpus", ()):
+                gpu.setdefault("count", 1)  # said, because "{}" would say nothing to people
         text: str = yaml.safe_dump({"format": FORMAT, **plain}, sort_keys=False)
         return text
 
@@ -176,3 +180,10 @@ def equal_machines(count: int) -> Pool:
     return Pool(
         name=f"{count} equal machines", hosts=tuple(Host(host=f"m{i}") for i in range(count))
     )
+
+
+def read_pool(path: Path) -> Pool:
+    """Read a pool file; raises UsageError that names the line, the key, its value and the rule."""
+    from paceline.cluster.files import load_pool  # which needs this module
+
+    return load_pool(path).pool
