@@ -169,12 +169,12 @@ def list_addresses() -> dict[str, str]:
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
+            for name in os.listdir("/sys/class/net"):
                 request = struct.pack("256s", name.encode()[:15])
                 try:
                     reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
                 except OSError:
-                    continue
+                    continue  # it has no address
                 found[socket.inet_ntoa(reply[20:24])] = name
         with open("/proc/net/if_inet6") as file:
             for line in file:
@@ -182,7 +182,7 @@ def list_addresses() -> dict[str, str]:
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(parts[0]))
                 found[address] = parts[5]
     except (ImportError, OSError):
-        pass
+        pass  # not Linux: interfaces stay without a name
     return found
 
 
