@@ -42,8 +42,10 @@ PasswordAuthentication yes
 KbdInteractiveAuthentication no
 MaxStartups 100:30:200
 LogLevel ERROR
+SetEnv PYTHONPATH={source}
 Subsystem sftp internal-sftp
 """
+SOURCE = Path(__file__).parents[1] / "src"
 
 
 def run(*command: object, check: bool = True, timeout_s: float = 20.0) -> str:
@@ -181,6 +183,9 @@ class Lab:
         path.write_text(yaml.safe_dump({"hosts": hosts}), encoding="utf-8")
         return path
 
+    def find_left(self) -> list[str]:
+        return [f"{m.name}: {line}" for m in self.machines for line in m.commands()]
+
     def let_in(self, machine: Machine) -> None:
         """Put our public key where the machine looks for it."""
         folder = machine.home / ".ssh"
@@ -256,7 +261,9 @@ def build(lab: Lab, tag: str, count: int) -> None:
         public = (machine.folder / "host_key.pub").read_text().split()
         label = machine.name if machine.port == 22 else f"[{machine.name}]:{machine.port}"
         known.append(f"{label} {public[0]} {public[1]}\n")
-        config = CONFIG.format(port=machine.port, address=machine.name, folder=machine.folder)
+        config = CONFIG.format(
+            port=machine.port, address=machine.name, folder=machine.folder, source=SOURCE
+        )
         (machine.folder / "sshd_config").write_text(config)
         write_accounts(machine, shadow)
         lab.let_in(machine)
