@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -92,8 +93,8 @@ class Machine:
     def home(self) -> Path:
         return self.folder / "home"
 
-    def inside(self, *command: object, check: bool = True) -> str:
-        return run("ip", "netns", "exec", self.namespace, *command, check=check)
+    def inside(self, command: str) -> str:
+        return run("ip", "netns", "exec", self.namespace, *shlex.split(command))
 
     def pids(self) -> set[int]:
         """Everything that runs on it, its SSH server apart."""

@@ -278,9 +278,8 @@ def test_this_machine_needs_no_ssh(run_cli: RunCli, tmp_path: Path) -> None:
 
 def test_healthy_lab_and_its_measurements(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     pool = lab.write_pool(tmp_path / "pool.yaml", all={"python": sys.executable})
-    lab.machines[0].inside(
-        *"tc qdisc add dev eth0 root tbf rate 100mbit burst 64kb latency 50ms".split()
-    )
+    limit = "rate 100mbit burst 64kb latency 50ms"
+    lab.machines[0].inside(f"tc qdisc add dev eth0 root tbf {limit}")
     job = ("--model", "mlp-128", "--data", "digits", "--batch", 64)
     done = run_cli("doctor", "--pool", pool, "--write", *job)
     assert done.code == 0, done.stdout + done.stderr
@@ -300,9 +299,9 @@ def test_healthy_lab_and_its_measurements(lab: Lab, run_cli: RunCli, tmp_path: P
 def test_each_fault_is_named(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     """A dropped port, a route by another interface, a missing key; the rest is still reported."""
     first, second, third = lab.machines
-    second.inside(*"iptables -A INPUT -p tcp --dport 29500 -j DROP".split())
-    first.inside("ip", "route", "add", second.name, "dev", "eth1", "src", first.aside)
-    pool = lab.write_pool(tmp_path / "pool.yaml", all={"python": sys.executable})
+    second.inside("iptables -A INPUT -p tcp --dport 29500 -j DROP")
+    first.inside(f"ip route add {second.name} dev eth1 src {first.aside}")
+    pool = lab.write_pool(tmp_path / "pool.yaml")
     code, told = examine(run_cli, pool)
     assert code == 1
     assert errors_of(told) == {(first.name, "interface"), (second.name, "port")}
