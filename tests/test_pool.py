@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import RunCli
+from lab import PASSWORD, Lab
 from paceline.cluster.blueprint import looks_like_blueprint, read_blueprint
 from paceline.cluster.files import load_pool, make_pool, write_pool
 from paceline.cluster.pool import Host, Pool, read_pool
@@ -300,3 +309,112 @@ def test_any_rubbish_is_refused_in_one_line(rubbish: str) -> None:
     except UsageError as error:
         told = str(error)
     assert "\n" not in told
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+
+def test_show_and_convert(run_cli: RunCli, tmp_path: Path) -> None:
+    blueprint = write(tmp_path, AS_PRINTED, "blueprint.json")
+    done = run_cli("pool", "convert", blueprint, "-o", "pool.yaml")
+    assert done.code == 0, done.stderr
+    assert "repaired: bare yes read as true (line 7)" in done.lines
+    assert read_pool(tmp_path / "pool.yaml") == read_pool(blueprint)
+    assert run_cli("pool", "convert", blueprint, "-o", "pool.yaml").code == 2
+    done = run_cli("pool", "show", "pool.yaml", "--select", "energy")
+    assert (done.code, done.stdout.splitlines()[-1]) == (0, "1 of 2 machines, 0 GPUs")
+    done = run_cli("pool", "show", "pool.yaml", "--select", "gpu", "--select", "cpu")
+    assert (done.code, len(done.lines)) == (2, 1)
+    done = run_cli("doctor", "--pool", blueprint, "--write")
+    assert done.code == 2
+    assert "paceline pool convert" in done.last_line
+    everything = "".join(
+        path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path != blueprint
+    )
+    assert "s3cret" not in everything
+
+
+def type_password(args: list[str], answers: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """Run a command on a terminal of its own and answer what it asks: status, what it showed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "paceline.cli.main", *args])
+    shown, deadline = "", time.monotonic() + timeout_s
+    waiting = dict(answers)
+    try:
+        while True:
+            ready, _, _ = select.select([terminal], [], [], deadline - time.monotonic())
+            if not ready:
+                pytest.fail(f"still asking after {timeout_s:g} s: {shown}")
+            try:
+                piece = os.read(terminal, 4096)
+            except OSError:
+                break  # the command has ended
+            if not piece:
+                break
+            shown += piece.decode(errors="replace")
+            for question, answer in list(waiting.items()):
+                if question in shown:
+                    os.write(terminal, answer.encode() + b"\n")
+                    del waiting[question]
+    finally:
+        os.close(terminal)
+        if waiting:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), shown
+
+
+def test_keys_are_installed_with_a_password(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    """One machine knows our key, one is given it, one refuses a wrong password."""
+    first, second, third = lab.machines
+    lab.lock_out(second)
+    lab.lock_out(third)
+    known = lab.home / ".ssh" / "known_hosts"
+    lines = known.read_text().splitlines(keepends=True)
+    known.write_text("".join(line for line in lines if second.name not in line))
+    pool = lab.write_pool(tmp_path / "pool.yaml")
+    code, shown = type_password(
+        ["pool", "keys", str(pool)],
+        {
+            "is that right?": "y",
+            f"password of root@{second.name}: ": PASSWORD,
+            f"password of root@{third.name}: ": "wrong",
+        },
+        60,
+    )
+    assert code == 1
+    assert f"{first.name} accepts a key already" in shown
+    assert f"{second.name} accepts {lab.key}.pub now" in shown
+    assert f"host {third.name}: the password was not accepted" in shown
+    assert PASSWORD not in shown
+    assert PASSWORD not in known.read_text()
+    installed = second.home / ".ssh" / "authorized_keys"
+    assert installed.read_text() == lab.key.with_suffix(".pub").read_text()
+    assert installed.stat().st_mode & 0o777 == 0o600
+    done = run_cli("pool", "keys", pool, "--host", second.name)
+    assert (done.code, done.stdout) == (0, f"{second.name} accepts a key already\n")
+    done = run_cli("pool", "keys", pool, "--host", "nobody")
+    assert done.code == 2
+
+
+def test_this_machine_needs_no_key(run_cli: RunCli, tmp_path: Path) -> None:
+    pool = write(tmp_path, "hosts:\n- host: localhost\n")
+    assert run_cli("pool", "keys", pool).stdout == "localhost needs no key\n"
+
+
+def test_missing_asyncssh_is_one_clear_line(tmp_path: Path) -> None:
+    """As where Paceline was installed without its extra."""
+    code = (
+        "import sys; sys.modules['asyncssh'] = None\n"
+        "sys.argv = ['paceline', 'doctor', '--pool', sys.argv[1]]\n"
+        "from paceline.cli.main import main; main()"
+    )
+    pool = write(tmp_path, "hosts:\n- host: elsewhere\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(pool)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "paceline: machines over SSH need the package asyncssh: install paceline[ssh]"
+    )

@@ -308,6 +308,9 @@ async def for_all(
         except HostError as error:
             return error
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(item)) for item in items]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in items]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the user's mistake, or our own
     return [task.result() for task in tasks]
