@@ -4,21 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check packages bench clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
 
-test: check                       ## lint, types and the quick tests (minutes)
+test: check packages              ## lint, types and the quick tests (minutes)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: check                   ## every test, the long ones and those on real data included
+test-all: check packages          ## every test, the long ones and those on real data included
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+packages:                         ## what tests on several machines need, where it can be installed
+	.ci/packages
 
 bench: $(VENV)/.package           ## measure beside plain PyTorch DDP; results under bench/results
 	$(BIN)/python bench/run.py

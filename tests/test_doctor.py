@@ -276,6 +276,15 @@ def test_this_machine_needs_no_ssh(run_cli: RunCli, tmp_path: Path) -> None:
     assert read_pool(pool).hosts[0].gflops == pytest.approx(told["hosts"][0]["gflops"], abs=0.01)
 
 
+def test_unknown_name_is_told_and_the_others_reported(run_cli: RunCli, tmp_path: Path) -> None:
+    pool = tmp_path / "pool.yaml"
+    pool.write_text("hosts:\n- host: nowhere.invalid\n- host: localhost\n", encoding="utf-8")
+    code, told = examine(run_cli, pool)
+    assert code == 1
+    assert errors_of(told) == {("nowhere.invalid", "unknown")}
+    assert [host["reachable"] for host in told["hosts"]] == [False, True]
+
+
 def test_healthy_lab_and_its_measurements(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     pool = lab.write_pool(tmp_path / "pool.yaml", all={"python": sys.executable})
     limit = "rate 100mbit burst 64kb latency 50ms"

@@ -104,7 +104,8 @@ async def _connect(
         async with asyncio.timeout(patience.connect_s + 2.0):
             connection: asyncssh.SSHClientConnection = await lib.connect(host.host, **options)
             return connection
-    except (TimeoutError, OSError, lib.Error) as error:
+    except (TimeoutError, OSError, ValueError, lib.Error) as error:
+        # ValueError: a key, known_hosts or ~/.ssh/config that cannot be read.
         raise explain(lib, host, error, patience) from None
 
 

@@ -325,4 +325,5 @@ class _Launch:
         if not path.exists():
             return ""
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"[{chief.task.label}] {line}" for line in lines[-LAST_LINES:])
+        said = [f"last lines of {chief.task.label} ({path}):", *lines[-LAST_LINES:]]
+        return "\n  ".join(said) if lines else ""
