@@ -433,6 +433,42 @@ def test_arguments_and_paths_arrive_intact_over_ssh(
     assert not list(tmp_path.rglob("pwned"))
 
 
+def test_this_machine_takes_part_beside_others(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    """Without SSH to itself, and at the address where the others reach it."""
+    code = "import os; print(os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])"
+    fill(tmp_path, {"p/show.py": code})
+    machine = lab.machines[2]
+    pool = tmp_path / "pool.yaml"
+    other = {
+        "host": machine.name,
+        "port": machine.port,
+        "user": "root",
+        "python": sys.executable,
+    }
+    pool.write_text(json.dumps({"hosts": [{"host": "localhost"}, other]}), encoding="utf-8")
+    done = run_cli("launch", "p/show.py", "--pool", pool)
+    assert done.code == 0, done.stderr
+    here = machine.name.rsplit(".", 1)[0] + ".254"
+    assert f"[worker 0 localhost] {here} {lab.bridges[0]}" in done.stdout
+    assert f"[worker 1 {machine.name}] {here} eth0" in done.stdout
+    done = run_cli("doctor", "--pool", pool, "--json")
+    assert done.code == 0, done.stdout
+    told = json.loads(done.stdout)
+    assert [host["address"] for host in told["hosts"]] == [here, machine.name]
+    assert all(pair["mbit_s"] for pair in told["pairs"])
+
+
+def test_more_processes_than_a_connection_takes(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    """OpenSSH opens ten sessions a connection; a machine may have more cores than that."""
+    fill(tmp_path, {"p/rank.py": "import os; print('local', os.environ['LOCAL_RANK'])"})
+    pool = lab.write_pool(tmp_path / "pool.yaml", h1={"workers": 12})
+    done = run_cli("launch", "p/rank.py", "--pool", pool)
+    assert done.code == 0, done.stderr
+    name = lab.machines[0].name
+    said = {line for line in done.stdout.splitlines() if f" {name}] local " in line}
+    assert said == {f"[worker {i} {name}] local {i}" for i in range(12)}
+
+
 WAIT = "import os, time\nprint('up', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
 
 

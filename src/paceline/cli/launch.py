@@ -47,7 +47,7 @@ def launch(
     threads: opt.Threads = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds a worker may stay in one phase [300]; a machine be silent [10]"),
+        typer.Option(help="Seconds a worker may stay in one phase [300]; to reach a machine [10]."),
     ] = None,
     force: opt.Force = False,
     quiet: opt.Quiet = False,

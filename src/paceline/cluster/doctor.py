@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.cluster.pool import Host, Pool
@@ -115,9 +116,12 @@ async def examine(pool: Pool, orders: Orders) -> Examination:
             for b in patients
             if a is not b
         ]
+        ask_routes = partial(_ask_routes, patients=patients)
         if pairs:
             orders.tell("routes and ports between all pairs")
-            await _each(patients, lambda p: _ask_routes(p, patients))
+            # Where the machine that we sit at is reached shows from its own routes: it comes first.
+            await _each([p for p in patients if p.found.address is None], ask_routes)
+            await _each(patients, ask_routes)
             token = secrets.token_hex(16)
             await _ask_ports(patients, pairs, orders, token)
             orders.tell("bandwidth and latency between pairs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ from paceline.errors import HostError, UsageError
 
 if TYPE_CHECKING:
     import asyncssh
+
+
+START_S = 20.0
+CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,11 @@ async def open_shell(host: Host, patience: Patience) -> Shell:
         return LocalShell(host)
     lib = load_asyncssh()
     options = await connect_options(host, patience)
-    return SshShell(host, await _connect(lib, host, patience, options))
+
+    async def connect() -> asyncssh.SSHClientConnection:
+        return await _connect(lib, host, patience, options)
+
+    return SshShell(host, await connect(), connect)
 
 
 async def connect_options(host: Host, patience: Patience) -> dict[str, Any]:
@@ -178,21 +187,34 @@ def _explain_host_key(lib: Any, host: Host) -> HostError:
 
 
 class SshShell:
-    """A machine behind an SSH connection."""
+    """A machine behind an SSH connection; behind several, where one takes no more programs."""
 
-    def __init__(self, host: Host, connection: asyncssh.SSHClientConnection) -> None:
+    def __init__(
+        self,
+        host: Host,
+        connection: asyncssh.SSHClientConnection,
+        connect: Callable[[], Awaitable[asyncssh.SSHClientConnection]] | None = None,
+    ) -> None:
         self.host = host
         peer = connection.get_extra_info("peername")
         self.address: str | None = str(peer[0]) if peer else host.host
-        self._connection = connection
+        self._connections = [connection]
+        self._connect = connect
+        self._opening = asyncio.Lock()
 
     async def open(self, python: str | None) -> Streams:
         lib = load_asyncssh()
+        command = python_command(python)
         try:
-            async with asyncio.timeout(10.0):
-                process = await self._connection.create_process(
-                    python_command(python), encoding=None
-                )
+            async with self._opening, asyncio.timeout(START_S):
+                try:
+                    process = await self._connections[-1].create_process(command, encoding=None)
+                except lib.ChannelOpenError:
+                    # OpenSSH allows ten programs a connection (MaxSessions).
+                    if self._connect is None:
+                        raise
+                    self._connections.append(await self._connect())
+                    process = await self._connections[-1].create_process(command, encoding=None)
         except (lib.Error, OSError, TimeoutError) as error:
             raise HostError(
                 self.host.host, "lost", f"no program can be started there ({error})"
@@ -200,12 +222,14 @@ class SshShell:
         return _SshStreams(lib, process)
 
     async def close(self) -> None:
-        self._connection.close()
-        try:
-            async with asyncio.timeout(2.0):
-                await self._connection.wait_closed()
-        except TimeoutError:
-            self._connection.abort()
+        for connection in self._connections:
+            connection.close()
+        closing = [asyncio.ensure_future(c.wait_closed()) for c in self._connections]
+        _, slow = await asyncio.wait(closing, timeout=CLOSE_S)
+        if slow:
+            for connection in self._connections:
+                connection.abort()
+            await asyncio.wait(slow, timeout=CLOSE_S)
 
 
 class _SshStreams:

@@ -84,7 +84,8 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
                     f"project {folder} holds more than {limit / 2**30:g} GB to copy: name data in "
                     ".pacelineignore, or another folder with --project"
                 )
-            digest = _hash(path.read_bytes())
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UsageError(
                 f"{path} cannot be read ({error.strerror}): name it in "

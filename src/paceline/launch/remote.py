@@ -24,6 +24,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.launch.project import Project, find_project, read_project
 from paceline.launch.roles import UNENDING, Place, Task, make_environment, place_tasks
 from paceline.launch.sites import (
+    KEEPER_END_S,
     Site,
     bring_project,
     look_around,
@@ -279,7 +280,7 @@ class _Launch:
             for each in running:
                 each.cancel()
             if running:
-                await asyncio.wait(running)
+                await asyncio.wait(running, timeout=2 * KEEPER_END_S)
 
     def _note(
         self, done: set[asyncio.Task[Ended]], running: dict[asyncio.Task[Ended], Task]

@@ -84,24 +84,30 @@ def _all_or_none(results: list[Found | HostError]) -> list[Found]:
 
 async def look_around(sites: list[Site], tasks: Sequence[Task]) -> None:
     """Ask each for its facts, the way to the others and free ports."""
+    reached = {id(site): site.shell.address for site in sites}
 
     async def one(site: Site) -> None:
-        others = [s.shell.address for s in sites if s is not site and s.shell.address]
+        others = [reached[id(s)] for s in sites if s is not site and reached[id(s)]]
         mine = [task for task in tasks if sites[task.site] is site]
         async with run_program(site.shell, "probe") as probe:
             site.facts = await probe.ask({"do": "facts", "packages": []}, ASK_S)
             asked = {"do": "routes", "peers": others}
-            routes = (await probe.ask(asked, ASK_S))["routes"].values()
+            routes = list((await probe.ask(asked, ASK_S))["routes"].values())
             # One for each task, and one to meet at.
             ports = await probe.ask({"do": "ports", "count": len(mine) + 1}, ASK_S)
         site.ports = ports["ports"]
         if len(sites) > 1:
             sources = [route["source"] for route in routes if route["source"]]
             site.address = most_common(sources) or site.shell.address or site.address
+            reached[id(site)] = site.address
             names = [r["interface"] for r in routes if r["source"] == site.address]
             site.interface = names[0] if names else None
 
-    _all_or_none(await for_all(sites, one))
+    # Where the machine that we sit at is reached shows from its own routes: it comes first.
+    here = [site for site in sites if site.shell.address is None]
+    elsewhere = [site for site in sites if site.shell.address is not None]
+    _all_or_none(await for_all(here, one))
+    _all_or_none(await for_all(elsewhere, one))
 
 
 async def bring_project(

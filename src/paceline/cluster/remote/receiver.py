@@ -15,6 +15,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
+CHUNK = 1 << 20
+
 if TYPE_CHECKING:  # old Pythons cannot evaluate it
     Known = dict[str, list[Any]]
 
@@ -79,8 +81,7 @@ def is_there(folder: str, path: str, wanted: list[Any], known: Known) -> bool:
     if before is not None and before[:2] == [found.st_size, found.st_mtime_ns]:
         same = bool(before[2] == wanted[2])
     else:
-        with open(place, "rb") as file:
-            same = hash_of(file.read()) == wanted[2]
+        same = hash_file(place) == wanted[2]
     if same and found.st_mode & 0o777 != wanted[1]:
         os.chmod(place, wanted[1])
     return same
@@ -102,14 +103,19 @@ def take(folder: str, path: str, wanted: list[Any]) -> None:
         os.makedirs(above, exist_ok=True)
     if os.path.isdir(place) and not os.path.islink(place):
         shutil.rmtree(place)
-    data = sys.stdin.buffer.read(wanted[0])
-    if len(data) != wanted[0]:
-        raise EOFError("the connection ended")
-    if hash_of(data) != wanted[2]:
-        raise ValueError(f"{path} changed while it was copied")
     partial = place + ".partial"
+    left, digest = wanted[0], hashlib.sha256()
     with open(partial, "wb") as file:
-        file.write(data)
+        while left:
+            data = sys.stdin.buffer.read(min(left, CHUNK))
+            if not data:
+                raise EOFError("the connection ended")
+            file.write(data)
+            digest.update(data)
+            left -= len(data)
+    if digest.hexdigest() != wanted[2]:
+        os.unlink(partial)
+        raise ValueError(f"{path} changed while it was copied")
     os.chmod(partial, wanted[1])
     os.replace(partial, place)
 
@@ -152,8 +158,12 @@ def remember(root: str, folder: str, wanted: Known) -> None:
     os.replace(partial, os.path.join(root, "files.json"))
 
 
-def hash_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def hash_file(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for data in iter(lambda: file.read(CHUNK), b""):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":
