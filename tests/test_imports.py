@@ -190,6 +190,8 @@ def test_programs_for_other_machines_need_nothing_there() -> None:
     for path in (SOURCE / "cluster" / "remote").glob("*.py"):
         for name in find_imports(path):
             assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+        # An old Python over there is to be told, not to be failed on.
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 7))
 
 
 def test_pickle_stays_in_one_place() -> None:

@@ -419,18 +419,21 @@ def test_script_that_reads_only_tf_config(lab: Lab, run_cli: RunCli, tmp_path: P
 def test_arguments_and_paths_arrive_intact_over_ssh(
     lab: Lab, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    """Also through a login shell that is not bash, and with a start-up file that is there."""
-    (lab.machines[1].home / ".bashrc").write_text("export FROM_BASHRC=1\n")
+    """Among them bytes that are no UTF-8, in arguments and in a file's name."""
     folder = fill(
         tmp_path / "a 'project' $(x)",
         {"my script.py": "import json, sys; print(json.dumps(sys.argv[1:]))"},
     )
+    given = [*AWKWARD, os.fsdecode(b"\xff")]
+    (folder / os.fsdecode(b"\xfe.txt")).write_text("")
     pool = lab.write_pool(tmp_path / "pool.yaml")
-    done = run_cli("launch", folder / "my script.py", "--pool", pool, "--quiet", "--", *AWKWARD)
+    done = run_cli("launch", folder / "my script.py", "--pool", pool, "--quiet", "--", *given)
     assert done.code == 0, done.stderr
     said = [line.partition("] ")[2] for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [json.loads(line) for line in said] == [AWKWARD] * 3
+    assert [json.loads(line) for line in said] == [given] * 3
     assert not list(tmp_path.rglob("pwned"))
+    for machine in lab.machines:
+        assert len(list(machine.home.rglob(os.fsdecode(b"\xfe.txt")))) == 1
 
 
 def test_this_machine_takes_part_beside_others(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
@@ -461,7 +464,9 @@ def test_this_machine_takes_part_beside_others(lab: Lab, run_cli: RunCli, tmp_pa
 def test_more_processes_than_a_connection_takes(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     """OpenSSH opens ten sessions a connection; a machine may have more cores than that."""
     fill(tmp_path, {"p/rank.py": "import os; print('local', os.environ['LOCAL_RANK'])"})
-    pool = lab.write_pool(tmp_path / "pool.yaml", h1={"workers": 12})
+    # One with an older Python, where there is one here.
+    older = shutil.which("pypy3") or "python3"
+    pool = lab.write_pool(tmp_path / "pool.yaml", h1={"workers": 12}, h2={"python": older})
     done = run_cli("launch", "p/rank.py", "--pool", pool)
     assert done.code == 0, done.stderr
     name = lab.machines[0].name

@@ -55,19 +55,24 @@ def main() -> None:
 
 
 def start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment.update(spec["env"])
+    environment = dict(os.environb)
+    environment.update((encode(name), encode(value)) for name, value in spec["env"].items())
     for name, value in spec.get("defaults", {}).items():
-        environment.setdefault(name, value)
+        environment.setdefault(encode(name), encode(value))
     return subprocess.Popen(
-        [os.path.expanduser(spec["argv"][0])] + spec["argv"][1:],  # noqa: RUF005 (Python 3.7)
-        cwd=os.path.expanduser(spec["cwd"]),
+        [os.path.expanduser(encode(spec["argv"][0])), *map(encode, spec["argv"][1:])],
+        cwd=os.path.expanduser(encode(spec["cwd"])),
         env=environment,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
+
+
+def encode(text: str) -> bytes:
+    """The very bytes that were given, whatever this machine's locale makes of them."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def prctl(option: int, value: int) -> None:

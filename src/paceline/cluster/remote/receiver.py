@@ -35,7 +35,7 @@ def answer(message: dict[str, Any]) -> None:
 
 def receive(asked: dict[str, Any]) -> None:
     root = os.path.expanduser(asked["root"])
-    folder = os.path.join(root, "files")
+    folder = os.fsencode(os.path.join(root, "files"))
     if asked.get("remove"):
         shutil.rmtree(root, ignore_errors=True)
         answer({"removed": root})
@@ -50,7 +50,7 @@ def receive(asked: dict[str, Any]) -> None:
     known = read_known(root)
     wanted = asked["files"]
     needed = [path for path in wanted if not is_there(folder, path, wanted[path], known)]
-    answer({"needed": needed, "folder": folder})
+    answer({"needed": needed})
     for path in needed:
         take(folder, path, wanted[path])
     removed = drop(folder, [path for path in known if path not in wanted])
@@ -69,7 +69,7 @@ def read_known(root: str) -> Known:
         return {}
 
 
-def is_there(folder: str, path: str, wanted: list[Any], known: Known) -> bool:
+def is_there(folder: bytes, path: str, wanted: list[Any], known: Known) -> bool:
     place = inside(folder, path)
     try:
         found = os.lstat(place)
@@ -87,15 +87,18 @@ def is_there(folder: str, path: str, wanted: list[Any], known: Known) -> bool:
     return same
 
 
-def inside(folder: str, path: str) -> str:
-    """A list that names a place outside of the folder is refused."""
+def inside(folder: bytes, path: str) -> bytes:
+    """A list that names a place outside of the folder is refused.
+
+    Names are bytes to the system: those that they have at home, whatever the locale here.
+    """
     parts = path.split("/")
     if path.startswith("/") or not path or ".." in parts or "" in parts:
         raise ValueError(f"{path!r} lies outside of the folder")
-    return os.path.join(folder, *parts)
+    return os.path.join(folder, *(part.encode("utf-8", "surrogateescape") for part in parts))
 
 
-def take(folder: str, path: str, wanted: list[Any]) -> None:
+def take(folder: bytes, path: str, wanted: list[Any]) -> None:
     place = inside(folder, path)
     above = os.path.dirname(place)
     if not os.path.isdir(above):
@@ -103,7 +106,7 @@ def take(folder: str, path: str, wanted: list[Any]) -> None:
         os.makedirs(above, exist_ok=True)
     if os.path.isdir(place) and not os.path.islink(place):
         shutil.rmtree(place)
-    partial = place + ".partial"
+    partial = place + b".partial"
     left, digest = wanted[0], hashlib.sha256()
     with open(partial, "wb") as file:
         while left:
@@ -120,7 +123,7 @@ def take(folder: str, path: str, wanted: list[Any]) -> None:
     os.replace(partial, place)
 
 
-def clear_way(folder: str, above: str) -> None:
+def clear_way(folder: bytes, above: bytes) -> None:
     """A file that stands where a folder is needed now."""
     while above != folder:
         if os.path.lexists(above) and not os.path.isdir(above):
@@ -128,7 +131,7 @@ def clear_way(folder: str, above: str) -> None:
         above = os.path.dirname(above)
 
 
-def drop(folder: str, paths: list[str]) -> int:
+def drop(folder: bytes, paths: list[str]) -> int:
     removed = 0
     for path in paths:
         place = inside(folder, path)
@@ -147,7 +150,7 @@ def drop(folder: str, paths: list[str]) -> int:
     return removed
 
 
-def remember(root: str, folder: str, wanted: Known) -> None:
+def remember(root: str, folder: bytes, wanted: Known) -> None:
     known = {}
     for path in wanted:
         found = os.stat(inside(folder, path))
@@ -158,7 +161,7 @@ def remember(root: str, folder: str, wanted: Known) -> None:
     os.replace(partial, os.path.join(root, "files.json"))
 
 
-def hash_file(path: str) -> str:
+def hash_file(path: bytes) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for data in iter(lambda: file.read(CHUNK), b""):
