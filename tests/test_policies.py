@@ -233,7 +233,7 @@ def test_a_lower_rate_noisier_gradients_and_less_staleness_allow_an_earlier_swit
     assert auto().safe_from(ran, 0.0) == pytest.approx(0.5 * 0.25**0.25)
 
 
-def test_auto_goes_back_when_the_loss_rises_and_tries_again_at_half_the_rate() -> None:
+def test_auto_goes_back_when_the_loss_rises_and_tries_again_later() -> None:
     policy = auto("milestones(8)")
     before = [window(0, loss=1.0, rate=120, speeds=LAGGING)] * 3
     fine = [window(1, loss=0.9, rate=300)] * 3
@@ -245,9 +245,12 @@ def test_auto_goes_back_when_the_loss_rises_and_tries_again_at_half_the_rate() -
     assert "the loss rose from 1 to 1.5" in back.reason
     spoilt = [window(1, loss=float("nan"), rate=300)] * 3
     assert choose(policy, history_of(6000, before + spoilt, phase=1)) == "-> regressed"
-    switches = [{"samples": 5000, "cause": "regressed"}]
-    assert choose(policy, history_of(7600, before, switches=switches)) == "failed before"
-    assert choose(policy, history_of(8000, before, switches=switches)) == "-> gain"
+    once = [{"samples": 1500, "cause": "regressed"}]
+    assert choose(policy, history_of(3200, before, switches=once)) == "failed before"
+    assert choose(policy, history_of(4000, before, switches=once)) == "-> gain"
+    twice = [*once, {"samples": 5000, "cause": "diverged"}]
+    assert choose(policy, history_of(7600, before, switches=twice)) == "failed before"
+    assert choose(policy, history_of(8000, before, switches=twice)) == "-> gain"
 
 
 def test_auto_goes_back_when_it_is_no_faster_there_and_then_holds() -> None:

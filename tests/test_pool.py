@@ -159,7 +159,7 @@ def test_any_pool_survives_yaml(machines: list[dict[str, Any]]) -> None:
             "line 3: hosts.0.coers is unknown: did you mean 'cores'?",
         ),
         ("hosts:\n- user: ada\n", "line 2: hosts.0.host is missing"),
-        ("hosts: []\n", "line 1: hosts: "),
+        ("hosts: []\n", "line 1: hosts is []: "),
         ("hosts:\n- host: [a\n", "line 3: "),
         ("hosts:\n- host: a\n- host: a\n", ": host 'a' is there twice: give it workers: 2 instead"),
         ("just words\n", ": a mapping with 'hosts' is needed, but it holds a str"),

@@ -265,6 +265,7 @@ class Play:
         self.to_coordinator: list[deque[Message]] = [deque() for _ in range(plan.workers)]
         self.seen: Counter[tuple[int, int]] = Counter()
         self.handles = [0] * plan.workers
+        self.steps = [0] * plan.workers
         self.notes: list[Note] = []
         self.end: End | None = None
         self.max_ahead = 0
@@ -327,20 +328,23 @@ class Play:
                 share = cuts[worker + 1] - cuts[worker]
                 slow = 3.0 if worker == 0 and self.random.random() < 0.9 else 1.0
                 measured = Measured(share, share, 1.0 * share, share, busy_s=slow, comm_s=0.1)
-                out.append(Advanced(worker, message.epoch, stop, 0, measured))
+                self.steps[worker] += 1
+                step = self.steps[worker]
+                out.append(Advanced(worker, message.epoch, stop, step, measured))
                 start = stop
         elif isinstance(message, Go):
             lease = message.lease
             for position in range(lease.lo, lease.hi):
                 self.seen[lease.epoch, position] += 1
             self.handles[worker] += 1
-            handle = self.handles[worker]
+            self.steps[worker] += 1
+            handle, step = self.handles[worker], self.steps[worker]
             if lease.samples and not self.follows(worker):
                 for server, shard in enumerate(self.shards):
                     self.carry_out(server, shard.on_gradient(worker, handle))
             measured = Measured(lease.samples, lease.samples, 0.5 * lease.samples, 0, busy_s=1.0)
             out.append(
-                Pushed(worker, handle, lease.id, lease.samples, message.version, 1, measured)
+                Pushed(worker, handle, lease.id, lease.samples, message.version, step, measured)
             )
         elif isinstance(message, Quiesce) and self.lags_behind(message.version):
             self.inbox[worker].appendleft(message)  # A pull of that version is not answered yet.

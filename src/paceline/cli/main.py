@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import compare, demo, doctor, evaluate, launch, pool, report, train, tune
+from paceline.cli import compare, demo, doctor, evaluate, launch, pool, report, train, tune, twin
 from paceline.errors import PacelineError, RunFailed
 
 app = typer.Typer(
@@ -32,6 +32,9 @@ app.command(
     help="Run a script with its own training loop on several workers.",
 )(launch.launch)
 app.command("tune", help="Find the smallest synchronous share that keeps the accuracy.")(tune.tune)
+app.command("twin", help="The same strategies in virtual time, on machines you may not have.")(
+    twin.twin
+)
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
 app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(

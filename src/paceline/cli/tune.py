@@ -21,6 +21,10 @@ def tune(
     sweep: Annotated[
         str | None, typer.Option(help='Further strategies to try, "local_sgd(h=8); ps".')
     ] = None,
+    twin: Annotated[
+        str | None,
+        typer.Option(help="In virtual time: a pool file, or a number of equal machines."),
+    ] = None,
     workers: opt.Workers = 2,
     model: opt.Model = None,
     data: opt.Data = None,
@@ -44,10 +48,19 @@ def tune(
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.launch.run import RunOptions
+    from paceline.launch.run import RunOptions, run_job
+    from paceline.launch.tune import Run
     from paceline.launch.tune import tune as search
     from paceline.specs.strategy import read_strategy, split_strategies
 
+    run: Run = run_job
+    if twin is not None:
+        from paceline.twin.clusters import read_cluster
+        from paceline.twin.run import play_instead
+
+        pool = read_cluster(twin)
+        workers = len(pool.slots)
+        run = play_instead(pool)
     reference = opt.make_reference(job, workers, batch_per_worker, given)
     options = RunOptions(
         out=out,
@@ -64,6 +77,7 @@ def tune(
         tolerance=tolerance,
         others=split_strategies(sweep) if sweep else [],
         tell=lambda line: typer.echo(line, err=True),
+        run=run,
     )
     table = Table(box=None, title="accuracy against time", title_justify="left")
     for column in ("strategy", "synchronous", "val acc", "test acc", "seconds", "status"):
@@ -73,7 +87,7 @@ def tune(
             probe["strategy"],
             f"{100 * probe['share']:.0f} %",
             *("-" if probe[k] is None else f"{probe[k]:.4f}" for k in ("val_acc", "test_acc")),
-            f"{probe['seconds']:.1f}",
+            f"{probe['seconds']:.{1 if probe['seconds'] >= 10 else 3}f}",
             probe["status"],
         )
     Console().print(table)

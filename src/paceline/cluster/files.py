@@ -128,7 +128,7 @@ def _explain(error: ValidationError) -> str:
         return f"{place} is unknown: {nearest(key, list(model.model_fields))}"
     if first["type"] == "missing":
         return f"{place} is missing"
-    if isinstance(first["input"], dict | list | tuple):
+    if isinstance(first["input"], dict | list | tuple) and first["input"]:
         return f"{place}: {rule}" if place else rule  # the value would fill the screen
     return f"{place} is {first['input']!r}: {rule}"
 

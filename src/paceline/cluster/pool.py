@@ -69,6 +69,8 @@ class StepCost(_Strict):
     per_sample_s: float = Field(gt=0, allow_inf_nan=False)
     update_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """The optimizer's part of a step, or one update on a server."""
+    gradient_mb: float | None = Field(default=None, gt=0)
+    """What is exchanged, where these figures stand for another model than the job's."""
 
 
 class Watts(_Strict):
@@ -83,7 +85,7 @@ class Gpu(_Strict):
 
 
 class Host(_Strict):
-    """One machine. Only `host` must be said; measured figures take the place of guessed ones."""
+    """One machine. Only `host` must be said; what is measured replaces what is guessed."""
 
     host: str = Field(min_length=1)
     user: str | None = None
@@ -106,7 +108,7 @@ class Host(_Strict):
     gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Sustained in training, for models that were not measured here."""
     measured: dict[str, StepCost] = Field(default_factory=dict)
-    """By the model's name."""
+    """By the model's name; `any` stands for all models that are not named."""
     link: Link | None = None
     jitter: Jitter | None = None
     slow: tuple[SlowPeriod, ...] = ()
@@ -132,7 +134,7 @@ class Host(_Strict):
 class Pool(_Strict):
     """Machines, and what they have in common."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     name: str | None = None
     note: str | None = None
     hosts: tuple[Host, ...] = Field(min_length=1)
@@ -140,8 +142,12 @@ class Pool(_Strict):
     """Where a machine does not say its own."""
     jitter: Jitter = Field(default_factory=Jitter)
     collective: Literal["ring", "tree", "auto"] = "auto"
-    exchange_gb_s: float = Field(default=2.0, gt=0)
-    """How fast a process packs, copies or adds gradients: the part that no network hides."""
+    collective_gb_s: float = Field(default=1.0, gt=0)
+    """How fast a process sends, receives and adds inside a collective, networks apart."""
+    transfer_gb_s: float = Field(default=2.0, gt=0)
+    """How fast a process sends to a server, or receives from one, networks apart."""
+    apply_gb_s: float = Field(default=2.0, gt=0)
+    """Gradients that a server turns into updates, where a model's update was not measured."""
     control_ms: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """What the coordinator takes for one report."""
 
@@ -174,11 +180,12 @@ class Pool(_Strict):
 
 
 def equal_machines(count: int) -> Pool:
-    """`--cluster N`: N machines of one core, the stated defaults of link and jitter."""
+    """`--cluster N`: N machines of four cores, the stated defaults of speed, link and jitter."""
     if count < 1:
         raise UsageError(f"--cluster {count}: at least one machine is needed")
     return Pool(
-        name=f"{count} equal machines", hosts=tuple(Host(host=f"m{i}") for i in range(count))
+        name=f"{count} equal machines",
+        hosts=tuple(Host(host=f"m{i}", cores=4) for i in range(count)),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -124,23 +124,28 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
         from paceline.worker.spawn import pack_live
 
         reference, live = None, pack_live(resolved)
-    point = resolved.checkpoint_point
-    plan = RunPlan(
-        strategy=strategy,
-        workers=options.workers,
-        clip=resolved.clip,
-        until=resolved.until_spec,
-        schedule=resolved.schedule_spec,
-        patience=resolved.patience,
-        checkpoint_epochs=point.epoch if point else None,
-        checkpoint_samples=point.samples if point else None,
-    )
+    plan = make_plan(resolved, strategy, options.workers)
     facts = resolved.describe()
     facts["job_file"] = str(reference.file) if reference and reference.file else None
     if reference is not None:
         facts["job_ref"] = reference.model_dump(mode="json")
     template = {"job": reference}
     return _run(plan, facts, template, live, options, started_wall_s)
+
+
+def make_plan(job: Job, strategy: Strategy, workers: int) -> RunPlan:
+    """What the coordinator is told of a job, whoever carries it out."""
+    point = job.checkpoint_point
+    return RunPlan(
+        strategy=strategy,
+        workers=workers,
+        clip=job.clip,
+        until=job.until_spec,
+        schedule=job.schedule_spec,
+        patience=job.patience,
+        checkpoint_epochs=point.epoch if point else None,
+        checkpoint_samples=point.samples if point else None,
+    )
 
 
 def run_script(
@@ -246,10 +251,20 @@ def _run(
     writer.close()
     result = make_result(config, outcome, folder)
     write_json(folder.result, result)
-    return _conclude(result, outcome, folder)
+    return conclude(result, outcome, folder)
 
 
-def _conclude(result: dict[str, Any], outcome: Outcome, folder: RunFolder) -> dict[str, Any]:
+class Concluded(Protocol):
+    """What is asked of a run that is over."""
+
+    status: str
+    error: str | None
+    usage: bool
+    details: str
+
+
+def conclude(result: dict[str, Any], outcome: Concluded, folder: RunFolder) -> dict[str, Any]:
+    """The result of a run that is done; raises what its end deserves otherwise."""
     if outcome.status == "done":
         return result
     if outcome.status == "cancelled":

@@ -21,6 +21,8 @@ from paceline.telemetry.folder import RunFolder, write_json
 
 KEEP_ALL = 1_000_000
 
+Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -44,8 +46,11 @@ def tune(
     tolerance: float,
     others: list[Strategy],
     tell: Callable[[str], None] = lambda line: None,
+    run: Run = run_job,
 ) -> dict[str, Any]:
     """Bisect over the epochs of one run of `first`; returns what `tune.json` holds.
+
+    `run` carries a run out: on processes here, unless another way is given.
 
     `tolerance` is the loss of validation accuracy that is accepted, as a fraction. A probe that
     fails or diverges counts as not acceptable and is kept in the table.
@@ -62,7 +67,7 @@ def tune(
         raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
     _check_same_job(options, resolved, first, second)
     job = _keeping_checkpoints(job)
-    search = _Search(job, resolved.epochs, first, second, options, tell)
+    search = _Search(job, resolved.epochs, first, second, options, tell, run)
     whole = search.probe(resolved.epochs)
     if whole.status != "done" or whole.val_acc is None:
         raise UsageError(f"the run under {first} ended {whole.status}: nothing to compare with")
@@ -152,7 +157,9 @@ class _Search:
         second: Strategy,
         options: RunOptions,
         tell: Callable[[str], None],
+        run: Run,
     ) -> None:
+        self._carry_out = run
         self._job, self._epochs = job, epochs
         self._first, self._second = first, second
         self._options, self._tell = options, tell
@@ -197,7 +204,8 @@ class _Search:
             result = folder.read_result()
         else:
             try:
-                result = run_job(self._job, strategy, dataclasses.replace(options, force=True))
+                given = dataclasses.replace(options, force=True)
+                result = self._carry_out(self._job, strategy, given)
             except UsageError:
                 raise
             except PacelineError:

@@ -44,7 +44,7 @@ class AutoPolicy:
     batch), less staleness and a larger gain allow an earlier switch.
 
     Every switch away keeps the weights of that moment. Where the loss then rises, the run goes on
-    from them, and tries again only at half the learning rate.
+    from them, and tries again later; after a second time only at half the learning rate.
     """
 
     WINDOWS = 3
@@ -84,11 +84,9 @@ class AutoPolicy:
         if gain < self.LEAST_GAIN:
             why = f"{saved}, less than {100 * self.LEAST_GAIN:g} %: stays"
             return Decision(FIRST, why, "no gain", figures=figures)
-        if self._too_risky(history):
-            why = (
-                f"{saved}, but the loss rose at learning rate x{self._failed_at(history):.3g}: "
-                "stays until it is half of that"
-            )
+        lesson = self._lesson(history, gain)
+        if lesson is not None:
+            why = f"{saved}, but {lesson}: stays until then"
             return Decision(FIRST, why, "failed before", figures=figures)
         if self._on_hold(history):
             return Decision(FIRST, f"{saved}, but switched only lately: stays", "on hold")
@@ -136,8 +134,10 @@ class AutoPolicy:
         noise = history.pulse.noise.scale
         ratio = 0.0 if noise is None else min(2.0, noise / self._horizon.batch)
         eased = (1 - 0.4 * max(0.0, gain)) / (1 + 0.25 * ratio)
-        stale = min(1.5, (self._staleness(history) / PUBLISHED_STALENESS) ** 0.25)
-        return float(self.SAFE_AT * factor**0.5 * eased * stale)
+        return float(self.SAFE_AT * factor**0.5 * eased * self._stale(history))
+
+    def _stale(self, history: History) -> float:
+        return float(min(1.5, (self._staleness(history) / PUBLISHED_STALENESS) ** 0.25))
 
     def _staleness(self, history: History) -> float:
         """Measured once there is something to measure, expected until then."""
@@ -169,14 +169,24 @@ class AutoPolicy:
         since = history.samples - history.switches[-1]["samples"]
         return self._horizon.progress(since) < self.HOLD
 
-    def _failed_at(self, history: History) -> float | None:
-        """The learning rate's factor at the last attempt after which the loss rose."""
-        rows = [r for r in history.switches if r.get("cause") in ("regressed", "diverged")]
-        return self._horizon.lr_factor(rows[-1]["samples"]) if rows else None
+    def _lesson(self, history: History, gain: float) -> str | None:
+        """What earlier attempts after which the loss rose say against another one now.
 
-    def _too_risky(self, history: History) -> bool:
-        failed = self._failed_at(history)
-        return failed is not None and self._horizon.lr_factor(history.samples) > 0.5 * failed
+        After one, no easing by noise or learning rate counts any more; after two, only half the
+        learning rate will do.
+        """
+        failed = [r for r in history.switches if r.get("cause") in ("regressed", "diverged")]
+        if not failed:
+            return None
+        then = self._horizon.lr_factor(failed[-1]["samples"])
+        if self._horizon.lr_factor(history.samples) <= 0.5 * then:
+            return None
+        plain = self.SAFE_AT * (1 - 0.4 * max(0.0, gain)) * self._stale(history)
+        if len(failed) > 1:
+            return f"the loss rose twice, at learning rate x{then:.3g} last; half of that is safe"
+        if self._horizon.progress(history.samples) >= plain:
+            return None
+        return f"the loss rose when it was tried; {100 * plain:.0f} % of the run is safe"
 
     # ---- under the second strategy ------------------------------------------------------------
 

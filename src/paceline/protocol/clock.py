@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.protocol.value import value
 from paceline.specs.sync import Asp, Bsp, Dssp, Gba, KAsync, Ssp, Sync
 
 
-@dataclass(frozen=True)
+@value
 class Push:
     """A gradient that has been computed, waiting to become (part of) an update."""
 
@@ -146,6 +147,12 @@ class SspClock(_Counting):
         if self._bound == 0:
             self._round.append(push)
             return self.flush() if risen else Verdict()
+        if not risen:
+            # Nobody who waits has come nearer to the slowest: only this worker is in question.
+            if self.lag(push.worker) > self._bound:
+                return Verdict(updates=[[push]])
+            self._held.pop()
+            return Verdict(updates=[[push]], release=[push.worker])
         released = [w for w in self._held if self.lag(w) <= self._bound]
         self._held = [w for w in self._held if self.lag(w) > self._bound]
         return Verdict(updates=[[push]], release=released)
@@ -180,13 +187,15 @@ class DsspClock(_Counting):
 
     def pushed(self, push: Push, now: float) -> Verdict:
         worker = push.worker
-        self._counts.advance(worker)
+        risen = self._counts.advance(worker)
         if self._pushes[worker]:
             self._interval[worker] = now - self._last[worker]
         self._last[worker] = now
         self._pushes[worker] += 1
-        released = [w for w in self._held if self.lag(w) <= self._low]
-        self._held = [w for w in self._held if self.lag(w) > self._low]
+        released = []
+        if risen:
+            released = [w for w in self._held if self.lag(w) <= self._low]
+            self._held = [w for w in self._held if self.lag(w) > self._low]
         if self._may_go_on(worker):
             released.append(worker)
         else:
@@ -269,18 +278,20 @@ class GbaClock(_Counting):
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._buffer: list[Push] = []
+        self._shares = 0.0
 
     def pushed(self, push: Push, now: float) -> Verdict:
         self._counts.advance(push.worker)
         self._buffer.append(push)
+        self._shares += push.share
         verdict = Verdict(release=[push.worker])
         # Shares are rounded fractions: a whole batch may add up to a little less than 1.
-        if sum(p.share for p in self._buffer) >= 1 - 1e-9:
+        if self._shares >= 1 - 1e-9:
             verdict.updates = self.flush().updates
         return verdict
 
     def flush(self) -> Verdict:
-        together, self._buffer = self._buffer, []
+        together, self._buffer, self._shares = self._buffer, [], 0.0
         return Verdict(updates=[together] if together else [])
 
 

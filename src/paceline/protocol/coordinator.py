@@ -107,6 +107,9 @@ class Coordinator:
         self._servers: dict[int, tuple[str, int]] = {}
         self._awaited: type[Message] | None = Ready
         self._answers: dict[int, Any] = {}
+        self._answered: dict[int, Message] = {}
+        """Each worker's last answer: one that comes a second time is no new one."""
+        self._last_step: dict[int, int] = {}
         self._pace: Pace | None = None
         self._resumed: dict[int, float] = {}
         self._policy: Policy = Stay()
@@ -124,10 +127,10 @@ class Coordinator:
             return []
         self._now = now
         self._actions = []
-        if isinstance(event, Heartbeat):
-            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
-        elif isinstance(event, Advanced | Pushed):
+        if isinstance(event, Pushed | Advanced):
             self._on_training(event)
+        elif isinstance(event, Heartbeat):
+            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
         elif isinstance(event, Reduced):
             # Servers may still be at the last update when the workers have drained.
             assert self._pace is not None
@@ -139,12 +142,22 @@ class Coordinator:
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
             self._go_on_if_answered()
+        elif self._is_repeated_answer(event):
+            pass
         elif self._awaited is not None and isinstance(event, self._awaited):
-            self._answers[event.worker] = event  # type: ignore[attr-defined]
+            worker: int = event.worker  # type: ignore[attr-defined]
+            self._answers[worker] = self._answered[worker] = event
             self._go_on_if_answered()
         else:
             self._end("failed", f"an unexpected {type(event).__name__} message from a worker")
         return self._actions
+
+    def _is_repeated_answer(self, event: Message) -> bool:
+        """An answer that was heard before and is not asked for again."""
+        worker = getattr(event, "worker", None)
+        if worker is None or self._answered.get(worker) != event:
+            return False
+        return self._awaited is not type(event) or worker in self._answers
 
     def stop(self, status: str, error: str) -> list[Action]:
         """The shell saw a process go away, a deadline pass or the user interrupt."""
@@ -154,8 +167,18 @@ class Coordinator:
 
     # ---- training: the hot path ---------------------------------------------------------------
 
+    def _is_repeated(self, event: Advanced | Pushed) -> bool:
+        """Heard before, and come again late: it must not be counted twice."""
+        # A push names the step it came from; planned work says how many are done.
+        done = event.step + 1 if isinstance(event, Pushed) else event.step
+        last = self._last_step.get(event.worker, -1)
+        self._last_step[event.worker] = max(last, done)
+        return done <= last
+
     def _on_training(self, event: Advanced | Pushed) -> None:
         pace = self._pace
+        if self._is_repeated(event):
+            return
         if pace is None or pace.drained:
             self._end("failed", f"a {type(event).__name__} message while no work was handed out")
             return
@@ -405,10 +428,15 @@ class Coordinator:
             elif self._decision is None or not self._decision.restore:
                 self._decision = self._record(self._give_up(reason))
 
-    def _evaluate(self, split: str) -> Generator[None, list[Any], tuple[float, float | None]]:
+    def _evaluate(
+        self, split: str
+    ) -> Generator[None, list[Any], tuple[float | None, float | None]]:
         parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
         count = sum(p.count for p in parts)
-        loss = sum(p.loss_sum for p in parts) / count
+        losses = [p.loss_sum for p in parts if p.loss_sum is not None]
+        if len(losses) < len(parts):
+            return None, None
+        loss = sum(losses) / count
         right = [p.correct for p in parts if p.correct is not None]
         return loss, sum(right) / count if right else None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+
+from paceline.protocol.value import value
 
 EVERYBODY = -1
 """Holder of a block that all workers compute together."""
 
 
-@dataclass(frozen=True)
+@value
 class Entry:
     id: int
     holder: int

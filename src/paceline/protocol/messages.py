@@ -7,20 +7,20 @@ kind, or with missing or unknown fields, is refused with a WireError.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import WireError
+from paceline.protocol.value import value
 
 Plain = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@value
 class Message:
     """Base of everything that crosses a control connection."""
 
 
-@dataclass(frozen=True)
+@value
 class Lease:
     """Positions [lo, hi) of an epoch's seeded order, a part of the global batch [start, stop)."""
 
@@ -43,7 +43,7 @@ class Lease:
 # ---- coordinator to worker -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@value
 class Steps(Message):
     """Work planned ahead: the global batches of [start, stop), each split among all workers."""
 
@@ -55,7 +55,7 @@ class Steps(Message):
     """Shares of a batch in proportion to these; None is an even split."""
 
 
-@dataclass(frozen=True)
+@value
 class Go(Message):
     """Answer to a push: version to pull at least, the next lease, and how stale the push was."""
 
@@ -64,7 +64,7 @@ class Go(Message):
     staleness: int
 
 
-@dataclass(frozen=True)
+@value
 class Enter(Message):
     """Take up the strategy of this phase, importing the exported state."""
 
@@ -80,19 +80,19 @@ class Enter(Message):
     """The trial failed: take up that copy in place of the state as it is now."""
 
 
-@dataclass(frozen=True)
+@value
 class Quiesce(Message):
     """No work is in flight any more: export the state, servers having applied `version`."""
 
     version: int
 
 
-@dataclass(frozen=True)
+@value
 class Evaluate(Message):
     split: str
 
 
-@dataclass(frozen=True)
+@value
 class Save(Message):
     """Write a checkpoint of the exported state, with the coordinator's own memory beside it."""
 
@@ -100,12 +100,12 @@ class Save(Message):
     memory: Plain
 
 
-@dataclass(frozen=True)
+@value
 class EpochOver(Message):
     epoch: int
 
 
-@dataclass(frozen=True)
+@value
 class Finish(Message):
     save_model: bool
 
@@ -113,7 +113,7 @@ class Finish(Message):
 # ---- worker to coordinator -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@value
 class Ready(Message):
     """A worker stands ready; the facts must be the same on every worker."""
 
@@ -127,7 +127,7 @@ class Ready(Message):
     """Samples a second in a short probe; 0 where no strategy needs to know."""
 
 
-@dataclass(frozen=True)
+@value
 class Measured(Message):
     """Sums over the steps since the last report; `loss` is None where the loop does not tell."""
 
@@ -145,7 +145,7 @@ class Measured(Message):
     """Now and then: own samples, own gradient's squared norm, all samples, the mean's."""
 
 
-@dataclass(frozen=True)
+@value
 class Advanced(Message):
     """All planned work up to `position` of the epoch is applied here."""
 
@@ -156,7 +156,7 @@ class Advanced(Message):
     measured: Measured
 
 
-@dataclass(frozen=True)
+@value
 class Pushed(Message):
     """A gradient is on its way to every shard under this handle, computed on version `base`."""
 
@@ -169,12 +169,12 @@ class Pushed(Message):
     measured: Measured
 
 
-@dataclass(frozen=True)
+@value
 class Entered(Message):
     worker: int
 
 
-@dataclass(frozen=True)
+@value
 class Resumed(Message):
     """The first forward after a switch begins; drain and evaluation are not in the pause."""
 
@@ -182,29 +182,30 @@ class Resumed(Message):
     pause_s: float
 
 
-@dataclass(frozen=True)
+@value
 class Quiesced(Message):
     worker: int
     checksum: str
     lr: float
 
 
-@dataclass(frozen=True)
+@value
 class Evaluated(Message):
     worker: int
-    loss_sum: float
+    loss_sum: float | None
+    """None where nothing was learnt that could be measured."""
     correct: int | None
     count: int
     """Predictions made; for text more than samples."""
 
 
-@dataclass(frozen=True)
+@value
 class Saved(Message):
     worker: int
     path: str
 
 
-@dataclass(frozen=True)
+@value
 class Onward(Message):
     """Answer to EpochOver: does this worker's loop want another epoch?"""
 
@@ -212,7 +213,7 @@ class Onward(Message):
     more: bool
 
 
-@dataclass(frozen=True)
+@value
 class Finished(Message):
     """The last word of a worker, with its totals."""
 
@@ -220,7 +221,7 @@ class Finished(Message):
     totals: Plain
 
 
-@dataclass(frozen=True)
+@value
 class Diverging(Message):
     worker: int
     step: int
@@ -228,7 +229,7 @@ class Diverging(Message):
     why: str
 
 
-@dataclass(frozen=True)
+@value
 class Heartbeat(Message):
     """Sent every second by a thread of its own: what the worker is doing, and since when."""
 
@@ -239,7 +240,7 @@ class Heartbeat(Message):
     """Changes whenever the worker goes from one phase to the next."""
 
 
-@dataclass(frozen=True)
+@value
 class Failing(Message):
     """A process is about to end because of an exception.
 
@@ -255,14 +256,14 @@ class Failing(Message):
 # ---- servers ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@value
 class ServerReady(Message):
     server: int
     host: str
     port: int
 
 
-@dataclass(frozen=True)
+@value
 class Part(Message):
     """One gradient of an update, with its weight in the sum."""
 
@@ -271,7 +272,7 @@ class Part(Message):
     weight: float
 
 
-@dataclass(frozen=True)
+@value
 class Apply(Message):
     """Make version `version` out of the parts; `clip` is the largest norm of the whole gradient."""
 
@@ -281,7 +282,7 @@ class Apply(Message):
     clip: float | None
 
 
-@dataclass(frozen=True)
+@value
 class Reduced(Message):
     """A shard's share of the squared norm of an update that is to be clipped."""
 
@@ -290,13 +291,13 @@ class Reduced(Message):
     square: float
 
 
-@dataclass(frozen=True)
+@value
 class Clip(Message):
     version: int
     factor: float
 
 
-@dataclass(frozen=True)
+@value
 class ServerStop(Message):
     pass
 

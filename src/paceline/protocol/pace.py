@@ -6,7 +6,7 @@ workers' reports into further work. The coordinator owns the moments in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from itertools import pairwise
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from paceline.protocol.messages import (
     Steps,
     split_batch,
 )
+from paceline.protocol.value import value
 from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Single, Strategy
 from paceline.specs.sync import Gba
 
@@ -37,13 +38,13 @@ FIRST_PLAN_BATCHES = 8
 """How far to plan before the workers' speed is known."""
 
 
-@dataclass(frozen=True)
+@value
 class Tell:
     worker: int
     message: Message
 
 
-@dataclass(frozen=True)
+@value
 class TellServers:
     """To the servers that the strategy in force uses: the first `servers` of those launched."""
 
@@ -130,6 +131,8 @@ class PlannedPace:
         self._stop = stop
         self._blocks: list[Entry] = []
         self._at = [start] * self._workers
+        self._there = Counter({start: self._workers})
+        """How many workers stand at each position: the slowest is found without asking all."""
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
         self._began = (now, start)
@@ -166,15 +169,23 @@ class PlannedPace:
         if len(self._out) + 1 < self._workers:
             self._out.add(worker)
 
+    def _move(self, worker: int, position: int) -> None:
+        before = self._at[worker]
+        self._at[worker] = position
+        self._there[before] -= 1
+        if not self._there[before]:
+            del self._there[before]
+        self._there[position] += 1
+
     def on_report(self, report: Message, now: float) -> list[Order]:
         if not isinstance(report, Advanced):
             raise AssertionError(f"{type(report).__name__} under planned work")
-        self._at[report.worker] = report.position
+        self._move(report.worker, report.position)
         if self._balance is not None:
             self._balance.heard(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
             self._first_idle = now
-        slowest = min(self._at)
+        slowest = min(self._there)
         if slowest == self._slowest:
             return []
         batches_before = -(-self._slowest // self._batch)
@@ -280,7 +291,8 @@ class ServerPace:
     def _hand_out(self, entry: Entry, members: tuple[int, ...]) -> list[Order]:
         """Share one entry of the ledger among workers that act together."""
         orders: list[Order] = []
-        cuts = split_batch(entry.hi - entry.lo, len(members))
+        size = entry.hi - entry.lo
+        cuts = [0, size] if len(members) == 1 else split_batch(size, len(members))
         for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
             lease = Lease(
                 entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo + lo, entry.lo + hi
@@ -320,13 +332,15 @@ class ServerPace:
         if lease is None:
             return []  # Said twice, or of a lease that is no longer this worker's.
         unit = self._unit_of[report.worker]
-        came = self._came.setdefault(unit, {})
-        came[report.worker] = report
-        if len(came) < len(self._units[unit]):
-            return []
-        del self._came[unit]
-        chief = came[self._units[unit][0]]
-        samples = sum(p.samples for p in came.values())
+        chief, samples = report, report.samples
+        if len(self._units[unit]) > 1:
+            came = self._came.setdefault(unit, {})
+            came[report.worker] = report
+            if len(came) < len(self._units[unit]):
+                return []
+            del self._came[unit]
+            chief = came[self._units[unit][0]]
+            samples = sum(p.samples for p in came.values())
         lo, hi = (lease.lo, lease.hi) if self._clock.in_rounds else (lease.start, lease.stop)
         push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
         verdict = self._clock.pushed(push, now)

@@ -72,6 +72,7 @@ class Pulse:
         self._spent_s = 0.0
         self._workers, self._phase = 0, -1
         self._idle: frozenset[int] = frozenset()
+        self._silent = 0
 
     def begin(self, workers: int, phase: int, now: float, idle: frozenset[int]) -> None:
         """A stretch of training begins; a window goes on over a stop, the stop's time left out.
@@ -84,9 +85,15 @@ class Pulse:
         else:
             self._began = now - self._spent_s
         self._idle = idle
+        self._count_silent()
 
     def leave_out(self, worker: int) -> None:
         self._idle |= {worker}
+        self._count_silent()
+
+    def _count_silent(self) -> None:
+        """How many workers with work have not been heard in this window."""
+        self._silent = sum(not b and w not in self._idle for w, b in enumerate(self._busy))
 
     def end(self, now: float) -> None:
         """The stretch is over: evaluation and saving are no part of a window."""
@@ -100,20 +107,23 @@ class Pulse:
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
         self._loss, self._told = 0.0, True
+        self._count_silent()
 
     def heard(self, worker: int, measured: Measured, now: float) -> bool:
         """Take a report; True when it closed a window."""
         if self._began is None:
             return False
         self._samples[worker] += measured.samples
-        self._busy[worker] += measured.busy_s
+        if measured.busy_s > 0:
+            if not self._busy[worker] and worker not in self._idle:
+                self._silent -= 1
+            self._busy[worker] += measured.busy_s
         self._comm[worker] += measured.comm_s
         if measured.loss_sum is None:
             self._told = False
         else:
             self._loss += measured.loss_sum
-        heard = all(b > 0 or w in self._idle for w, b in enumerate(self._busy))
-        if now - self._began < WINDOW_S or not heard:
+        if now - self._began < WINDOW_S or self._silent:
             return False
         total = sum(self._samples)
         self.remember(

@@ -6,22 +6,21 @@ next version and all its gradients are here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.protocol.messages import Apply
+from paceline.protocol.value import value
 
 Handle = tuple[int, int]
 """(worker, number of its push)."""
 
 
-@dataclass(frozen=True)
+@value
 class SumUp:
     """Sum the gradients of the order and report the squared norm: it will be clipped."""
 
     order: Apply
 
 
-@dataclass(frozen=True)
+@value
 class Update:
     """Sum the gradients (unless summed already), times `factor`, and step the optimizer."""
 
@@ -30,7 +29,7 @@ class Update:
     summed: bool
 
 
-@dataclass(frozen=True)
+@value
 class Answer:
     """Send the weights, now at `version`, to whoever asked under this ticket."""
 
@@ -85,7 +84,8 @@ class Shard:
     def _advance(self) -> list[Action]:
         actions: list[Action] = []
         while (order := self._orders.get(self.version + 1)) is not None:
-            if not all((p.worker, p.handle) in self._here for p in order.parts):
+            handles = [(p.worker, p.handle) for p in order.parts]
+            if not self._here.issuperset(handles):
                 break
             if order.clip is not None and self._summed != order.version:
                 self._summed = order.version
@@ -95,10 +95,10 @@ class Shard:
             factor = self._factors.pop(order.version, 1.0)
             actions.append(Update(order, factor, summed=order.clip is not None))
             del self._orders[order.version]
-            self._here.difference_update((p.worker, p.handle) for p in order.parts)
-            self._last.update((p.worker, p.handle) for p in order.parts)
+            self._here.difference_update(handles)
+            self._last.update(handles)
             self.version = order.version
-        if actions:
+        if actions and self._pulls:
             ready = [p for p in self._pulls if self._may_answer(p[1], p[2])]
             self._pulls = [p for p in self._pulls if p not in ready]
             actions.extend(Answer(ticket, self.version) for ticket, _, _ in ready)

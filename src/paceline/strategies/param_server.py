@@ -191,6 +191,10 @@ class ParameterServerRunner(Runner):
     def _collect(self) -> set[int]:
         """The gradients into the outgoing buffer; which parameters have none."""
         missing = set()
+        if self._compressors:
+            # A codec leaves what it meant to send in the buffer, between the parameters too:
+            # there it would grow from push to push and drown the gradients beside it.
+            self._outgoing.zero_()
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self._out_views, strict=True)
         ):

@@ -30,7 +30,9 @@ class Ended(Protocol):
     def coordinator(self) -> Coordinated: ...
 
 
-def make_result(config: dict[str, Any], outcome: Ended, folder: RunFolder) -> dict[str, Any]:
+def make_result(
+    config: dict[str, Any], outcome: Ended, folder: RunFolder, *, virtual: bool = False
+) -> dict[str, Any]:
     """Every field of the contract; what a run that failed never measured is null."""
     history = outcome.coordinator.history
     totals = outcome.coordinator.totals
@@ -65,11 +67,11 @@ def make_result(config: dict[str, Any], outcome: Ended, folder: RunFolder) -> di
         "decisions": history.decisions,
         "staleness": describe_staleness(history.staleness),
         "lag": {"max": history.max_lag},
-        "phases": phases_of_workers(totals, folder),
+        "phases": phases_of_workers(totals, None if virtual else folder),
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
         "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),
         "peak_rss_bytes": max((t["peak_rss_bytes"] for t in totals.values()), default=None),
-        "virtual": False,
+        "virtual": virtual,
         "versions": config["versions"],
     }
 
@@ -93,9 +95,10 @@ def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, f
 
 
 def phases_of_workers(
-    totals: dict[int, dict[str, Any]], folder: RunFolder
+    totals: dict[int, dict[str, Any]], folder: RunFolder | None
 ) -> dict[str, dict[str, float]]:
-    waits = time_waited(folder, len(totals)) if len(totals) > 1 else {}
+    """Virtual workers know by themselves how long they waited; real ones' steps tell."""
+    waits = time_waited(folder, len(totals)) if folder is not None and len(totals) > 1 else {}
     phases: dict[str, dict[str, float]] = {}
     for worker in sorted(totals):
         mine = {name: float(totals[worker]["phases"][name]) for name in PHASES}

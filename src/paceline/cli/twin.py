@@ -1,0 +1,112 @@
+"""`paceline twin`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as opt
+from paceline.errors import UsageError
+
+
+def twin(
+    out: Annotated[Path, typer.Option(help="The run folder to write.", show_default=False)],
+    job: opt.JobFile = None,
+    strategy: Annotated[
+        str, typer.Option(help="A strategy, or several parted by ';' to compare them.")
+    ] = "allreduce",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A pool file, or a number of equal machines.", show_default=False),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="In place of --cluster: the machines as a recorded run shows them."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="In place of --cluster: this machine, measured now.")
+    ] = False,
+    without: Annotated[
+        list[int] | None, typer.Option(help="What if: leave this worker out.")
+    ] = None,
+    bandwidth: Annotated[
+        float, typer.Option(help="What if: every link and exchange this many times faster.")
+    ] = 1.0,
+    depth: Annotated[
+        str, typer.Option(help="learn: real gradients. cost: time alone, for large clusters.")
+    ] = "learn",
+    seeds: Annotated[int, typer.Option(help="Runs of each strategy, seeds counted up.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers in all. [as many as the cluster has places for]")
+    ] = None,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    data_dir: opt.DataDir = None,
+    epochs: opt.Epochs = None,
+    batch: opt.Batch = None,
+    batch_per_worker: opt.BatchPerWorker = None,
+    lr: opt.Lr = None,
+    optimizer: opt.Optimizer = None,
+    schedule: opt.Schedule = None,
+    clip: opt.Clip = None,
+    seed: opt.Seed = None,
+    augment: opt.Augment = None,
+    dtype: opt.Dtype = None,
+    until: opt.Until = None,
+    patience: opt.Patience = None,
+    checkpoint_every: opt.CheckpointEvery = None,
+    threads: opt.Threads = None,
+    slow: opt.Slow = None,
+    delay: opt.Delay = None,
+    force: opt.Force = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    given = locals()
+    from paceline.cli.compare import show_comparison
+    from paceline.specs.strategy import split_strategies
+    from paceline.twin.clusters import find_cluster
+    from paceline.twin.compare import compare_twins, run_labelled
+    from paceline.twin.run import TwinOptions
+
+    if checkpoint_every is None:
+        given["checkpoint_every"] = "never"
+    chosen = split_strategies(strategy)
+    pool = find_cluster(
+        cluster,
+        calibrate=calibrate,
+        probe=probe,
+        without=tuple(without or ()),
+        bandwidth=bandwidth,
+        job=lambda: opt.make_reference(job, workers or 1, batch_per_worker, given),
+        workers=workers,
+    )
+    count = workers if workers is not None else len(pool.slots)
+    reference = opt.make_reference(job, count, batch_per_worker, given)
+    options = TwinOptions(
+        out=out,
+        pool=pool,
+        workers=workers,
+        depth=depth,
+        troubles=opt.read_troubles(slow, delay, count),
+        threads=threads,
+        force=force,
+    )
+    if seeds < 1:
+        raise UsageError(f"--seeds is {seeds}: at least one is needed")
+    if len(chosen) > 1 or seeds > 1:
+        comparison = compare_twins(reference, list(chosen), options, seeds, progress=not quiet)
+        show_comparison(comparison, out, title="Strategies compared in virtual time")
+        if comparison["runs_failed"]:
+            raise typer.Exit(1)
+        return
+    result = run_labelled(reference, chosen[0], options, progress=not quiet)
+    from rich.console import Console
+
+    from paceline.report.html import write_report
+    from paceline.report.table import results_table
+
+    report = write_report([out], out / "report.html", title=f"{result['model']}: {chosen[0]}")
+    Console().print(results_table([result]))
+    typer.echo(f"report: {report}")

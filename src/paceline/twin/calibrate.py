@@ -1,0 +1,114 @@
+"""Machines as a recorded run shows them: what each worker's steps took, and each exchange."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.errors import UsageError
+from paceline.specs.strategy import AllReduce, ParameterServer, read_strategy
+from paceline.telemetry.folder import RunFolder, read_events
+
+FEWEST_STEPS = 5
+WARM_UP = 0.1
+"""The first share of the steps is left out: caches and allocators are cold then."""
+
+
+def calibrate_from_run(path: Path) -> Pool:
+    """A pool with one machine for each worker of a run that was recorded step by step."""
+    folder = RunFolder(path)
+    if not folder.result.exists():
+        raise UsageError(f"--calibrate {path}: no finished run lies there")
+    result = folder.read_result()
+    config = json.loads(folder.config.read_text(encoding="utf-8"))
+    if result.get("virtual"):
+        raise UsageError(f"--calibrate {path}: that run was virtual: its machines are in {path}")
+    workers = int(result["workers"])
+    steps = [read_steps(folder, worker) for worker in range(workers)]
+    few = [w for w, s in enumerate(steps) if len(s) < FEWEST_STEPS]
+    if few:
+        raise UsageError(
+            f"--calibrate {path}: worker {few[0]} has {len(steps[few[0]])} recorded steps, "
+            f"at least {FEWEST_STEPS} are needed"
+        )
+    model = str(result["model"])
+    hosts = tuple(
+        Host(
+            host=f"worker-{worker}",
+            measured={model: fit_step(mine)},
+            jitter=Jitter(cv=min(2.0, measure_spread(mine))),
+        )
+        for worker, mine in enumerate(steps)
+    )
+    pool = Pool(
+        name=f"calibrated from {path.name}",
+        hosts=hosts,
+        link=Link(mbit_s=float("inf"), latency_ms=0.0),
+    )
+    return pool.model_copy(update=fit_exchange(result, config, steps))
+
+
+def read_steps(folder: RunFolder, worker: int) -> list[dict[str, Any]]:
+    """A worker's steps, one by one, without its warm-up."""
+    rows: list[dict[str, Any]] = []
+    for event in read_events(folder.events(f"worker-{worker}")):
+        if event.get("kind") == "steps":
+            names = [k for k, v in event.items() if isinstance(v, list)]
+            rows.extend(
+                dict(zip(names, values, strict=True))
+                for values in zip(*(event[n] for n in names), strict=True)
+            )
+    return rows[int(WARM_UP * len(rows)) :]
+
+
+def busy_s(step: dict[str, Any]) -> float:
+    return float(step["input"] + step["forward"] + step["backward"]) / 1e6
+
+
+def fit_step(steps: list[dict[str, Any]]) -> StepCost:
+    """A line through seconds over samples; with shares of one size, all of it by the sample."""
+    pairs = [(s["hi"] - s["lo"], busy_s(s)) for s in steps if s["hi"] > s["lo"]]
+    update_s = statistics.median(s["optimizer"] / 1e6 for s in steps)
+    sizes = {n for n, _ in pairs}
+    if max(sizes) >= 2 * min(sizes):
+        slope, fixed = statistics.linear_regression([n for n, _ in pairs], [s for _, s in pairs])
+        if slope > 0 and fixed >= 0:
+            return StepCost(fixed_s=fixed, per_sample_s=slope, update_s=update_s)
+    per_sample = statistics.median(s / n for n, s in pairs)
+    return StepCost(fixed_s=0.0, per_sample_s=per_sample, update_s=update_s)
+
+
+def measure_spread(steps: list[dict[str, Any]]) -> float:
+    """Standard deviation over mean of the seconds a sample, outliers cut at the edges."""
+    each = sorted(busy_s(s) / (s["hi"] - s["lo"]) for s in steps if s["hi"] > s["lo"])
+    edge = len(each) // 50
+    kept = each[edge : len(each) - edge] or each
+    mean = statistics.fmean(kept)
+    return statistics.pstdev(kept) / mean if mean > 0 else 0.0
+
+
+def fit_exchange(
+    result: dict[str, Any], config: dict[str, Any], steps: list[list[dict[str, Any]]]
+) -> dict[str, float]:
+    """How fast processes exchange, where the recorded strategy tells."""
+    workers = len(steps)
+    strategy = read_strategy(config["strategy"])
+    count = sum(len(s) for s in steps)
+    if workers < 2 or not count or not result.get("bytes_before_codec"):
+        return {}
+    first = strategy.phases[0]
+    sent = result["bytes_before_codec"] / max(1, result["updates"])
+    if isinstance(first, AllReduce):
+        # The least of an exchange is what it takes when nobody has to be waited for.
+        least = [min(s["comm_exposed"] for s in same) / 1e6 for same in zip(*steps, strict=False)]
+        nbytes = sent / workers
+        seconds = max(1e-9, statistics.median(least))
+        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / seconds / 1e9}
+    if isinstance(first, ParameterServer):
+        each = [s["comm_exposed"] / 1e6 for mine in steps for s in mine]
+        seconds = max(1e-9, statistics.median(each))
+        return {"transfer_gb_s": 2 * sent / seconds / 1e9}
+    return {}

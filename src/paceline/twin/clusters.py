@@ -1,0 +1,89 @@
+"""Where a virtual cluster comes from: a file, a number, a recorded run, or a probe; and what if."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.cluster.pool import Link, Pool, equal_machines, read_pool
+from paceline.errors import UsageError
+from paceline.job import JobRef
+
+EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
+"""Clusters that come with Paceline, by name."""
+
+
+def find_cluster(
+    cluster: str | None,
+    *,
+    calibrate: Path | None,
+    probe: bool,
+    without: tuple[int, ...],
+    bandwidth: float,
+    job: Callable[[], JobRef],
+    workers: int | None = None,
+) -> Pool:
+    """The machines to play on; raises UsageError unless exactly one source is named."""
+    sources = [cluster is not None, calibrate is not None, probe]
+    if sum(sources) != 1:
+        raise UsageError(
+            "say which machines: one of --cluster FILE, --cluster N, --calibrate RUN or --probe"
+        )
+    if cluster is not None:
+        pool = read_cluster(cluster)
+    elif calibrate is not None:
+        from paceline.twin.calibrate import calibrate_from_run
+
+        pool = calibrate_from_run(calibrate)
+    else:
+        from paceline.twin.probe import probe_machine
+
+        pool = probe_machine(job().resolve(), workers or 2)
+    return change(pool, without=without, bandwidth=bandwidth)
+
+
+def read_cluster(text: str) -> Pool:
+    """A pool file, a number of equal machines, or a cluster that comes with Paceline."""
+    if text.lstrip("-").isdigit():
+        return equal_machines(int(text))
+    path = Path(text)
+    if not path.exists():
+        shipped = {p.stem: p for p in EXAMPLES.glob("*.yaml")}
+        if text in shipped:
+            return read_pool(shipped[text])
+        raise UsageError(
+            f"--cluster {text}: no such file, not a number of machines, and not one of "
+            f"{', '.join(sorted(shipped))}"
+        )
+    return read_pool(path)
+
+
+def change(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
+    """What if: without these workers, with every exchange so many times faster."""
+    if not bandwidth > 0:
+        raise UsageError(f"--bandwidth is {bandwidth:g}: a factor above 0 is needed")
+    slots = pool.slots
+    for worker in without:
+        if not 0 <= worker < len(slots):
+            raise UsageError(f"--without {worker}: there are workers 0 to {len(slots) - 1}")
+    gone = [slots[w].host for w in without]
+    hosts = []
+    for host in pool.hosts:
+        left = host.workers - gone.count(host.host)
+        if left > 0:
+            link = _faster(host.link, bandwidth) if host.link is not None else None
+            hosts.append(host.model_copy(update={"workers": left, "link": link}))
+    if not hosts:
+        raise UsageError("--without leaves no machine: at least one is needed")
+    return pool.model_copy(
+        update={
+            "hosts": tuple(hosts),
+            "link": _faster(pool.link, bandwidth),
+            "collective_gb_s": pool.collective_gb_s * bandwidth,
+            "transfer_gb_s": pool.transfer_gb_s * bandwidth,
+        }
+    )
+
+
+def _faster(link: Link, factor: float) -> Link:
+    return link.model_copy(update={"mbit_s": link.mbit_s * factor})

@@ -1,0 +1,56 @@
+"""Several strategies in virtual time, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.job import Job, JobRef
+from paceline.launch.compare import with_seed
+from paceline.launch.run import check_sizes
+from paceline.report.comparison import write_comparison
+from paceline.report.show import make_show
+from paceline.specs.strategy import Strategy
+from paceline.telemetry.folder import RunFolder
+from paceline.twin.run import TwinOptions, check_servers, run_twin
+
+
+def run_labelled(
+    job: Job | JobRef, strategy: Strategy, options: TwinOptions, *, progress: bool
+) -> dict[str, Any]:
+    with make_show(f"{strategy} (virtual)", quiet=not progress) as show:
+        return run_twin(job, strategy, dataclasses.replace(options, show=show))
+
+
+def compare_twins(
+    job: Job | JobRef,
+    strategies: list[Strategy],
+    options: TwinOptions,
+    seeds: int = 1,
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Every strategy with every seed; a run that fails or diverges is kept and counted."""
+    folder = options.out
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    for strategy in strategies:
+        workers = 1 if strategy.word == "single" else options.count
+        check_sizes(resolved.batch, strategy, workers)
+        check_servers(strategy, workers)
+    if (folder / "comparison.json").exists() and not options.force:
+        raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
+    results = []
+    for seed in range(resolved.seed, resolved.seed + seeds):
+        for number, strategy in enumerate(strategies):
+            out = folder / f"{number + 1}-{strategy.word}-seed{seed}"
+            mine = dataclasses.replace(options, out=out)
+            try:
+                result = run_labelled(with_seed(job, seed), strategy, mine, progress=progress)
+            except UsageError:
+                raise
+            except PacelineError:
+                result = RunFolder(out).read_result()
+            results.append({**result, "dir": out.name})
+    return write_comparison(folder / "comparison.json", results)

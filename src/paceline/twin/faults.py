@@ -1,0 +1,456 @@
+"""Does the protocol survive this schedule? Seeded delays, repeats, losses and deaths, replayable.
+
+    python -m paceline.twin.faults --count 20000 --seed 7      play many; a failing one is shrunk
+    python -m paceline.twin.faults "strategy=ps workers=3 ..." play one again
+
+A message may come late, twice, or never (then its connection is broken, and the run ends naming
+it); machines die. A run that failed is resumed from its last checkpoint, on as many machines as
+are there then. At every event the invariants are checked; at the end every sample of every epoch
+must have been trained exactly once in the history that counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.cluster.pool import Host, Jitter, Pool
+from paceline.errors import SpecError
+from paceline.plan.cost import Workload
+from paceline.protocol.coordinator import RunPlan
+from paceline.protocol.messages import Lease, Message
+from paceline.protocol.policies import make_policy
+from paceline.specs.schedule import Constant
+from paceline.specs.strategy import ParameterServer, Strategy, read_strategy
+from paceline.specs.sync import Dssp, Ssp
+from paceline.twin.fleet import Fleet
+from paceline.twin.learner import NOTHING, Costs, Told
+from paceline.twin.timeline import Deed, Timeline
+from paceline.twin.world import DETECT_S, World
+
+FAULTS = ("delay", "repeat", "lose", "die")
+MOST_EVENTS = 100_000
+MOST_LIVES = 6
+"""After so many failures a run is left in peace, so that it can end."""
+
+STRATEGIES = (
+    "single",
+    "allreduce",
+    "allreduce(balance=auto)",
+    "ps",
+    "ps(sync=bsp)",
+    "ps(sync=ssp(0))",
+    "ps(sync=ssp(2))",
+    "ps(sync=dssp(1, 4))",
+    "ps(sync=kasync(2))",
+    "ps(sync=gba, servers=2)",
+    "ps(overlap=true)",
+    "ps(sync=gba, overlap=true)",
+    "grouped(size=2)",
+    "local_sgd(h=3)",
+    "diloco(h=4)",
+    "switch(allreduce, ps, at=50%)",
+    "switch(ps, allreduce, at=samples(13))",
+    "switch(allreduce, ps(sync=bsp, servers=2), single, ps, at=(10%, 40%, 90%))",
+    "switch(ps(sync=ssp(1)), grouped(size=2), ps(sync=dssp), at=(30%, 60%))",
+    "switch(allreduce, ps, when=auto)",
+    "switch(allreduce, ps, when=straggler(greedy, windows=1))",
+    "switch(allreduce, ps, when=straggler(elastic, windows=1))",
+)
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule; its text form replays it."""
+
+    strategy: str
+    workers: int
+    samples: int
+    batch: int
+    epochs: int
+    clip: bool
+    every: int
+    """Samples between checkpoints; 0 is none."""
+    faults: tuple[str, ...]
+    seed: int
+
+    def __str__(self) -> str:
+        faults = ",".join(self.faults) or "none"
+        return (
+            f"workers={self.workers} samples={self.samples} batch={self.batch} "
+            f"epochs={self.epochs} clip={int(self.clip)} every={self.every} faults={faults} "
+            f"seed={self.seed} strategy={self.strategy}"
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        head, _, strategy = line.partition("strategy=")
+        values = dict(part.split("=", 1) for part in head.split())
+        faults = () if values["faults"] == "none" else tuple(values["faults"].split(","))
+        numbers = {k: int(values[k]) for k in ("workers", "samples", "batch", "epochs", "seed")}
+        return cls(
+            strategy=strategy.strip(),
+            clip=values["clip"] == "1",
+            every=int(values["every"]),
+            faults=faults,
+            **numbers,
+        )
+
+    @property
+    def spec(self) -> Strategy:
+        return read_strategy(self.strategy)
+
+    @property
+    def playable(self) -> bool:
+        """Whether a run with these sizes would be accepted at all."""
+        try:
+            self.spec.check_workers(self.workers)
+            make_policy(
+                self.spec,
+                workers=self.workers,
+                samples_per_epoch=self.samples,
+                epochs=self.epochs,
+                batch=self.batch,
+                schedule=Constant(),
+            )
+        except SpecError:
+            return False
+        return self.batch >= self.workers and self.spec.servers_for(self.workers) <= self.workers
+
+
+def draw_case(seed: int) -> Case:
+    """The case of a seed: sizes, strategy and kinds of trouble."""
+    rng = random.Random(seed)
+    while True:
+        case = Case(
+            strategy=rng.choice(STRATEGIES),
+            workers=rng.randint(1, 5),
+            samples=rng.randint(8, 60),
+            batch=rng.randint(3, 16),
+            epochs=rng.randint(1, 3),
+            clip=rng.random() < 0.25,
+            every=rng.choice((0, 7, 19)),
+            faults=tuple(f for f in FAULTS if rng.random() < 0.5),
+            seed=seed,
+        )
+        if case.playable:
+            return case
+
+
+class Careless:
+    """A postman who is late, brings things twice or loses them; each way keeps its order."""
+
+    LATE, TWICE, LOST = 0.3, 0.1, 0.004
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        rng: random.Random,
+        faults: Sequence[str],
+        lost: Callable[[int], None],
+    ) -> None:
+        self._timeline, self._rng, self._faults = timeline, rng, faults
+        self._lost = lost
+        self._last: dict[object, float] = {}
+
+    def up(self, worker: int, at_s: float, deed: Deed) -> None:
+        if self._loses(worker):
+            return
+        self._bring(("up", worker), at_s, deed)
+        if "repeat" in self._faults and self._rng.random() < self.TWICE:
+            self._bring(("up", worker), at_s + self._rng.expovariate(2.0), deed)
+
+    def down(self, worker: int, at_s: float, deed: Deed) -> None:
+        if not self._loses(worker):
+            self._bring(("down", worker), at_s, deed)
+
+    def order(self, at_s: float, deed: Deed) -> None:
+        self._bring("order", at_s, deed)
+        if "repeat" in self._faults and self._rng.random() < self.TWICE:
+            self._bring("order", at_s + self._rng.expovariate(2.0), deed)
+
+    def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
+        self._bring(("push", worker), at_s, gradient)
+        self.up(worker, at_s, word)
+
+    def _loses(self, worker: int) -> bool:
+        if "lose" in self._faults and self._rng.random() < self.LOST:
+            self._lost(worker)
+            return True
+        return False
+
+    def _bring(self, way: object, at_s: float, deed: Deed) -> None:
+        if "delay" in self._faults and self._rng.random() < self.LATE:
+            at_s += self._rng.expovariate(3.0)
+        # Bytes of one connection do not overtake each other.
+        at_s = max(at_s, self._last.get(way, 0.0))
+        self._last[way] = at_s
+        self._timeline.at(at_s, deed)
+
+
+class Watch(Costs):
+    """Knows which samples were computed, and keeps what a checkpoint would keep."""
+
+    learns = True
+
+    def __init__(self, seen: Counter[tuple[int, int]]) -> None:
+        self.seen = seen
+        self.saved: tuple[dict[str, Any], Counter[tuple[int, int]]] | None = None
+
+    def _see(self, leases: Sequence[Lease]) -> list[Told]:
+        for lease in leases:
+            for position in range(lease.lo, lease.hi):
+                self.seen[lease.epoch, position] += 1
+                if self.seen[lease.epoch, position] > 1:
+                    raise Violation(f"sample {position} of epoch {lease.epoch} was trained twice")
+        return [NOTHING for _ in leases]
+
+    def step(self, leases: Sequence[Lease]) -> list[Told]:
+        return self._see(leases)
+
+    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
+        return self._see(leases)
+
+    def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+        return self._see([lease])[0]
+
+    def save(self, name: str, memory: dict[str, Any]) -> str:
+        # All work is done at a checkpoint: what was computed by now is in the weights.
+        self.saved = (copy.deepcopy(memory), self.seen.copy())
+        return name
+
+
+class Inspector:
+    """What must hold at every event."""
+
+    def __init__(self, world: World, case: Case) -> None:
+        self._world, self._case = world, case
+        self._samples = world.coordinator.history.samples
+        self._now = 0.0
+        self._updates = 0
+        self._hear = world.hear
+        world.hear = self._watch  # type: ignore[method-assign]
+
+    def _watch(self, message: Message, now: float) -> None:
+        if now < self._now:
+            raise Violation(f"time went back from {self._now} to {now}")
+        self._now = now
+        self._hear(message, now)
+        world = self._world
+        history = world.coordinator.history
+        if history.samples < self._samples or history.updates < self._updates:
+            raise Violation("samples or updates went down")
+        self._samples, self._updates = history.samples, history.updates
+        total = self._case.samples * self._case.epochs
+        if history.samples > total:
+            raise Violation(f"{history.samples} samples of {total} are counted as trained")
+        self._check_lag(history.max_lag)
+        if world.timeline.events > MOST_EVENTS:
+            raise Violation("the run does not end")
+
+    def _check_lag(self, lag: int) -> None:
+        bounds = []
+        for phase in self._case.spec.phases:
+            if not isinstance(phase, ParameterServer):
+                return
+            if isinstance(phase.sync, Ssp):
+                bounds.append(phase.sync.bound)
+            elif isinstance(phase.sync, Dssp):
+                bounds.append(phase.sync.high)
+            else:
+                return
+        if lag > max(bounds):
+            raise Violation(f"a lag of {lag} under {self._case.strategy}")
+
+
+def play(case: Case) -> int:
+    """Play a case to its end, resuming after failures; the number of failures it survived."""
+    rng = random.Random(case.seed + 1)
+    seen: Counter[tuple[int, int]] = Counter()
+    memory: dict[str, Any] | None = None
+    workers = case.workers
+    for life in range(MOST_LIVES + 1):
+        faults = case.faults if life < MOST_LIVES else ()
+        watch, status, error = play_life(case, workers, faults, rng, seen.copy(), memory)
+        if status == "done":
+            check_complete(case, watch.seen)
+            return life
+        if status != "failed" or not ("died" in error or "lost" in error):
+            raise Violation(f"the run ended {status}: {error}")
+        if watch.saved is not None:
+            memory, seen = watch.saved
+            if memory["history"]["epoch"] >= case.epochs:
+                # It failed after its last checkpoint: there is nothing left to resume.
+                check_complete(case, seen)
+                return life + 1
+        # Machines leave and join between two lives.
+        wanted = rng.randint(1, case.workers) if case.spec.word != "single" else 1
+        if dataclasses.replace(case, workers=wanted).playable:
+            workers = wanted
+    raise Violation("the run did not end in peace")
+
+
+def check_complete(case: Case, seen: Counter[tuple[int, int]]) -> None:
+    expected = Counter((e, p) for e in range(case.epochs) for p in range(case.samples))
+    if seen != expected:
+        raise Violation(f"not every sample was trained: {expected - seen}")
+
+
+def play_life(
+    case: Case,
+    workers: int,
+    faults: Sequence[str],
+    rng: random.Random,
+    seen: Counter[tuple[int, int]],
+    memory: dict[str, Any] | None,
+) -> tuple[Watch, str, str]:
+    spec = case.spec
+    work = Workload(
+        model="case",
+        data="case",
+        shapes=((10, 10),),
+        item_bytes=4,
+        flops_per_sample=1e9,
+        samples=case.samples,
+        batch=case.batch,
+        epochs=case.epochs,
+        evaluated={"val": 4},
+        slots=0,
+    )
+    hosts = []
+    for index in range(workers):
+        dies = "die" in faults and rng.random() < 0.15
+        hosts.append(
+            Host(
+                host=f"m{index}",
+                cores=2,
+                speed=rng.choice((0.3, 1.0, 1.0, 2.0)),
+                fails_at_s=rng.expovariate(0.5) if dies else None,
+            )
+        )
+    pool = Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.5))
+    timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
+    fleet = Fleet(
+        pool, workers, work, timeline, seed=rng.randrange(2**31), servers=spec.servers_for(workers)
+    )
+    watch = Watch(seen)
+
+    def lose(worker: int) -> None:
+        def notice(now: float) -> None:
+            world.carry_out(world.coordinator.stop("failed", f"worker {worker} was lost"), now)
+
+        timeline.at(timeline.now + DETECT_S, notice)
+
+    plan = RunPlan(
+        strategy=spec,
+        workers=workers,
+        clip=1.0 if case.clip else None,
+        checkpoint_samples=case.every or None,
+    )
+    postman = Careless(timeline, rng, faults, lose)
+    world = World(plan, fleet, work, watch, timeline, memory=copy.deepcopy(memory), postman=postman)
+    Inspector(world, case)
+    end = world.run()
+    return watch, end.status, end.error or ""
+
+
+# ---- shrinking --------------------------------------------------------------------------------
+
+
+def fails(case: Case) -> str | None:
+    """What goes wrong, if something does."""
+    try:
+        play(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Simpler cases than this one, the simplest first."""
+    for fault in case.faults:
+        yield dataclasses.replace(case, faults=tuple(f for f in case.faults if f != fault))
+    if case.clip:
+        yield dataclasses.replace(case, clip=False)
+    if case.every:
+        yield dataclasses.replace(case, every=0)
+    for name, least in (("epochs", 1), ("workers", 1), ("samples", 1), ("batch", 1)):
+        now = getattr(case, name)
+        for value in sorted({least, (least + now) // 2, now - 1}):
+            if least <= value < now:
+                yield dataclasses.replace(case, **{name: value})
+    phases = case.spec.phases
+    if len(phases) > 1:
+        for phase in phases:
+            yield dataclasses.replace(case, strategy=str(phase))
+
+
+def shrink(case: Case) -> tuple[Case, str]:
+    """The smallest case found that still fails, and how."""
+    why = fails(case)
+    assert why is not None
+    shrunk = True
+    while shrunk:
+        shrunk = False
+        for candidate in smaller(case):
+            if not candidate.playable:
+                continue
+            # Another seed may fail where this one no longer does.
+            for seed in range(case.seed, case.seed + 8):
+                tried = dataclasses.replace(candidate, seed=seed)
+                found = fails(tried)
+                if found is not None:
+                    case, why, shrunk = tried, found, True
+                    break
+            if shrunk:
+                break
+    return case, why
+
+
+def play_many(seeds: range) -> tuple[int, int]:
+    """Play the cases of these seeds: how many, and how many failures they survived.
+
+    Raises Violation with the smallest failing case as a line that replays it.
+    """
+    survived = 0
+    for seed in seeds:
+        case = draw_case(seed)
+        why = fails(case)
+        if why is not None:
+            least, how = shrink(case)
+            raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{least}"')
+        survived += play(case)
+    return len(seeds), survived
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m paceline.twin.faults")
+    parser.add_argument("line", nargs="?", help="a case to replay")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if given.line:
+        lives = play(Case.parse(given.line))
+        print(f"holds, after {lives} failures")
+        return
+    try:
+        played, survived = play_many(range(given.seed, given.seed + given.count))
+    except Violation as violation:
+        print(violation, file=sys.stderr)
+        sys.exit(1)
+    print(f"{played} schedules hold; {survived} failures were survived by resuming")
+
+
+if __name__ == "__main__":
+    main()

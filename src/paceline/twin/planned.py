@@ -1,0 +1,231 @@
+"""Workers under planned work: all-reduce in lock-step, local steps with meetings, or one alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from paceline.plan.cost import allreduce_s, coded_bytes, exposed_s
+from paceline.protocol.messages import (
+    Advanced,
+    Go,
+    Lease,
+    Measured,
+    Message,
+    Steps,
+    split_batch,
+)
+from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, Strategy
+from paceline.twin.fleet import Floats
+from paceline.twin.learner import Told
+from paceline.twin.world import World
+
+REPORT_S = 0.5
+"""Workers report this often, as real ones do."""
+
+
+class PlannedCrew:
+    """All workers at once, a step at a time, in vectors."""
+
+    def __init__(self, world: World, strategy: Strategy) -> None:
+        self._world = world
+        self._strategy = strategy
+        self._workers = world.plan.workers
+        self._plans: deque[Steps] = deque()
+        self._running = False
+        self._copies: dict[int, int] = {}
+        """How many workers have a plan, by where it starts; and when the last copy came."""
+        self._newest = 0.0
+        self._start = 0
+        self._free = np.zeros(self._workers)
+        """When each worker can begin its next step."""
+        self._reported = 0.0
+        self._since_meeting = 0
+        self._cuts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
+        self.bytes_sent = self.bytes_before = 0.0
+        self._exchange_s, self._bytes = self._cost_exchange()
+        self._forget()
+
+    def _cost_exchange(self) -> tuple[float, float]:
+        """Seconds and bytes of one exchange among all workers."""
+        world, strategy = self._world, self._strategy
+        if not isinstance(strategy, AllReduce | LocalSgd | DiLoCo) or self._workers == 1:
+            return 0.0, 0.0
+        codec = strategy.codec if isinstance(strategy, AllReduce) else None
+        nbytes = coded_bytes(codec, world.work)
+        return allreduce_s(world.pool, world.fleet.hosts, nbytes), nbytes
+
+    def _forget(self) -> None:
+        workers = self._workers
+        self._samples = np.zeros(workers, dtype=np.int64)
+        self._busy = np.zeros(workers)
+        self._comm = np.zeros(workers)
+        self._told: list[list[Told]] = []
+
+    # ---- work ---------------------------------------------------------------------------------
+
+    def on_steps(self, worker: int, steps: Steps, now: float) -> None:
+        """Everybody gets the same plan: it is begun when the last one has it."""
+        copies = self._copies.pop(steps.start, 0) + 1
+        self._newest = max(self._newest, now)
+        if copies < self._workers:
+            self._copies[steps.start] = copies
+            return
+        now = self._newest
+        self._plans.append(steps)
+        if not self._running:
+            self._running = True
+            self._start = steps.start
+            self._free = np.maximum(self._free, now)
+            self._reported = now
+            self._world.timeline.at(float(self._free.min()), self._step)
+
+    def on_go(self, worker: int, go: Go, now: float) -> None:
+        raise AssertionError("a lease by itself under planned work")
+
+    def on_order(self, message: Message, now: float) -> None:
+        raise AssertionError("an order to servers under planned work")
+
+    def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
+        ends = now
+        if worker == 0 and self._since_meeting:
+            self._since_meeting = 0
+            self._world.learner.meet()
+            self._count_bytes()
+            ends += self._exchange_s
+        then(ends)
+
+    def _step(self, now: float) -> None:
+        """One global batch on all workers; the next one is planned for when this is over."""
+        world, plan = self._world, self._plans[0]
+        start, stop = self._start, min(self._start + plan.batch, plan.stop)
+        cuts = self._cut(stop - start, plan.weights)
+        shares = np.diff(cuts).astype(float)
+        epoch = plan.epoch + start / world.work.samples
+        began = self._free
+        ends = world.fleet.compute_all(began, shares, epoch)
+        busy = ends - began
+        late = world.fleet.delays(epoch)
+        if late is not None:
+            ends = ends + late
+        leases: list[Lease] = []
+        if world.learner.learns:
+            leases = [
+                Lease(0, plan.epoch, start, stop, start + lo, start + hi)
+                for lo, hi in pairwise(cuts)
+            ]
+        self._told.append(self._exchange(leases, began, ends, busy))
+        self._samples += shares.astype(np.int64)
+        self._busy += busy
+        clocks = world.clocks
+        clocks.add_all("forward", busy / 3)
+        clocks.add_all("backward", busy * 2 / 3)
+        if late is not None:
+            clocks.add_all("comm_exposed", late)
+        world.steps += 1
+        self._start = stop
+        self._go_on(plan, stop)
+
+    def _cut(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
+        key = (count, weights)
+        if key not in self._cuts:
+            if len(self._cuts) > 64:
+                self._cuts.clear()
+            self._cuts[key] = split_batch(count, self._workers, weights)
+        return self._cuts[key]
+
+    def _exchange(
+        self, leases: list[Lease], began: Floats, ends: Floats, busy: Floats
+    ) -> list[Told]:
+        """What follows the gradients: the exchange, the waiting for others, the update."""
+        world, strategy = self._world, self._strategy
+        update = world.fleet.update
+        if isinstance(strategy, LocalSgd | DiLoCo):
+            told = world.learner.local_step(leases)
+            world.clocks.add_all("optimizer", update)
+            self._free = ends + update
+            self._since_meeting += 1
+            if self._is_due(strategy):
+                self._since_meeting = 0
+                world.learner.meet()
+                self._wait_for_all(self._free, self._exchange_s)
+            return told
+        told = world.learner.step(leases)
+        if isinstance(strategy, AllReduce):
+            bucket_bytes = strategy.bucket_mb * (1 << 20)
+            exposed = exposed_s(self._exchange_s, float(busy.max()), self._bytes, bucket_bytes)
+            self._wait_for_all(ends, exposed)
+            self._free = self._free + update
+            world.clocks.add_all("optimizer", update)
+        else:
+            self._free = ends.copy()
+            self._free[0] += update[0]
+            world.clocks.add("optimizer", 0, float(update[0]))
+        return told
+
+    def _is_due(self, strategy: LocalSgd | DiLoCo) -> bool:
+        if isinstance(strategy, LocalSgd) and strategy.drift is not None:
+            return self._world.learner.drifted() or self._since_meeting >= strategy.steps * 1000
+        steps = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
+        return self._since_meeting >= steps
+
+    def _wait_for_all(self, arrived: Floats, exchange_s: float) -> None:
+        """A collective begins with the last to come."""
+        if self._workers == 1:
+            self._free = arrived
+            return
+        last = float(arrived.max())
+        self._world.clocks.add_all("wait", last - arrived)
+        self._world.clocks.add_all("comm_exposed", exchange_s)
+        # A worker that comes early spends its waiting inside the exchange: it cannot tell them
+        # apart.
+        self._comm += last - arrived + exchange_s
+        self._count_bytes()
+        self._free = np.full(self._workers, last + exchange_s)
+
+    def _count_bytes(self) -> None:
+        self.bytes_sent += self._bytes * self._workers
+        self.bytes_before += self._world.work.bytes * self._workers if self._bytes else 0.0
+
+    def _go_on(self, plan: Steps, stop: int) -> None:
+        now = float(self._free.max())
+        if stop == plan.stop or now - self._reported >= REPORT_S:
+            self._report(plan.epoch, stop)
+            self._reported = now
+        if stop < plan.stop:
+            self._world.timeline.at(float(self._free.min()), self._step)
+            return
+        self._plans.popleft()
+        if self._plans:
+            self._start = self._plans[0].start
+            self._world.timeline.at(float(self._free.min()), self._step)
+        else:
+            self._running = False
+
+    def _report(self, epoch: int, position: int) -> None:
+        for worker in range(self._workers):
+            message = Advanced(
+                worker, epoch, position, int(self._world.steps[worker]), self._measured(worker)
+            )
+            self._world.send(worker, message, float(self._free[worker]))
+        self._forget()
+
+    def _measured(self, worker: int) -> Measured:
+        samples = int(self._samples[worker])
+        busy_s, comm_s = float(self._busy[worker]), float(self._comm[worker])
+        told = [step[worker] for step in self._told if step]
+        if not told:
+            return Measured(samples, samples, None, None, busy_s, comm_s)
+        corrects = [t.correct for t in told]
+        return Measured(
+            samples,
+            sum(t.predictions for t in told),
+            sum(t.loss_sum or 0.0 for t in told),
+            None if any(c is None for c in corrects) else sum(c or 0 for c in corrects),
+            busy_s,
+            comm_s,
+            next((t.norms for t in reversed(told) if t.norms is not None), None),
+        )

@@ -1,0 +1,211 @@
+"""This machine as a pool of one, measured in a few seconds: a step alone, and the way between two.
+
+What several workers do to each other is not measured but follows: they share the cores.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.errors import PacelineError
+from paceline.job import Job
+from paceline.launch.run import usable_cores
+
+WARM_UP, ROUNDS = 3, 12
+TIMEOUT_S = 60.0
+
+
+def probe_machine(job: Job, workers: int) -> Pool:
+    """Measure a step of the job's model with one worker's threads, and both kinds of exchange."""
+    from paceline.worker.build import read_data
+
+    cores = usable_cores()
+    tables = read_data(job)
+    cost, cv, nbytes = measure_step(job, tables, max(1, cores // workers), workers)
+    sum_s = probe_collective(nbytes)
+    send_s, latency_s = probe_transfer(nbytes)
+    from paceline.job import name_of
+
+    return Pool(
+        name="this machine, probed",
+        hosts=(
+            Host(
+                host="localhost",
+                cores=cores,
+                workers=workers,
+                measured={name_of(job.model) or "model": cost},
+            ),
+        ),
+        link=Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
+        jitter=Jitter(cv=min(2.0, cv)),
+        collective_gb_s=nbytes / max(sum_s - 2 * latency_s, sum_s / 2) / 1e9,
+        transfer_gb_s=nbytes / max(send_s, 1e-9) / 1e9,
+        control_ms=1e3 * latency_s / 2,
+    )
+
+
+def measure_step(job: Job, tables: Any, threads: int, workers: int) -> tuple[StepCost, float, int]:
+    """Seconds of forward and backward over samples, of an update, and how much they vary."""
+    import torch
+
+    from paceline.protocol.messages import Lease
+    from paceline.worker.build import build_loss, build_model, build_optimizer, choose_device
+    from paceline.worker.feed import Feed
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    model = build_model(job, tables).train()
+    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
+    loss_of = build_loss(job, model)
+    feed = Feed(tables.train, job.seed, choose_device(job))
+    share = max(2, job.batch // workers)
+    sizes = sorted({max(2, share // 2), share})
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    updates: list[float] = []
+    start = 0
+    for round_ in range(WARM_UP + ROUNDS):
+        for size in sizes:
+            start = start + size if start + 2 * size <= feed.samples else 0
+            size = min(size, feed.samples)
+            began = time.perf_counter()
+            inputs, targets = feed.batch(Lease(0, 0, start, start + size, start, start + size))
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss.item()
+            computed = time.perf_counter()
+            optimizer.step()
+            if round_ >= WARM_UP:
+                times.setdefault(size, []).append(computed - began)
+                updates.append(time.perf_counter() - computed)
+    torch.set_num_threads(before)
+    medians = {size: statistics.median(t) for size, t in times.items() if t}
+    largest = max(medians)
+    fixed, slope = 0.0, medians[largest] / largest
+    if len(medians) > 1:
+        least = min(medians)
+        slope = (medians[largest] - medians[least]) / (largest - least)
+        fixed = medians[largest] - slope * largest
+        if slope <= 0 or fixed < 0:
+            fixed, slope = 0.0, medians[largest] / largest
+    spread = times[largest]
+    cv = statistics.pstdev(spread) / statistics.fmean(spread)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    cost = StepCost(fixed_s=fixed, per_sample_s=slope, update_s=statistics.median(updates))
+    return cost, cv, nbytes
+
+
+# ---- the way between two processes ------------------------------------------------------------
+
+
+def probe_collective(nbytes: int) -> float:
+    """Seconds of one all-reduce of so many bytes between two processes here."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        return _run_pair(_sum_together, (store, nbytes), (store, nbytes))
+
+
+def probe_transfer(nbytes: int) -> tuple[float, float]:
+    """Seconds to hand so many bytes to another process, and those of a short message one way."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    token = secrets.token_hex(32)
+    port = listener.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_send_back, args=(port, token, nbytes), daemon=True)
+    child.start()
+    try:
+        return _send_and_wait(listener, token, nbytes)
+    finally:
+        listener.close()
+        child.join(TIMEOUT_S)
+        if child.is_alive():
+            child.kill()
+
+
+def _run_pair(target: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> float:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    children = [
+        context.Process(target=target, args=(rank, results, *args), daemon=True)
+        for rank, args in enumerate((first, second))
+    ]
+    for child in children:
+        child.start()
+    try:
+        return float(results.get(timeout=TIMEOUT_S))
+    except Exception as error:
+        raise PacelineError(f"the probe between two processes failed: {error!r}") from None
+    finally:
+        for child in children:
+            child.join(TIMEOUT_S)
+            if child.is_alive():
+                child.kill()
+
+
+def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    tensor = torch.zeros(max(1, nbytes // 4))
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - began)
+    if rank == 0:
+        results.put(statistics.median(times[WARM_UP:]))
+    dist.destroy_process_group()
+
+
+def _send_back(port: int, token: str, nbytes: int) -> None:
+    from paceline.comm.wire import Channel
+
+    channel = Channel.connect("127.0.0.1", port, token=token, peer="the probe", timeout_s=TIMEOUT_S)
+    buffer = memoryview(bytearray(max(1, nbytes)))
+    for _ in range(2 * (WARM_UP + ROUNDS)):
+        _, size = channel.receive_head(max_body=len(buffer))
+        if size:
+            channel.receive_into(buffer[:size])
+        channel.send({"size": size})
+    channel.close()
+
+
+def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[float, float]:
+    from paceline.comm.wire import Channel
+
+    listener.settimeout(TIMEOUT_S)
+    connection, _ = listener.accept()
+    channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
+    body = memoryview(bytearray(max(1, nbytes)))
+    long: list[float] = []
+    short: list[float] = []
+    for _ in range(WARM_UP + ROUNDS):
+        for into, views in ((long, (body,)), (short, ())):
+            began = time.perf_counter()
+            channel.send({"op": "probe"}, *views)
+            channel.receive_head(max_body=0)
+            into.append(time.perf_counter() - began)
+    channel.close()
+    trip = statistics.median(short[WARM_UP:])
+    return max(1e-9, statistics.median(long[WARM_UP:]) - trip), trip / 2

@@ -1,0 +1,459 @@
+"""Workers and servers of a parameter-server strategy: pull, compute, push, each at its own time."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.plan.cost import allreduce_s, coded_bytes
+from paceline.protocol.messages import Apply, Clip, Go, Measured, Message, Pushed, Reduced, Steps
+from paceline.protocol.server import Action, Shard, SumUp, Update
+from paceline.specs.strategy import Grouped, ParameterServer, Strategy
+from paceline.twin.learner import Told
+from paceline.twin.timeline import Lane
+from paceline.twin.world import World, server_bytes_per_s
+
+
+@dataclass
+class Player:
+    """One worker."""
+
+    idle_since: float = 0.0
+    handle: int = 0
+    base: int = 0
+    """The version of the weights it holds."""
+    busy: bool = False
+    queue: deque[Go] = field(default_factory=deque)
+    in_flight: bool = False
+    """With overlap: an exchange is under way behind the computing."""
+    landing: float | None = None
+    """When it ends, once that is known."""
+    incoming: int = 0
+    """The version of the weights it brings."""
+    blocked: Callable[[float], None] | None = None
+    """What waits for it to be known."""
+
+
+class ServedCrew:
+    """All servers of a phase are one shard with their joint capacity: they act alike.
+
+    An update is made when its order and its gradients are there and the one before it is done.
+    Its weights count as pulled from the moment that it is made.
+    """
+
+    def __init__(
+        self, world: World, strategy: Strategy, groups: tuple[tuple[int, ...], ...]
+    ) -> None:
+        assert isinstance(strategy, ParameterServer | Grouped)
+        self._world = world
+        self._fleet = world.fleet
+        self._workers = world.plan.workers
+        self._overlap = isinstance(strategy, ParameterServer) and strategy.overlap
+        self._aggregates = isinstance(strategy, ParameterServer) and strategy.sync.aggregates
+        codec = strategy.codec if isinstance(strategy, ParameterServer) else None
+        self._units = groups if isinstance(strategy, Grouped) else ()
+        self._unit_of = {w: unit for unit in self._units for w in unit}
+        self._servers = strategy.servers_for(self._workers)
+        self._players = [Player(idle_since=world.timeline.now) for _ in range(self._workers)]
+        self._gathering: dict[tuple[int, ...], dict[int, tuple[Go, float]]] = {}
+        self._shard = Shard()
+        self._push_bytes = coded_bytes(codec, world.work)
+        self._pull_bytes = (
+            self._push_bytes if codec is not None and codec.weights_too else world.work.bytes
+        )
+        self._lane_bytes_per_s = server_bytes_per_s(world, strategy)
+        self._server_latency = max(self._fleet.latency[: self._servers] or [0.0])
+        transfer = world.pool.transfer_gb_s * 1e9
+        self._push_own_s = self._push_bytes / transfer
+        self._pull_own_s = self._pull_bytes / transfer
+        self._apply_s = self._fleet.compute[0].update_s / self._servers
+        self._receive_s = self._push_bytes / self._servers / transfer
+        self._server_cores = self._fleet.cores[0]
+        self._one_machine = len({h.host for h in self._fleet.hosts}) == 1
+        self._in, self._out = Lane(), Lane()
+        self._orders: deque[tuple[Update, float]] = deque()
+        self._at_work = False
+        self._made = array("d", [world.timeline.now])
+        """When each version came to be."""
+        self._seen = 0
+        self._unapplied: deque[Update] = deque()
+        self._awaiting: dict[int, list[Callable[[float], None]]] = {}
+        """By the version that they wait for."""
+        self._fetching: dict[tuple[int, int], Callable[[float], None]] = {}
+        """Who waits for the update made of its own gradient, and then takes the weights."""
+        self.bytes_sent = self.bytes_before = 0.0
+
+    def on_steps(self, worker: int, steps: Steps, now: float) -> None:
+        raise AssertionError("planned work under a parameter server")
+
+    # ---- workers ------------------------------------------------------------------------------
+
+    def on_go(self, worker: int, go: Go, now: float) -> None:
+        if self._units:
+            self._gather(worker, go, now)
+            return
+        player = self._players[worker]
+        player.queue.append(go)
+        if not player.busy:
+            self._begin(worker, now)
+
+    def _begin(self, worker: int, now: float) -> None:
+        player = self._players[worker]
+        go = player.queue.popleft()
+        player.busy = True
+        self._world.clocks.add("wait", worker, max(0.0, now - player.idle_since))
+        if not go.lease.samples:
+            self._tell(worker, go, now, now, Told(0, 0.0, 0))
+        elif player.in_flight:
+            # An exchange is under way behind: the weights at hand are those to compute on.
+            self._compute(worker, go, now)
+        else:
+            self._pull((worker,), go.version, now, lambda at_s: self._compute(worker, go, at_s))
+
+    def _pull(
+        self, unit: tuple[int, ...], version: int, now: float, then: Callable[[float], None]
+    ) -> None:
+        """The newest weights, `version` at least, for a worker or through the first of a group."""
+        chief = unit[0]
+
+        def answer(at_s: float) -> None:
+            self._catch_up(at_s)
+            for worker in unit:
+                self._players[worker].base = self._seen
+                self._world.learner.pull(worker)
+            sent = self._transfer(self._out, chief, at_s, self._pull_bytes)
+            sent += self._within(unit)
+            arrive = sent + self._latency(chief)
+
+            def taken(ended: float) -> None:
+                for worker in unit:
+                    self._world.clocks.add("comm_exposed", worker, ended - now)
+                then(ended)
+
+            self._fleet.cores[chief].run(arrive, self._pull_own_s, taken)
+
+        self._when_made(version, now + self._latency(chief), answer)
+
+    def _within(self, unit: tuple[int, ...]) -> float:
+        """The first of a group passes the weights on: half of an all-reduce."""
+        if len(unit) < 2:
+            return 0.0
+        hosts = [self._fleet.hosts[w] for w in unit]
+        return allreduce_s(self._world.pool, hosts, self._pull_bytes) / 2
+
+    def _compute(self, worker: int, go: Go, now: float) -> None:
+        epoch = go.lease.epoch + go.lease.start / self._world.work.samples
+        # With overlap newer weights come in meanwhile: the gradient belongs to those of now.
+        handle = self._players[worker].handle + 1
+        early = self._world.learner.compute(worker, go.lease, handle) if self._overlap else None
+
+        def computed(ended: float) -> None:
+            self._world.clocks.computed(worker, ended - now)
+            late = self._fleet.delay(worker, epoch)
+            self._world.clocks.add("comm_exposed", worker, late)
+            busy_s = ended - now
+            if early is None:
+                self._world.timeline.at(
+                    ended + late, lambda at_s: self._push(worker, go, at_s, busy_s, None)
+                )
+            else:
+                self._world.timeline.at(
+                    ended + late, lambda at_s: self._land(worker, go, at_s, busy_s, early)
+                )
+
+        self._fleet.compute_one(worker, go.lease.samples, now, epoch, computed)
+
+    def _land(self, worker: int, go: Go, now: float, busy_s: float, told: Told) -> None:
+        """With overlap the exchange before this one must have landed first."""
+        player = self._players[worker]
+        if player.in_flight and player.landing is None:
+            player.blocked = lambda at_s: self._land(worker, go, max(now, at_s), busy_s, told)
+            return
+        base = player.base
+        landed = now
+        if player.in_flight:
+            assert player.landing is not None
+            landed = max(now, player.landing)
+            self._world.clocks.add("comm_exposed", worker, landed - now)
+            player.in_flight, player.base = False, player.incoming
+        self._world.timeline.at(
+            landed, lambda at_s: self._push(worker, go, at_s, busy_s, told, base)
+        )
+
+    def _push(
+        self,
+        worker: int,
+        go: Go,
+        now: float,
+        busy_s: float,
+        early: Told | None,
+        base: int | None = None,
+    ) -> None:
+        player = self._players[worker]
+        told = early or self._world.learner.compute(worker, go.lease, player.handle + 1)
+
+        def packed(ended: float) -> None:
+            sent = self._transfer(self._in, worker, ended, self._push_bytes)
+            self.bytes_sent += self._push_bytes
+            self.bytes_before += self._world.work.bytes
+            if not self._overlap:
+                self._world.clocks.add("comm_exposed", worker, sent - now)
+            self._tell(worker, go, sent, now, told, busy_s, base)
+
+        self._fleet.cores[worker].run(now, self._push_own_s, packed)
+
+    def _tell(
+        self,
+        worker: int,
+        go: Go,
+        at_s: float,
+        computed_s: float,
+        told: Told,
+        busy_s: float = 0.0,
+        base: int | None = None,
+    ) -> None:
+        """The gradient is on its way to the servers, word of it to the coordinator."""
+        player = self._players[worker]
+        player.handle += 1
+        self._world.steps[worker] += 1
+        handle, samples = player.handle, go.lease.samples
+        if base is None:
+            base = player.base if samples else go.version
+        predictions = told.predictions or samples
+        measured = Measured(
+            samples, predictions, told.loss_sum, told.correct, busy_s, at_s - computed_s, told.norms
+        )
+        message = Pushed(
+            worker, handle, go.lease.id, samples, base, int(self._world.steps[worker]) - 1, measured
+        )
+        arrives = at_s + self._fleet.latency[worker]
+
+        def come(now: float) -> None:
+            if samples:
+                self._carry_out(self._shard.on_gradient(worker, handle), now)
+
+        hear = self._world.hear
+        self._world.postman.push(worker, arrives, come, lambda now: hear(message, now))
+        free_at = at_s
+        if self._overlap and samples:
+            self._exchange_behind(worker, handle, at_s)
+            free_at = computed_s
+        player.idle_since = free_at
+        player.busy = False
+        if player.queue:
+            self._begin(worker, free_at)
+
+    def _exchange_behind(self, worker: int, handle: int, sent_s: float) -> None:
+        """Weights come back while the next batch is computed on those at hand."""
+        player = self._players[worker]
+        player.in_flight, player.landing = True, None
+
+        def fetch(now: float) -> None:
+            self._catch_up(now)
+            player.incoming = self._seen
+            self._world.learner.pull(worker)
+            arrive = self._transfer(self._out, worker, now, self._pull_bytes)
+            player.landing = arrive + self._latency(worker) + self._pull_own_s
+            blocked, player.blocked = player.blocked, None
+            if blocked is not None:
+                blocked(player.landing)
+
+        if self._aggregates:
+            # A buffered gradient may wait long for its update: then take what is there.
+            self._world.timeline.at(sent_s + self._latency(worker), fetch)
+        else:
+            self._fetching[worker, handle] = fetch
+
+    # ---- groups -------------------------------------------------------------------------------
+
+    def _gather(self, worker: int, go: Go, now: float) -> None:
+        """A group steps when all of it has been told to."""
+        unit = self._unit_of[worker]
+        here = self._gathering.setdefault(unit, {})
+        here[worker] = (go, now)
+        if len(here) < len(unit):
+            return
+        del self._gathering[unit]
+        begins = max(at_s for _, at_s in here.values())
+        for member, (_, at_s) in here.items():
+            idle = self._players[member].idle_since
+            self._world.clocks.add("wait", member, max(0.0, begins - min(idle, at_s)))
+        version = max(go.version for go, _ in here.values())
+        ended: dict[int, tuple[float, float]] = {}
+
+        def start(at_s: float) -> None:
+            for member in unit:
+                self._compute_member(unit, member, here[member][0], at_s, ended, here)
+
+        self._pull(unit, version, begins, start)
+
+    def _compute_member(
+        self,
+        unit: tuple[int, ...],
+        member: int,
+        go: Go,
+        now: float,
+        ended: dict[int, tuple[float, float]],
+        here: dict[int, tuple[Go, float]],
+    ) -> None:
+        epoch = go.lease.epoch + go.lease.start / self._world.work.samples
+
+        def computed(at_s: float) -> None:
+            self._world.clocks.computed(member, at_s - now)
+            ended[member] = (now, at_s + self._fleet.delay(member, epoch))
+            if len(ended) == len(unit):
+                last = max(end for _, end in ended.values())
+                self._world.timeline.at(last, lambda t: self._sum_in_group(unit, t, ended, here))
+
+        if go.lease.samples:
+            self._fleet.compute_one(member, go.lease.samples, now, epoch, computed)
+        else:
+            computed(now)
+
+    def _sum_in_group(
+        self,
+        unit: tuple[int, ...],
+        now: float,
+        ended: dict[int, tuple[float, float]],
+        here: dict[int, tuple[Go, float]],
+    ) -> None:
+        hosts = [self._fleet.hosts[w] for w in unit]
+        exchange_s = allreduce_s(self._world.pool, hosts, self._world.work.bytes)
+        summed = now + exchange_s
+        chief = unit[0]
+        sent = self._transfer(self._in, chief, summed + self._push_own_s, self._push_bytes)
+        self.bytes_sent += self._push_bytes + self._world.work.bytes * (len(unit) > 1) * len(unit)
+        self.bytes_before = self.bytes_sent
+        parts = []
+        for member in unit:
+            go = here[member][0]
+            began, end = ended[member]
+            self._world.clocks.add("wait", member, now - end)
+            self._world.clocks.add(
+                "comm_exposed", member, sent - now if member == chief else exchange_s
+            )
+            told = Told(0, 0.0, 0)
+            if go.lease.samples:
+                handle = self._players[member].handle + 1
+                told = self._world.learner.compute(member, go.lease, handle)
+                parts.append((member, handle, go.lease.samples / go.lease.batch))
+            at_s = sent if member == chief else summed
+            self._tell_member(unit, member, go, at_s, told, end - began)
+        if parts and parts[0][0] != chief:
+            parts.insert(0, (chief, self._players[chief].handle, 0.0))
+        if len(unit) > 1:
+            self._world.learner.join(parts)
+
+    def _tell_member(
+        self, unit: tuple[int, ...], member: int, go: Go, at_s: float, told: Told, busy_s: float
+    ) -> None:
+        player = self._players[member]
+        player.handle += 1
+        player.idle_since = at_s
+        self._world.steps[member] += 1
+        handle = player.handle
+        samples = go.lease.samples
+        predictions = told.predictions or samples
+        measured = Measured(samples, predictions, told.loss_sum, told.correct, busy_s, 0.0)
+        message = Pushed(
+            member,
+            handle,
+            go.lease.id,
+            samples,
+            player.base,
+            int(self._world.steps[member]) - 1,
+            measured,
+        )
+
+        def come(now: float) -> None:
+            if member == unit[0]:
+                self._carry_out(self._shard.on_gradient(member, handle), now)
+
+        arrives, hear = at_s + self._fleet.latency[member], self._world.hear
+        self._world.postman.push(member, arrives, come, lambda now: hear(message, now))
+
+    # ---- servers ------------------------------------------------------------------------------
+
+    def on_order(self, message: Message, now: float) -> None:
+        if isinstance(message, Clip):
+            self._carry_out(self._shard.on_clip(message.version, message.factor), now)
+        else:
+            assert isinstance(message, Apply)
+            self._carry_out(self._shard.on_apply(message), now)
+
+    def _carry_out(self, actions: list[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, SumUp):
+                self._sum_up(action.order, now)
+            elif isinstance(action, Update):
+                self._orders.append((action, now + self._server_latency))
+                self._make_next()
+                for part in action.order.parts if self._fetching else ():
+                    fetch = self._fetching.pop((part.worker, part.handle), None)
+                    if fetch is not None:
+                        self._when_made(action.order.version, now, fetch)
+
+    def _sum_up(self, order: Apply, now: float) -> None:
+        square = self._world.learner.square(order)
+        for server in range(self._servers):
+            # Which part of the norm lies where makes no difference to the whole.
+            part = square if server == 0 else 0.0
+            message = Reduced(server, order.version, part)
+            self._world.send(server % self._workers, message, now + self._server_latency)
+
+    def _make_next(self) -> None:
+        """Updates are made one after another; each is there when its service is over."""
+        if self._at_work or not self._orders:
+            return
+        update, at_s = self._orders.popleft()
+        parts = len(update.order.parts)
+        seconds = self._apply_s + parts * self._receive_s
+        self._at_work = True
+
+        def made(ended: float) -> None:
+            self._made.append(ended)
+            self._unapplied.append(update)
+            self._at_work = False
+            for then in self._awaiting.pop(len(self._made) - 1, ()):
+                self._world.timeline.at(ended, then)
+            self._make_next()
+
+        begins = max(at_s, self._made[-1])
+        self._server_cores.run(begins, seconds, made)
+
+    def _when_made(self, version: int, now: float, then: Callable[[float], None]) -> None:
+        """At `now`, or as soon after as the version is there."""
+        if version < len(self._made):
+            self._world.timeline.at(max(now, self._made[version]), then)
+        else:
+            waiting = self._awaiting.setdefault(version, [])
+            waiting.append(lambda at_s: then(max(now, at_s)))
+
+    def _catch_up(self, now: float) -> None:
+        """Let the learner make all updates that have happened by now."""
+        while self._seen + 1 < len(self._made) and self._made[self._seen + 1] <= now:
+            self._seen += 1
+            update = self._unapplied.popleft()
+            self._world.learner.apply(update.order, update.factor)
+
+    def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
+        def answer(at_s: float) -> None:
+            self._catch_up(at_s)
+            sent = self._transfer(self._out, worker, at_s, self._world.work.bytes)
+            then(sent + self._latency(worker))
+
+        self._when_made(version, now + self._latency(worker), answer)
+
+    # ---- ways ---------------------------------------------------------------------------------
+
+    def _latency(self, worker: int) -> float:
+        return max(self._fleet.latency[worker], self._server_latency)
+
+    def _transfer(self, lane: Lane, worker: int, now: float, nbytes: float) -> float:
+        """When a message has left; one machine's processes need no network between them."""
+        if self._one_machine:
+            return now
+        through = lane.take(now, nbytes / self._lane_bytes_per_s)
+        return max(through, now + nbytes / self._fleet.links[worker].bytes_per_s)

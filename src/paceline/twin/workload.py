@@ -1,0 +1,48 @@
+"""A job as a workload: its parameters, operations and samples, counted on the real model."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.job import Job, name_of
+from paceline.plan.cost import Workload
+from paceline.protocol.messages import Lease
+from paceline.worker.build import Tables, build_loss, build_model, choose_device
+from paceline.worker.feed import Feed
+
+PROBE_SAMPLES = 2
+"""BatchNorm wants more than one row."""
+SLOTS = {"sgd": 0, "adam": 2, "adamw": 2, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+
+
+def measure_workload(job: Job, tables: Tables) -> Workload:
+    """Count, without training anything: the generator and the job's own model stay as they are."""
+    generator = torch.get_rng_state()
+    model = build_model(job, tables)
+    count = min(PROBE_SAMPLES, len(tables.train))
+    feed = Feed(tables.train, job.seed, choose_device(job))
+    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
+    was = {n: b.clone() for n, b in model.named_buffers()}
+    counter = FlopCounterMode(display=False)
+    with counter:
+        build_loss(job, model)(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(was[name])
+    model.zero_grad(set_to_none=True)
+    torch.set_rng_state(generator)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    spec = job.optimizer_spec
+    slots = SLOTS.get(spec.word, 2) + (1 if spec.options().get("momentum") else 0)
+    return Workload(
+        model=name_of(job.model) or "model",
+        data=name_of(job.data) or "data",
+        shapes=tuple(tuple(p.shape) for p in trained),
+        item_bytes=trained[0].element_size(),
+        flops_per_sample=counter.get_total_flops() / count,
+        samples=len(tables.train),
+        batch=job.batch,
+        epochs=job.epochs,
+        evaluated={split: len(getattr(tables, split)) for split in tables.splits},
+        slots=slots,
+    )

@@ -1,0 +1,72 @@
+"""Thousands of schedules of trouble against the protocol, in virtual time; a bug is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.protocol.clock import SspClock
+from paceline.protocol.ledger import Ledger
+from paceline.protocol.messages import Lease
+from paceline.twin import faults
+from paceline.twin.faults import Case, Violation, draw_case, play, play_many
+
+CHUNKS, EACH = 10, 250
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_the_protocol_holds_under_schedules_of_trouble(chunk: int) -> None:
+    played, survived = play_many(range(chunk * EACH, (chunk + 1) * EACH))
+    assert played == EACH
+    assert survived > EACH // 10  # machines did die, and runs were resumed
+
+
+def test_a_case_is_replayed_from_its_line() -> None:
+    for seed in range(50):
+        case = draw_case(seed)
+        assert Case.parse(str(case)) == case
+        assert play(case) == play(case)
+
+
+def test_a_bound_that_is_overstepped_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = SspClock.lag
+    monkeypatch.setattr(faults, "STRATEGIES", ("ps(sync=ssp(2))",))
+    monkeypatch.setattr(
+        SspClock, "__init__", lambda self, n, bound: _init(self, n, bound + 1), raising=True
+    )
+    with pytest.raises(Violation, match=r"a lag of 3 under ps\(sync=ssp\(2\)\)") as raised:
+        play_many(range(300))
+    line = str(raised.value).split('"')[1]
+    case = Case.parse(line)
+    assert case.faults == ()  # no trouble is needed for it
+    assert (case.workers, case.epochs, case.clip) == (2, 1, False)
+    with pytest.raises(Violation):
+        play(case)
+    assert SspClock.lag is usual
+
+
+def _init(clock: SspClock, workers: int, bound: float) -> None:
+    super(SspClock, clock).__init__(workers)
+    clock._bound, clock._held, clock._round = bound, [], []
+
+
+def test_a_lease_that_is_handed_out_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Ledger.take
+
+    def careless(self: Ledger, holder: int, count: int, limit: int) -> object:
+        entry = usual(self, holder, count, limit)
+        if entry is not None and entry.hi - entry.lo > 1:
+            self._next -= 1
+        return entry
+
+    monkeypatch.setattr(Ledger, "take", careless)
+    with pytest.raises(Violation, match="trained twice"):
+        play_many(range(40))
+    assert Lease(0, 0, 0, 1, 0, 1).samples == 1
+
+
+def test_a_report_that_is_counted_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.protocol.coordinator import Coordinator
+
+    monkeypatch.setattr(Coordinator, "_is_repeated", lambda self, event: False)
+    with pytest.raises(Violation, match="repeat"):
+        play_many(range(400))

@@ -1,0 +1,504 @@
+"""The twin: virtual runs beside real ones, and what must hold of every virtual run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from conftest import RunCli, read_result
+from paceline.cluster.files import make_pool
+from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
+from paceline.errors import RunFailed, UsageError
+from paceline.job import Job
+from paceline.plan.cost import Workload, allreduce_s, coded_bytes, exposed_s, ring_s, tree_s
+from paceline.protocol.coordinator import RunPlan
+from paceline.protocol.messages import Lease
+from paceline.specs.codec import parse_codec
+from paceline.specs.strategy import read_strategy
+from paceline.specs.trouble import read_trouble
+from paceline.twin.clusters import change
+from paceline.twin.fleet import Draws, Fleet, share_evenly
+from paceline.twin.learner import NOTHING, Costs, Told
+from paceline.twin.run import TwinOptions, run_twin
+from paceline.twin.timeline import Cores, Lane, Timeline
+from paceline.twin.world import World
+
+EVERY_STRATEGY = [
+    "single",
+    "allreduce",
+    "allreduce(balance=auto)",
+    "allreduce(codec=int8)",
+    "allreduce(codec=powersgd(2))",
+    "ps",
+    "ps(sync=bsp)",
+    "ps(sync=ssp(0))",
+    "ps(sync=ssp(2))",
+    "ps(sync=dssp(1, 5))",
+    "ps(sync=kasync(2))",
+    "ps(sync=gba)",
+    "ps(damp=inverse, servers=2)",
+    "ps(overlap=true)",
+    "ps(sync=gba, overlap=true)",
+    "ps(codec=topk(0.05))",
+    "ps(codec=fp16)",
+    "grouped(size=2)",
+    "grouped(size=2, by=speed)",
+    "local_sgd(h=3)",
+    "local_sgd(drift=0.05)",
+    "diloco(h=3)",
+    "switch(allreduce, ps, at=50%)",
+    "switch(ps, grouped(size=2), local_sgd(h=2), allreduce, at=(20%, 50%, 70%))",
+    "switch(allreduce, ps, when=auto)",
+    "switch(allreduce, ps, when=straggler(greedy, windows=1))",
+    "switch(allreduce, ps, when=straggler(elastic, windows=1))",
+    "switch(allreduce, ps, when=plateau(1, 0.9, 1))",
+]
+
+WORK = Workload(
+    model="made-up",
+    data="none",
+    shapes=((100, 20), (100,)),
+    item_bytes=4,
+    flops_per_sample=1e6,
+    samples=600,
+    batch=60,
+    epochs=3,
+    evaluated={"val": 100},
+    slots=1,
+)
+
+
+def play(
+    strategy: str,
+    pool: Pool,
+    work: Workload = WORK,
+    *,
+    learner: Costs | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+    slow: str | None = None,
+) -> World:
+    """A virtual run without a folder; the world tells what came of it."""
+    spec = read_strategy(strategy)
+    workers = 1 if spec.word == "single" else len(pool.slots)
+    timeline = Timeline()
+    troubles = (read_trouble("slow", slow, workers),) if slow else ()
+    servers = spec.servers_for(workers)
+    fleet = Fleet(pool, workers, work, timeline, seed=seed, troubles=troubles, servers=servers)
+    plan = RunPlan(strategy=spec, workers=workers, clip=clip)
+    world = World(plan, fleet, work, learner or Costs(), timeline, splits=tuple(work.evaluated))
+    world.run()
+    return world
+
+
+def unequal(count: int = 4, **changes: Any) -> Pool:
+    hosts = [Host(host=f"m{i}", speed=1 + 0.3 * i) for i in range(count)]
+    return Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.2), **changes)
+
+
+class Watching(Costs):
+    """Counts which positions were computed."""
+
+    learns = True
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[int, int]] = Counter()
+
+    def _see(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self.seen.update((lease.epoch, p) for p in range(lease.lo, lease.hi))
+
+    def step(self, leases: Sequence[Lease]) -> list[Told]:
+        self._see(leases)
+        return []
+
+    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
+        self._see(leases)
+        return []
+
+    def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+        self._see([lease])
+        return NOTHING
+
+
+# ---- every strategy ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_every_strategy_sees_each_sample_once(strategy: str, clip: float | None) -> None:
+    watching = Watching()
+    world = play(strategy, unequal(), learner=watching, clip=clip)
+    assert world.end is not None
+    assert world.end.status == "done"
+    assert watching.seen == Counter((e, p) for e in range(3) for p in range(600))
+    assert world.coordinator.history.samples == 1800
+
+
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_every_second_of_a_worker_is_accounted_for(strategy: str) -> None:
+    world = play(strategy, unequal())
+    for totals in world.coordinator.totals.values():
+        phases = totals["phases"]
+        assert all(value >= -1e-12 for value in phases.values()), phases
+        assert sum(phases.values()) == pytest.approx(world.timeline.now, rel=0.02)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_oversubscribed_machines_play_every_strategy(workers: int) -> None:
+    pool = Pool(hosts=(Host(host="here", cores=1, workers=workers),))
+    for strategy in ("allreduce", "ps", "ps(sync=ssp(1))", "local_sgd(h=3)", "ps(overlap=true)"):
+        world = play(strategy, pool)
+        assert world.end is not None
+        assert world.end.status == "done"
+        # One core computes it all: no strategy can be faster than that.
+        alone = 1800 * WORK.flops_per_sample / 1e10
+        assert world.timeline.now > alone
+
+
+@given(seed=st.integers(0, 1000), strategy=st.sampled_from(EVERY_STRATEGY))
+@settings(max_examples=30, deadline=None)
+def test_the_same_seed_gives_the_same_run(seed: int, strategy: str) -> None:
+    first, second = (play(strategy, unequal(), seed=seed) for _ in range(2))
+    assert first.timeline.now == second.timeline.now
+    assert first.timeline.events == second.timeline.events
+    assert first.coordinator.history == second.coordinator.history
+    assert first.coordinator.totals == second.coordinator.totals
+
+
+def test_ssp_keeps_its_bound_in_virtual_runs() -> None:
+    for seed in range(5):
+        lags = {}
+        for strategy in ("ps(sync=ssp(2))", "ps(sync=dssp(2, 6))", "ps"):
+            world = play(strategy, unequal(), seed=seed, slow="worker=0,factor=6")
+            lags[strategy] = world.coordinator.history.max_lag
+        assert lags["ps(sync=ssp(2))"] <= 2
+        assert lags["ps(sync=dssp(2, 6))"] <= 7
+        assert lags["ps"] > 6
+
+
+def test_a_slow_machine_holds_up_all_reduce_and_not_the_server() -> None:
+    heavy = Workload(**{**vars(WORK), "flops_per_sample": 1e8})
+    even, slowed = equal_machines(4), "worker=0,factor=3"
+    times = {
+        name: play(text, even, heavy, slow=slowed if hurt else None).timeline.now
+        for name, text, hurt in [
+            ("calm", "allreduce", False),
+            ("allreduce", "allreduce", True),
+            ("balanced", "allreduce(balance=auto)", True),
+            ("ps", "ps", True),
+        ]
+    }
+    assert times["allreduce"] == pytest.approx(3 * times["calm"], rel=0.15)
+    assert times["ps"] < 0.6 * times["allreduce"]
+    assert times["balanced"] < 0.7 * times["allreduce"]
+
+
+def test_a_machine_that_dies_ends_the_run_and_is_named() -> None:
+    hosts = (Host(host="good"), Host(host="bad", fails_at_s=0.01))
+    for strategy in ("allreduce", "ps"):
+        world = play(strategy, Pool(hosts=hosts), Workload(**{**vars(WORK), "epochs": 10_000}))
+        assert world.end is not None
+        assert (world.end.status, world.timeline.now) == ("failed", pytest.approx(1.01))
+        assert "worker 1 (bad) died" in str(world.end.error)
+
+
+def test_slow_periods_end() -> None:
+    slow = SlowPeriod(from_s=0.0, to_s=0.5, factor=4)
+    pools = [
+        Pool(hosts=(Host(host="a", slow=(slow,) if hurt else ()),), jitter=Jitter(cv=0))
+        for hurt in (True, False)
+    ]
+    hurt, calm = (play("single", p, Workload(**{**vars(WORK), "epochs": 30})) for p in pools)
+    # A quarter of the work of the first half second, and the rest as ever.
+    assert hurt.timeline.now == pytest.approx(calm.timeline.now + 0.5 * 3 / 4, rel=0.02)
+
+
+# ---- beside real runs -------------------------------------------------------------------------
+
+
+def train_both(run_cli: RunCli, tmp_path: Path, strategy: str, workers: int, *more: Any) -> Path:
+    common = ("--strategy", strategy, "--epochs", 2, "--quiet", *more)
+    real = run_cli(
+        *("train", "--out", tmp_path / "real", "--workers", workers, *common),
+        *("--checkpoint-every", "never", "--threads", 1),
+    )
+    assert real.code == 0, real.stderr
+    twin = run_cli(
+        *("twin", "--out", tmp_path / "twin", "--cluster", workers, *common, "--threads", 1)
+    )
+    assert twin.code == 0, twin.stderr
+    return tmp_path
+
+
+def test_one_virtual_machine_is_a_real_single_run_bit_for_bit(
+    run_cli: RunCli, tmp_path: Path
+) -> None:
+    train_both(run_cli, tmp_path, "single", 1, "--model", "resnet8", "--batch", 64)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("real", "twin")]
+    assert weights[0] == weights[1]
+    real, twin = read_result(tmp_path / "real"), read_result(tmp_path / "twin")
+    for name in ("test_loss", "test_acc", "val_loss", "train_loss", "samples", "updates"):
+        assert real[name] == twin[name], name
+    assert (real["virtual"], twin["virtual"]) == (False, True)
+    assert set(real) == set(twin)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "allreduce",
+        "ps(sync=bsp)",
+        "local_sgd(h=4)",
+        "diloco(h=4)",
+        "allreduce(codec=topk(0.05))",
+        "switch(allreduce, local_sgd(h=3), ps(sync=bsp), at=(30%, 70%))",
+    ],
+)
+def test_synchronous_strategies_learn_what_real_runs_learn(
+    run_cli: RunCli, tmp_path: Path, strategy: str
+) -> None:
+    train_both(
+        *(run_cli, tmp_path, strategy, 3),
+        *("--model", "resnet8", "--batch", 66, "--dtype", "float64", "--clip", 3.0),
+    )
+    real, twin = (load_file(tmp_path / n / "model.safetensors") for n in ("real", "twin"))
+    for name, tensor in real.items():
+        assert float((tensor - twin[name]).abs().max()) < 1e-9, name
+
+
+def test_results_are_byte_identical_and_depths_agree_on_time(tmp_path: Path) -> None:
+    job = Job(epochs=2, checkpoint_every="never")
+    spec = read_strategy("switch(allreduce, ps, at=50%)")
+    for name, depth in [("a", "learn"), ("b", "learn"), ("c", "cost")]:
+        run_twin(job, spec, TwinOptions(out=tmp_path / name, pool=unequal(), depth=depth))
+    files = ["result.json", "run.json", "events/run.jsonl", "model.safetensors"]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    learnt, cost = read_result(tmp_path / "a"), read_result(tmp_path / "c")
+    assert learnt["seconds"] == cost["seconds"]
+    assert learnt["phases"] == cost["phases"]
+    assert cost["test_acc"] is None
+    assert learnt["test_acc"] > 0.2
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk(0.02)", "int8", "powersgd(4)"])
+def test_codecs_learn_on_servers(codec: str, tmp_path: Path) -> None:
+    """Error feedback makes up for what is left out, between parameters too."""
+    job = Job(model="mlp-300-100", epochs=15, checkpoint_every="never", lr=0.02)
+    result = run_twin(
+        job,
+        read_strategy(f"ps(codec={codec})"),
+        TwinOptions(out=tmp_path / "run", pool=equal_machines(2), threads=1),
+    )
+    assert result["test_acc"] > 0.85
+
+
+def test_onebit_learns_on_real_servers(run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli(
+        *("train", "--out", tmp_path / "run", "--strategy", "ps(codec=onebit)", "--workers", 2),
+        *("--model", "mlp-300-100", "--epochs", 15, "--lr", 0.02),
+        *("--checkpoint-every", "never", "--quiet"),
+    )
+    assert done.code == 0, done.stderr
+    assert read_result(tmp_path / "run")["test_acc"] > 0.9
+
+
+# ---- clusters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "complaint"),
+    [
+        ({"hosts": [{"host": "a", "speed": 0}]}, "hosts.0.speed is 0"),
+        ({"hosts": [{"host": "a", "link": {"mbit_s": -1}}]}, "hosts.0.link.mbit_s is -1"),
+        ({"hosts": [{"host": "a", "sped": 1}]}, "did you mean 'speed'"),
+        ({"hosts": [{"host": "a", "measured": {"m": {"per_sample_s": 0}}}]}, "per_sample_s is 0"),
+        ({"hosts": [{"host": "a"}, {"host": "a"}]}, "there twice"),
+        ({"hosts": [{"host": "a", "slow": [{"factor": 0}]}]}, "factor is 0"),
+        ({"hosts": []}, "hosts is"),
+        ({}, "hosts is missing"),
+        ([], "a mapping"),
+    ],
+)
+def test_a_bad_cluster_file_is_one_clear_line(
+    plain: Any, complaint: str, tmp_path: Path, run_cli: RunCli
+) -> None:
+    with pytest.raises(UsageError, match=r"pool here\.yaml: ") as raised:
+        make_pool(plain, "here.yaml")
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump({"hosts": [{"host": "a", "speed": -2}]}))
+    out = tmp_path / "out"
+    for arguments, complaint in [
+        (("--cluster", file), "speed is -2"),
+        (("--cluster", tmp_path / "none.yaml"), "no such file"),
+        (("--cluster", "0"), "at least one machine"),
+        (("--cluster", "3", "--workers", "4"), "places for 1 to 3"),
+        (("--cluster", "2", "--strategy", "ps(servers=3)"), "needs 3 servers"),
+        (("--cluster", "2", "--depth", "deep"), "known: learn, cost"),
+        (("--cluster", "2", "--without", "2"), "workers 0 to 1"),
+        (("--cluster", "2", "--bandwidth", "0"), "a factor above 0"),
+        (("--cluster", "2", "--batch", "1"), "smaller than"),
+        ((), "say which machines"),
+        (("--calibrate", tmp_path), "no finished run"),
+    ]:
+        done = run_cli("twin", "--out", out, "--quiet", *arguments)
+        assert done.code == 2, (arguments, done.stderr)
+        assert complaint in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert not out.exists()
+
+
+def test_a_pool_survives_its_own_file() -> None:
+    pool = unequal(link=Link(mbit_s=100, latency_ms=2))
+    assert make_pool(yaml.safe_load(pool.to_yaml()), "here") == pool
+
+
+def test_what_if_leaves_workers_out_and_widens_links() -> None:
+    pool = Pool(hosts=(Host(host="a", workers=2), Host(host="b", link=Link(mbit_s=10))))
+    changed = change(pool, without=(0, 2), bandwidth=2)
+    assert [(h.host, h.workers) for h in changed.hosts] == [("a", 1)]
+    assert changed.link.mbit_s == 2 * pool.link.mbit_s
+    assert change(pool, bandwidth=2).hosts[1].link == Link(mbit_s=20)
+    with pytest.raises(UsageError, match="no machine"):
+        change(pool, without=(0, 1, 2))
+
+
+def test_a_recorded_run_becomes_a_cluster(run_cli: RunCli, tmp_path: Path) -> None:
+    """The same run without its slow worker: what-if on a real trace."""
+    real = run_cli(
+        *("train", "--out", tmp_path / "real", "--workers", 2, "--model", "resnet8"),
+        *("--batch", 64, "--epochs", 2, "--slow", "worker=1,factor=4"),
+        *("--checkpoint-every", "never", "--quiet"),
+    )
+    assert real.code == 0, real.stderr
+    rates = []
+    for name, more in [("same", ()), ("without", ("--without", 1))]:
+        done = run_cli(
+            *("twin", "--out", tmp_path / name, "--calibrate", tmp_path / "real"),
+            *("--model", "resnet8", "--batch", 64, "--epochs", 2, "--depth", "cost", "--quiet"),
+            *more,
+        )
+        assert done.code == 0, done.stderr
+        rates.append(read_result(tmp_path / name)["samples_per_s"])
+    measured = read_result(tmp_path / "real")["samples_per_s"]
+    assert 0.6 < rates[0] / measured < 1.6  # a machine shared with other tests
+    assert rates[1] > rates[0]
+    pool = read_result(tmp_path / "same")
+    assert pool["virtual"]
+
+
+# ---- the pieces -------------------------------------------------------------------------------
+
+
+@given(
+    begins=st.lists(st.floats(0, 10), min_size=1, max_size=5),
+    seconds=st.lists(st.floats(0.01, 5), min_size=5, max_size=5),
+    cores=st.integers(1, 4),
+)
+def test_shared_cores_lose_no_work(begins: list[float], seconds: list[float], cores: int) -> None:
+    """Both forms of sharing agree; nobody is faster than alone, all never slower than in turn."""
+    import numpy as np
+
+    tasks = list(zip(begins, seconds, strict=False))
+    ends = share_evenly(np.array([b for b, _ in tasks]), np.array([s for _, s in tasks]), cores)
+    for (begin, second), end in zip(tasks, ends, strict=True):
+        assert end >= begin + second - 1e-9
+    assert max(ends) <= max(begins) + sum(s for _, s in tasks) + 1e-9
+    timeline = Timeline()
+    shared = Cores(timeline, cores, processes=99)
+    told: dict[int, float] = {}
+    for index, (begin, second) in enumerate(tasks):
+        shared.run(begin, second, lambda now, i=index: told.__setitem__(i, now))  # type: ignore[misc]
+    assert not timeline.run()  # until nothing is left
+    assert [told[i] for i in range(len(tasks))] == pytest.approx(list(ends), abs=1e-6)
+
+
+def test_a_lane_serves_one_after_another() -> None:
+    lane = Lane()
+    assert [lane.take(0.0, 2.0), lane.take(1.0, 2.0), lane.take(9.0, 1.0)] == [2.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "uniform", "exponential"])
+def test_jitter_has_its_mean_and_spread(shape: Any) -> None:
+    import numpy as np
+
+    draws = Draws([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
+    drawn = np.array([draws.all() for _ in range(20_000)])
+    assert drawn.mean() == pytest.approx(1.0, abs=0.01)
+    assert drawn.std() == pytest.approx(0.3, abs=0.01)
+    assert drawn.min() >= 0
+    again = Draws([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
+    assert [again.one(1) for _ in range(600)] == drawn[:600, 1].tolist()
+
+
+def test_collectives_cost_what_the_formulas_say() -> None:
+    assert ring_s(4, 8e6, 0.001, 1e6) == pytest.approx(2 * 3 * (0.001 + 2.0))
+    assert tree_s(8, 1e6, 0.001, 1e6) == pytest.approx(2 * 3 * (0.001 + 1.0))
+    assert ring_s(1, 8e6, 0.001, 1e6) == tree_s(1, 1.0, 1.0, 1.0) == 0.0
+    pool = equal_machines(64)
+    small, large = (allreduce_s(pool, pool.slots, n) for n in (1e3, 1e9))
+    ring = pool.model_copy(update={"collective": "ring"})
+    tree = pool.model_copy(update={"collective": "tree"})
+    assert small == allreduce_s(tree, pool.slots, 1e3) < allreduce_s(ring, pool.slots, 1e3)
+    assert large == allreduce_s(ring, pool.slots, 1e9) < allreduce_s(tree, pool.slots, 1e9)
+    assert exposed_s(1.0, 10.0, 0.5e6, 25e6) == 1.0  # one bucket: nothing to hide behind
+    assert exposed_s(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("codec", "ratio"),
+    [
+        ("fp16", 0.5),
+        ("bf16", 0.5),
+        ("int8", 0.25),
+        ("onebit", 1 / 32),
+        ("topk(0.01)", 0.02),
+        ("powersgd(4)", 4 * 2000 / 1e6),
+    ],
+)
+def test_coded_bytes_are_about_what_coders_send(codec: str, ratio: float) -> None:
+    work = Workload(**{**vars(WORK), "shapes": ((1000, 1000),)})
+    spec = parse_codec(codec)
+    assert coded_bytes(spec, work) / work.bytes == pytest.approx(ratio, rel=0.1)
+
+
+def test_measured_steps_take_the_place_of_operations() -> None:
+    from paceline.plan.cost import compute_on
+
+    pool = equal_machines(1)
+    guessed = compute_on(pool.hosts[0], WORK, pool)
+    assert guessed.per_sample_s == pytest.approx(1e6 / 1e10)
+    known = Host(host="a", speed=2, measured={"made-up": StepCost(fixed_s=0.2, per_sample_s=0.01)})
+    assert compute_on(known, WORK, pool).step_s(10) == pytest.approx((0.2 + 0.1) / 2)
+
+
+def test_ten_thousand_workers_are_played() -> None:
+    work = Workload(**{**vars(WORK), "samples": 40_000, "batch": 20_000, "epochs": 1})
+    for strategy in ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=2)", "grouped(size=100)"):
+        world = play(strategy, equal_machines(10_000), work)
+        assert world.coordinator.history.samples == 40_000
+
+
+def test_a_failed_virtual_run_says_so(tmp_path: Path) -> None:
+    pool = Pool(hosts=(Host(host="a"), Host(host="b", fails_at_s=0.001)))
+    with pytest.raises(RunFailed, match=r"worker 1 \(b\) died"):
+        run_twin(
+            Job(epochs=500, checkpoint_every="never"),
+            read_strategy("ps"),
+            TwinOptions(out=tmp_path / "run", pool=pool, depth="cost"),
+        )
+    assert read_result(tmp_path / "run")["status"] == "failed"
