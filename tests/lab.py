@@ -221,6 +221,10 @@ def make_lab(folder: Path, count: int = 3) -> Iterator[Lab]:
             with contextlib.suppress(Exception):
                 machine.kill()
         for machine in lab.machines:
+            # Cables first: the kernel keeps a namespace, and with it these, for as long as it
+            # tries to send what was under way when a test pulled them.
+            for number in range(len(lab.bridges)):
+                run("ip", "link", "del", f"{machine.namespace}v{number}", check=False)
             run("ip", "netns", "del", machine.namespace, check=False)
         for bridge in lab.bridges:
             run("ip", "link", "del", bridge, check=False)
