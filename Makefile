@@ -4,15 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check bench soak clean
+.PHONY: demo test test-all check packages bench soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
 
-test: check                       ## lint, types and the quick tests (minutes)
+test: check packages              ## lint, types and the quick tests (minutes)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: check                   ## every test, the long ones and those on real data included
+test-all: check packages          ## every test, the long ones and those on real data included
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.tools
@@ -23,6 +23,9 @@ check: $(VENV)/.tools
 soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
 	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000
 
+packages:                         ## what tests on several machines need, where it can be installed
+	.ci/packages
+
 bench: $(VENV)/.package           ## measure beside plain PyTorch DDP; results under bench/results
 	$(BIN)/python bench/run.py
 
@@ -32,7 +35,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,ssh]'
 	touch $@
 
 clean:

@@ -26,6 +26,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from lab import Lab, make_lab, why_not
+
 settings.register_profile("paceline", deadline=None, print_blob=True)
 settings.load_profile("paceline")
 
@@ -223,6 +225,29 @@ def run_cli(start_cli: StartCli) -> RunCli:
         return start_cli(*args).wait(timeout)
 
     return run
+
+
+# ---- several machines ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def lab_missing() -> str | None:
+    return why_not()
+
+
+@pytest.fixture
+def lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None, lab_missing: str | None
+) -> Iterator[Lab]:
+    """Three machines of this test's own; whatever still runs on one at the end is its failure."""
+    if lab_missing is not None:
+        pytest.skip(f"three machines cannot be made here: {lab_missing}")
+    with make_lab(tmp_path / "lab") as machines:
+        monkeypatch.setenv("HOME", str(machines.home))
+        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+        yield machines
+        left = settle(machines.find_left)
+        assert not left, f"left running: {left}"
 
 
 # ---- run folders -----------------------------------------------------------------------------

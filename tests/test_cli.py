@@ -21,7 +21,7 @@ from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.telemetry.events import PHASES
 
-COMMANDS = ("demo", "train", "compare", "launch", "evaluate", "report")
+COMMANDS = ("demo", "train", "compare", "launch", "doctor", "pool", "evaluate", "report")
 SAMPLES = 1297
 STRATEGY = "switch(allreduce, ps, at=50%)"
 

@@ -26,6 +26,8 @@ ROOMS: dict[str, set[str]] = {
     # Materials: they know nothing of strategies, of workers or of how a run is started.
     "state": {"errors"},
     "models": {"errors"},
+    "cluster.remote": set(),
+    "cluster": {"errors"},
     "data": {"errors"},
     "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
@@ -47,8 +49,17 @@ ROOMS: dict[str, set[str]] = {
     },
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
-    "launch": {"errors", "specs", "protocol", "comm", "job", "report", "telemetry", "worker"},
-    "cluster": {"errors"},
+    "launch": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "job",
+        "report",
+        "telemetry",
+        "worker",
+        "cluster",
+    },
     "plan": {"errors", "specs", "cluster"},
     "twin": {
         "errors",
@@ -67,11 +78,21 @@ ROOMS: dict[str, set[str]] = {
         "plan",
     },
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"errors", "specs", "job", "launch", "load", "report", "twin"},
+    "cli": {"errors", "specs", "job", "cluster", "launch", "load", "report", "twin"},
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
-TORCH_FREE = ("errors", "specs", "protocol", "telemetry", "job", "report", "launch", "cli")
+TORCH_FREE = (
+    "errors",
+    "specs",
+    "protocol",
+    "telemetry",
+    "job",
+    "report",
+    "cluster",
+    "launch",
+    "cli",
+)
 
 LIGHT = {
     # Of rooms with torch, what a process without it uses.
@@ -179,6 +200,15 @@ def test_launch_uses_only_the_light_part_of_workers() -> None:
             parts = name.split(".")
             if parts[1] == "worker":
                 assert parts[2] in WORKER_FROM_LAUNCH, f"{path.name} imports {name}"
+
+
+def test_programs_for_other_machines_need_nothing_there() -> None:
+    """They are sent as text to machines where only Python is sure to be."""
+    for path in (SOURCE / "cluster" / "remote").glob("*.py"):
+        for name in find_imports(path):
+            assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+        # An old Python over there is to be told, not to be failed on.
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 7))
 
 
 def test_pickle_stays_in_one_place() -> None:

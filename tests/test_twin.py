@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
-from paceline.cluster.pool import (
-    Host,
-    Jitter,
-    Link,
-    Pool,
-    SlowPeriod,
-    StepCost,
-    equal_machines,
-    make_pool,
-)
+from paceline.cluster.files import make_pool
+from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job
 from paceline.plan.cost import (

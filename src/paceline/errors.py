@@ -45,6 +45,19 @@ class RunFailed(PacelineError):
         self.details = details
 
 
+class HostError(PacelineError):
+    """A machine that cannot be reached or used. `kind` is one word for what is wrong, `fix` the
+    command that mends it, or nothing where there is none.
+    """
+
+    def __init__(self, host: str, kind: str, problem: str, fix: str = "") -> None:
+        super().__init__(f"host {host}: {problem}" + (f": try `{fix}`" if fix else ""))
+        self.host = host
+        self.kind = kind
+        self.problem = problem
+        self.fix = fix
+
+
 class Diverged(PacelineError):
     """The loss became NaN, infinite or exploded; the text names step and worker."""
 

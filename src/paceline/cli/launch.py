@@ -1,9 +1,9 @@
-"""`paceline launch`: a script with its own loop, on several workers."""
+"""`paceline launch`: a script on several workers here, or any script on the machines of a pool."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,30 +11,129 @@ from paceline.cli import options as opt
 
 
 def launch(
-    script: Annotated[Path, typer.Argument(help="A Python script that calls paceline.prepare().")],
+    script: Annotated[
+        Path,
+        typer.Argument(help="With --pool any Python script, else one that calls prepare()."),
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script, behind --.")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="How the workers keep in step.")] = "allreduce",
-    workers: opt.Workers = 2,
+    strategy: Annotated[
+        str | None, typer.Option(help="How the workers keep in step. [allreduce]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes on this machine. [2]")
+    ] = None,
+    pool: Annotated[
+        Path | None, typer.Option(metavar="POOL", help="Run on these machines, over SSH.")
+    ] = None,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Of the pool: all, gpu, cpu or energy. [all]")
+    ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(help="E.g. chief=1,worker=6,ps=2. [a worker for each of a host's workers]"),
+    ] = None,
+    project: Annotated[
+        Path | None, typer.Option(help="The folder to copy. [the project around the script]")
+    ] = None,
+    venv: Annotated[
+        bool, typer.Option("--venv", help="Make an environment from requirements.txt there.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run where, and do nothing.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The run folder. [runs/...]")] = None,
     threads: opt.Threads = None,
-    timeout: opt.Timeout = 300.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds a worker may stay in one phase [300]; to reach a machine [10]."),
+    ] = None,
     force: opt.Force = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    from paceline.launch.run import RunOptions, new_run_name, run_script
+    given = locals()
+    from paceline.launch.run import new_run_name
+
+    folder = out if out is not None else Path("runs") / new_run_name(script.stem)
+    if pool is not None:
+        refuse_together("--pool", given, "workers", "strategy", "threads")
+        launch_on_pool({**given, "folder": folder})
+    else:
+        refuse_without("--pool", given, "select", "roles", "project", "venv", "dry_run")
+        launch_here({**given, "folder": folder})
+
+
+def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
+    from paceline.errors import UsageError
+
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
+
+
+def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
+    from paceline.errors import UsageError
+
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
+
+
+def launch_here(given: dict[str, Any]) -> None:
+    """A loop of the user's own with `paceline.prepare()`, on processes of this machine."""
+    from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_script
     from paceline.report.show import make_show
     from paceline.specs.strategy import read_strategy
 
-    chosen = read_strategy(strategy)
-    folder = out if out is not None else Path("runs") / new_run_name(script.stem)
-    with make_show(str(chosen), quiet=quiet) as show:
+    chosen = read_strategy(given["strategy"] or "allreduce")
+    timeout, workers = given["timeout"], given["workers"]
+    with make_show(str(chosen), quiet=given["quiet"]) as show:
         options = RunOptions(
-            out=folder, workers=workers, threads=threads, timeout_s=timeout, force=force, show=show
+            out=given["folder"],
+            workers=2 if workers is None else workers,
+            threads=given["threads"],
+            timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+            force=given["force"],
+            show=show,
         )
-        result = run_script(script, args or [], chosen, options)
+        result = run_script(given["script"], given["args"] or [], chosen, options)
     typer.echo(
         f"{result['status']}: {result['samples']} samples, {result['updates']} updates in "
-        f"{result['seconds']:.1f} s; run folder {folder}"
+        f"{result['seconds']:.1f} s; run folder {given['folder']}"
     )
+
+
+def launch_on_pool(given: dict[str, Any]) -> None:
+    """Any script, on machines over SSH."""
+    from paceline.cli.pool import tell_repairs
+    from paceline.cluster.files import load_pool
+    from paceline.cluster.select import select_hosts
+    from paceline.cluster.ssh import Patience
+    from paceline.errors import UsageError
+    from paceline.launch.remote import ScriptRun, describe, launch_script, prepare
+    from paceline.launch.roles import read_roles
+
+    timeout = 10.0 if given["timeout"] is None else given["timeout"]
+    if timeout <= 0:
+        raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
+    found = load_pool(given["pool"])
+    tell_repairs(found.repairs)
+    run = ScriptRun(
+        script=given["script"],
+        args=tuple(given["args"] or ()),
+        hosts=select_hosts(found.pool, given["select"] or []),
+        out=given["folder"],
+        roles=read_roles(given["roles"]),
+        project=given["project"],
+        venv=given["venv"],
+        force=given["force"],
+        patience=Patience(connect_s=timeout),
+        tell=lambda line: None if given["quiet"] else typer.echo(f"paceline: {line}", err=True),
+        on_line=lambda label, line: typer.echo(f"[{label}] {line}"),
+    )
+    if given["dry_run"]:
+        typer.echo(describe(run, prepare(run)))
+        return
+    result = launch_script(run)
+    typer.echo(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")

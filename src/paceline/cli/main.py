@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import compare, demo, evaluate, launch, report, train, tune, twin
+from paceline.cli import compare, demo, doctor, evaluate, launch, pool, report, train, tune, twin
 from paceline.errors import PacelineError, RunFailed
 
 app = typer.Typer(
@@ -37,6 +37,10 @@ app.command("twin", help="The same strategies in virtual time, on machines you m
 )
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
+app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
+    doctor.doctor
+)
+app.add_typer(pool.app)
 
 INTERRUPTED = 130
 

@@ -6,16 +6,20 @@ negative bandwidth is refused with the line's place in the file. Passwords have 
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Final, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError
 
-FORMAT = 1
+FORMAT: Final = 1
+LOCAL = "localhost"
+"""The machine that one sits at: reached without SSH."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")
 
 
 class _Strict(BaseModel):
@@ -88,6 +92,8 @@ class Host(_Strict):
     port: int = Field(default=22, ge=1, le=65535)
     key: str | None = None
     """Path of a private key, or the name of one the SSH agent holds; never its contents."""
+    python: str | None = Field(default=None, min_length=1)
+    """The interpreter to use there, such as ~/train/.venv/bin/python; python3 where not said."""
     cores: int = Field(default=1, ge=1)
     memory_gb: float | None = Field(default=None, gt=0)
     gpus: tuple[Gpu, ...] = ()
@@ -107,6 +113,18 @@ class Host(_Strict):
     jitter: Jitter | None = None
     slow: tuple[SlowPeriod, ...] = ()
     fails_at_s: float | None = Field(default=None, ge=0)
+
+    @field_validator("host", "user")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        # They become arguments of ssh in the commands that people are given to copy.
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError("letters, digits, dots, colons, dashes and underscores are allowed")
+        return name
+
+    @property
+    def is_local(self) -> bool:
+        return self.host == LOCAL
 
     @property
     def gpu_count(self) -> int:
@@ -154,6 +172,9 @@ class Pool(_Strict):
 
     def to_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
+        for host in plain["hosts"]:
+            for gpu in host.get("gpus", ()):
+                gpu.setdefault("count", 1)  # said, because "{}" would say nothing to people
         text: str = yaml.safe_dump({"format": FORMAT, **plain}, sort_keys=False)
         return text
 
@@ -169,49 +190,7 @@ def equal_machines(count: int) -> Pool:
 
 
 def read_pool(path: Path) -> Pool:
-    """Read a pool file; raises UsageError that names the key, its value and the rule."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"pool {path} cannot be read: {error}") from None
-    try:
-        plain = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        where = " ".join(str(error).split())
-        raise UsageError(f"pool {path} is not valid: {where}") from None
-    return make_pool(plain, str(path))
+    """Read a pool file; raises UsageError that names the line, the key, its value and the rule."""
+    from paceline.cluster.files import load_pool  # which needs this module
 
-
-def make_pool(plain: Any, where: str) -> Pool:
-    if not isinstance(plain, dict):
-        raise UsageError(f"pool {where}: a mapping with 'hosts' is needed, not {plain!r}")
-    try:
-        return Pool.model_validate(plain)
-    except ValidationError as error:
-        raise UsageError(f"pool {where}: {_explain(error)}") from None
-
-
-def _explain(error: ValidationError) -> str:
-    """The first mistake in one line: where, the value, the rule."""
-    first = error.errors()[0]
-    place = ".".join(str(p) for p in first["loc"]) or "the file"
-    if first["type"] == "extra_forbidden":
-        model: type[BaseModel] = Pool
-        for part in first["loc"][:-1]:
-            if isinstance(part, str):
-                model = _PARTS.get(part, model)
-        return f"{place} is unknown: {nearest(str(first['loc'][-1]), list(model.model_fields))}"
-    if first["type"] == "missing":
-        return f"{place} is missing"
-    return f"{place} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
-
-
-_PARTS: dict[str, type[BaseModel]] = {
-    "hosts": Host,
-    "link": Link,
-    "jitter": Jitter,
-    "slow": SlowPeriod,
-    "measured": StepCost,
-    "watts": Watts,
-    "gpus": Gpu,
-}
+    return load_pool(path).pool

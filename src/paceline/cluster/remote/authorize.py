@@ -1,0 +1,29 @@
+"""Adds one public key to those that may log in here, once, readable by nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    wanted = json.loads(sys.stdin.buffer.readline().decode())["key"].strip()
+    folder = os.path.join(os.path.expanduser("~"), ".ssh")
+    path = os.path.join(folder, "authorized_keys")
+    os.umask(0o077)
+    os.makedirs(folder, exist_ok=True)
+    known = ""
+    if os.path.exists(path):
+        with open(path) as file:
+            known = file.read()
+    # The comment behind a key may differ; the key itself is the second word.
+    already = any(wanted.split()[1] in line.split() for line in known.splitlines())
+    if not already:
+        with open(path, "a") as file:
+            file.write(("" if not known or known.endswith("\n") else "\n") + wanted + "\n")
+    print(json.dumps({"already": already, "path": path}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

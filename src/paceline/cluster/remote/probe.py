@@ -1,0 +1,380 @@
+"""Looks at the machine it runs on, as it is told: lines of JSON in, one line of JSON out for each.
+
+It listens for other probes on a port of the system's choice and talks only to those that know the
+run's token. It leaves when its input ends. torch is used for measuring where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # old Pythons cannot evaluate it
+    Answer = dict[str, Any]
+MEBI = 1 << 20
+CHUNK = b"\0" * MEBI
+PINGS = 20
+CONNECT_S = 3.0
+MEASURE_S = 5.0
+"""Nothing between two probes may take longer."""
+
+
+def main() -> None:
+    for line in sys.stdin.buffer:
+        try:
+            asked = json.loads(line.decode())
+            answer = COMMANDS[asked.pop("do")](**asked)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+# ---- what the machine is ---------------------------------------------------------------------
+
+
+def tell_facts(packages: list[str]) -> Answer:
+    """Everything that is known without measuring."""
+    versions = {name: find_version(name) for name in packages}
+    load = os.getloadavg()
+    total, free = read_memory()
+    home = os.path.expanduser("~")
+    return {
+        "hostname": socket.gethostname(),
+        "resolves_to": resolve(socket.gethostname()),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": versions,
+        "cores": count_cores(),
+        "memory_bytes": total,
+        "memory_free_bytes": free,
+        "load": load[0],
+        "disk_free_bytes": shutil.disk_usage(home if os.path.isdir(home) else "/").free,
+        "gpus": find_gpus(),
+        "home": home,
+    }
+
+
+def find_version(name: str) -> str | None:
+    metadata = try_import("importlib.metadata")
+    if metadata is None:  # Python 3.7
+        return getattr(try_import(name), "__version__", None)
+    try:
+        version: str = metadata.version(name)
+        return version
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def try_import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        return None  # Broken installations raise anything.
+
+
+def count_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def read_memory() -> tuple[int | None, int | None]:
+    found = {}
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                name, _, rest = line.partition(":")
+                found[name] = int(rest.split()[0]) * 1024
+    except OSError:
+        pass
+    return found.get("MemTotal"), found.get("MemAvailable")
+
+
+def find_gpus() -> list[Answer]:
+    """What nvidia-smi tells: model, memory and driver of each."""
+    asked = "--query-gpu=name,memory.total,driver_version"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode != 0:
+        return [{"error": "nvidia-smi fails: driver and kernel module do not fit"}]
+    gpus = []
+    for line in done.stdout.decode(errors="replace").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3:
+            memory = float(parts[1]) * MEBI if parts[1].replace(".", "").isdigit() else None
+            gpus.append({"model": parts[0], "memory_bytes": memory, "driver": parts[2]})
+    return gpus
+
+
+def resolve(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def tell_clock() -> Answer:
+    return {"time": time.time()}
+
+
+# ---- ways to the others ----------------------------------------------------------------------
+
+
+def tell_routes(peers: list[str]) -> Answer:
+    """For each peer's address: the address and interface that this machine would reach it by."""
+    interfaces = list_addresses()
+    routes = {}
+    for peer in peers:
+        source = source_towards(peer)
+        name = interfaces.get(source or "")
+        routes[peer] = {"source": source, "interface": name, "mtu": read_mtu(name)}
+    return {"routes": routes, "addresses": interfaces}
+
+
+def source_towards(peer: str) -> str | None:
+    """By the kernel's own routing table: connecting a datagram socket sends nothing."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def list_addresses() -> dict[str, str]:
+    """Which interface has which address."""
+    found = {}
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for name in os.listdir("/sys/class/net"):
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:
+                    continue  # it has no address
+                found[socket.inet_ntoa(reply[20:24])] = name
+        with open("/proc/net/if_inet6") as file:
+            for line in file:
+                parts = line.split()
+                address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(parts[0]))
+                found[address] = parts[5]
+    except (ImportError, OSError):
+        pass  # not Linux: interfaces stay without a name
+    return found
+
+
+def read_mtu(interface: str | None) -> int | None:
+    try:
+        with open(f"/sys/class/net/{interface}/mtu") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def find_ports(count: int) -> Answer:
+    """Ports that nobody uses now."""
+    held = []
+    try:
+        for _ in range(count):
+            held.append(socket.socket())
+            held[-1].bind(("", 0))
+        return {"ports": [each.getsockname()[1] for each in held]}
+    finally:
+        for each in held:
+            each.close()
+
+
+# ---- between two probes ----------------------------------------------------------------------
+
+
+def listen(token: str, port: int = 0) -> Answer:
+    """Answer other probes; on a stated port, or on one of the system's choice."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+    except OSError as error:
+        server.close()
+        return {"port": None, "why": error.strerror}
+    server.listen(64)
+    threading.Thread(target=accept, args=(server, token.encode()), daemon=True).start()
+    return {"port": server.getsockname()[1]}
+
+
+def accept(server: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = server.accept()
+        threading.Thread(target=answer_probe, args=(connection, token), daemon=True).start()
+
+
+def answer_probe(connection: socket.socket, token: bytes) -> None:
+    """The token, a letter, and then pings that are sent back or bytes that are counted."""
+    connection.settimeout(MEASURE_S)
+    try:
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if receive(connection, len(token)) != token:
+                return
+            connection.sendall(b"y")
+            while True:
+                letter = connection.recv(1)
+                if letter == b"p":
+                    connection.sendall(b"p")
+                elif letter == b"b":
+                    count_bytes(connection)
+                else:
+                    return
+    except OSError:
+        pass
+
+
+def count_bytes(connection: socket.socket) -> None:
+    """Until the other side says how many there were: the time from the first to the last."""
+    total = struct.unpack("!Q", receive(connection, 8))[0]
+    buffer = bytearray(MEBI)
+    got, first, began = 0, 0, 0.0
+    while got < total:
+        size = connection.recv_into(buffer)
+        if not size:
+            return
+        if not got:
+            began, first = time.monotonic(), size
+        got += size
+    seconds = max(time.monotonic() - began, 1e-9)
+    connection.sendall(struct.pack("!dQ", seconds, got - first))
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise OSError("closed")
+        data += piece
+    return data
+
+
+def open_peer(address: str, port: int, token: str) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=CONNECT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(token.encode())
+    if receive(connection, 1) != b"y":
+        raise OSError("another program answers there")
+    return connection
+
+
+def reach(targets: list[tuple[str, int]], token: str) -> Answer:
+    """Try to connect to every (address, port), all at once: "ok", or why not."""
+    found = [""] * len(targets)
+
+    def one(index: int, address: str, port: int) -> None:
+        try:
+            open_peer(address, port, token).close()
+            found[index] = "ok"
+        except socket.timeout:  # noqa: UP041 (not the same before Python 3.10)
+            found[index] = "no answer"
+        except ConnectionRefusedError:
+            found[index] = "refused"
+        except OSError as error:
+            found[index] = error.strerror or str(error) or type(error).__name__
+
+    threads = [
+        threading.Thread(target=one, args=(index, *target), daemon=True)
+        for index, target in enumerate(targets)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * CONNECT_S)
+    return {"reached": [each or "no answer" for each in found]}
+
+
+def measure_link(address: str, port: int, token: str, seconds: float) -> Answer:
+    """Latency as half of the median round trip, then bandwidth for about so many seconds."""
+    with open_peer(address, port, token) as connection:
+        connection.settimeout(MEASURE_S)
+        trips = []
+        for _ in range(PINGS):
+            began = time.monotonic()
+            connection.sendall(b"p")
+            receive(connection, 1)
+            trips.append(time.monotonic() - began)
+        rate = send_bytes(connection, MEBI // 4)  # a first guess, also to open the window
+        size = int(min(max(rate * seconds, MEBI // 4), 1 << 31))
+        rate = send_bytes(connection, size)
+    return {"latency_s": sorted(trips)[PINGS // 2] / 2, "bytes_per_s": rate, "bytes": size}
+
+
+def send_bytes(connection: socket.socket, total: int) -> float:
+    connection.sendall(b"b" + struct.pack("!Q", total))
+    left = total
+    while left:
+        size = min(left, MEBI)
+        connection.sendall(CHUNK[:size])
+        left -= size
+    seconds, counted = struct.unpack("!dQ", receive(connection, 16))
+    return float((counted or total) / seconds)
+
+
+# ---- speed -----------------------------------------------------------------------------------
+
+
+def measure_flops(seconds: float) -> Answer:
+    """GFLOP/s of multiplying two matrices, float32, on all cores: torch, else numpy, else none."""
+    size = 512
+    torch = try_import("torch")
+    numpy = None if torch else try_import("numpy")
+    if torch:
+        a, b = torch.ones(size, size), torch.ones(size, size)
+        multiply: Callable[[], Any] = partial(torch.mm, a, b)
+    elif numpy:
+        a, b = numpy.ones((size, size), "float32"), numpy.ones((size, size), "float32")
+        multiply = partial(numpy.matmul, a, b)
+    else:
+        return {"gflops": None, "kernel": None}
+    multiply()
+    best, deadline = 0.0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        began = time.monotonic()
+        for _ in range(4):
+            multiply()
+        best = max(best, 4 * 2 * size**3 / (time.monotonic() - began))
+    return {"gflops": best / 1e9, "kernel": "torch" if torch else "numpy"}
+
+
+COMMANDS: dict[str, Callable[..., Answer]] = {
+    "facts": tell_facts,
+    "clock": tell_clock,
+    "routes": tell_routes,
+    "ports": find_ports,
+    "listen": listen,
+    "reach": reach,
+    "link": measure_link,
+    "flops": measure_flops,
+}
+
+if __name__ == "__main__":
+    main()
