@@ -89,6 +89,9 @@ class PlannedCrew:
     def on_order(self, message: Message, now: float) -> None:
         raise AssertionError("an order to servers under planned work")
 
+    def leave(self) -> None:
+        return
+
     def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
         ends = now
         if worker == 0 and self._since_meeting:

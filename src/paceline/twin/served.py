@@ -21,6 +21,9 @@ class Player:
     """One worker."""
 
     idle_since: float = 0.0
+    wait_s: float = 0.0
+    comm_s: float = 0.0
+    busy_s: float = 0.0
     handle: int = 0
     base: int = 0
     """The version of the weights it holds."""
@@ -103,7 +106,7 @@ class ServedCrew:
         player = self._players[worker]
         go = player.queue.popleft()
         player.busy = True
-        self._world.clocks.add("wait", worker, max(0.0, now - player.idle_since))
+        player.wait_s += max(0.0, now - player.idle_since)
         if not go.lease.samples:
             self._tell(worker, go, now, now, Told(0, 0.0, 0))
         elif player.in_flight:
@@ -129,7 +132,7 @@ class ServedCrew:
 
             def taken(ended: float) -> None:
                 for worker in unit:
-                    self._world.clocks.add("comm_exposed", worker, ended - now)
+                    self._players[worker].comm_s += ended - now
                 then(ended)
 
             self._fleet.cores[chief].run(arrive, self._pull_own_s, taken)
@@ -146,13 +149,14 @@ class ServedCrew:
     def _compute(self, worker: int, go: Go, now: float) -> None:
         epoch = go.lease.epoch + go.lease.start / self._world.work.samples
         # With overlap newer weights come in meanwhile: the gradient belongs to those of now.
-        handle = self._players[worker].handle + 1
+        player = self._players[worker]
+        handle = player.handle + 1
         early = self._world.learner.compute(worker, go.lease, handle) if self._overlap else None
 
         def computed(ended: float) -> None:
-            self._world.clocks.computed(worker, ended - now)
             late = self._fleet.delay(worker, epoch)
-            self._world.clocks.add("comm_exposed", worker, late)
+            player.busy_s += ended - now
+            player.comm_s += late
             busy_s = ended - now
             if early is None:
                 self._world.timeline.at(
@@ -176,7 +180,7 @@ class ServedCrew:
         if player.in_flight:
             assert player.landing is not None
             landed = max(now, player.landing)
-            self._world.clocks.add("comm_exposed", worker, landed - now)
+            player.comm_s += landed - now
             player.in_flight, player.base = False, player.incoming
         self._world.timeline.at(
             landed, lambda at_s: self._push(worker, go, at_s, busy_s, told, base)
@@ -199,7 +203,7 @@ class ServedCrew:
             self.bytes_sent += self._push_bytes
             self.bytes_before += self._world.work.bytes
             if not self._overlap:
-                self._world.clocks.add("comm_exposed", worker, sent - now)
+                player.comm_s += sent - now
             self._tell(worker, go, sent, now, told, busy_s, base)
 
         self._fleet.cores[worker].run(now, self._push_own_s, packed)
@@ -279,7 +283,7 @@ class ServedCrew:
         begins = max(at_s for _, at_s in here.values())
         for member, (_, at_s) in here.items():
             idle = self._players[member].idle_since
-            self._world.clocks.add("wait", member, max(0.0, begins - min(idle, at_s)))
+            self._players[member].wait_s += max(0.0, begins - min(idle, at_s))
         version = max(go.version for go, _ in here.values())
         ended: dict[int, tuple[float, float]] = {}
 
@@ -301,7 +305,7 @@ class ServedCrew:
         epoch = go.lease.epoch + go.lease.start / self._world.work.samples
 
         def computed(at_s: float) -> None:
-            self._world.clocks.computed(member, at_s - now)
+            self._players[member].busy_s += at_s - now
             ended[member] = (now, at_s + self._fleet.delay(member, epoch))
             if len(ended) == len(unit):
                 last = max(end for _, end in ended.values())
@@ -330,10 +334,8 @@ class ServedCrew:
         for member in unit:
             go = here[member][0]
             began, end = ended[member]
-            self._world.clocks.add("wait", member, now - end)
-            self._world.clocks.add(
-                "comm_exposed", member, sent - now if member == chief else exchange_s
-            )
+            self._players[member].wait_s += now - end
+            self._players[member].comm_s += sent - now if member == chief else exchange_s
             told = Told(0, 0.0, 0)
             if go.lease.samples:
                 handle = self._players[member].handle + 1
@@ -445,6 +447,13 @@ class ServedCrew:
             then(sent + self._latency(worker))
 
         self._when_made(version, now + self._latency(worker), answer)
+
+    def leave(self) -> None:
+        clocks = self._world.clocks
+        for worker, player in enumerate(self._players):
+            clocks.add("wait", worker, player.wait_s)
+            clocks.add("comm_exposed", worker, player.comm_s)
+            clocks.computed(worker, player.busy_s)
 
     # ---- ways ---------------------------------------------------------------------------------
 

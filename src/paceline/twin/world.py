@@ -106,6 +106,10 @@ class Crew(Protocol):
         """Bring a worker to the newest weights; `then` is told when it has them."""
         ...
 
+    def leave(self) -> None:
+        """Another strategy comes, or the end: hand over what was counted."""
+        ...
+
 
 @dataclass
 class Clocks:
@@ -296,6 +300,7 @@ class World:
         if self._crew is not None:
             self._sent += self._crew.bytes_sent
             self._before += self._crew.bytes_before
+            self._crew.leave()
             self._crew = None
 
     def _quiesce(self, worker: int, message: Quiesce, now: float) -> None:
