@@ -354,6 +354,8 @@ class ServerPace:
         return orders
 
     def _update(self, pushes: list[Push]) -> Order:
+        if len(pushes) == 1 and pushes[0].samples and not self._clock.in_rounds:
+            return self._update_by_one(pushes[0])
         samples = sum(p.samples for p in pushes)
         used = [p for p in pushes if p.samples]
         stale = [self.version - p.base for p in used]
@@ -372,6 +374,18 @@ class ServerPace:
         share = 1.0 if self._clock.in_rounds else sum(p.share for p in pushes)
         scale = self._spec.scale_of(share, max(stale))
         return TellServers(self._servers, Apply(self.version, parts, scale, self._clip))
+
+    def _update_by_one(self, push: Push) -> Order:
+        """The same for a single gradient, which is what asynchronous servers do all the time."""
+        staleness = self.version - push.base
+        self._last_staleness[push.worker] = staleness
+        self._history.staleness[staleness] += 1
+        self.version += 1
+        self._history.updates += 1
+        self._history.trained(push.samples)
+        part = Part(self._units[push.worker][0], push.handle, self._decay_of(staleness))
+        scale = self._spec.scale_of(push.share, staleness)
+        return TellServers(self._servers, Apply(self.version, (part,), scale, self._clip))
 
     def _decay_of(self, staleness: int) -> float:
         sync = self._spec.sync

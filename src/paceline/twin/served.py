@@ -426,9 +426,13 @@ class ServedCrew:
         self._server_cores.run(begins, seconds, made)
 
     def _when_made(self, version: int, now: float, then: Callable[[float], None]) -> None:
-        """At `now`, or as soon after as the version is there."""
+        """At `now`, or as soon after as the version is there.
+
+        Where that is known already it is told at once, ahead of the timeline: updates are made in
+        their order, so that nothing that is still to come can change what is there then.
+        """
         if version < len(self._made):
-            self._world.timeline.at(max(now, self._made[version]), then)
+            then(max(now, self._made[version]))
         else:
             waiting = self._awaiting.setdefault(version, [])
             waiting.append(lambda at_s: then(max(now, at_s)))
