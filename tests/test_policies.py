@@ -237,12 +237,12 @@ def test_auto_goes_back_when_the_loss_rises_and_tries_again_later() -> None:
     policy = auto("milestones(8)")
     before = [window(0, loss=1.0, rate=120, speeds=LAGGING)] * 3
     fine = [window(1, loss=0.9, rate=300)] * 3
-    bad = [window(1, loss=1.5, rate=300)] * 3
+    bad = [window(1, loss=1.6, rate=300)] * 3
     assert choose(policy, history_of(6000, before + fine, phase=1)) == "holds"
     back = policy.decide(history_of(6000, before + bad, phase=1))
     assert back is not None
     assert (back.phase, back.restore) == (0, True)
-    assert "the loss rose from 1 to 1.5" in back.reason
+    assert "the loss rose from 1 to 1.6" in back.reason
     spoilt = [window(1, loss=float("nan"), rate=300)] * 3
     assert choose(policy, history_of(6000, before + spoilt, phase=1)) == "-> regressed"
     once = [{"samples": 1500, "cause": "regressed"}]
