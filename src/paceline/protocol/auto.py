@@ -56,7 +56,7 @@ class AutoPolicy:
     LEAST_GAIN = 0.05
     SAFE_AT = 0.5
     REGRESSION = 1.5
-    """Asynchrony at a high learning rate costs some loss that its decay gives back: this is more."""
+    """Asynchrony costs some loss that a lower learning rate gives back later: this is more."""
     HOLD = 0.15
     """After going back, the share of the run before another attempt."""
     MARGIN = 0.05
