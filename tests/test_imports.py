@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         "plan",
     },
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"errors", "specs", "job", "cluster", "launch", "load", "report", "twin"},
+    "cli": {"cluster", "errors", "job", "launch", "load", "plan", "report", "specs", "twin"},
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
@@ -90,6 +90,7 @@ TORCH_FREE = (
     "job",
     "report",
     "cluster",
+    "plan",
     "launch",
     "cli",
 )

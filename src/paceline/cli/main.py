@@ -9,7 +9,19 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import compare, demo, doctor, evaluate, launch, pool, report, train, tune, twin
+from paceline.cli import (
+    compare,
+    demo,
+    doctor,
+    evaluate,
+    launch,
+    plan,
+    pool,
+    report,
+    train,
+    tune,
+    twin,
+)
 from paceline.errors import PacelineError, RunFailed
 
 app = typer.Typer(
@@ -32,6 +44,9 @@ app.command(
     help="Run a script with its own training loop on several workers.",
 )(launch.launch)
 app.command("tune", help="Find the smallest synchronous share that keeps the accuracy.")(tune.tune)
+app.command("plan", help="Which machines and which strategy: predicted time, energy and cost.")(
+    plan.plan
+)
 app.command("twin", help="The same strategies in virtual time, on machines you may not have.")(
     twin.twin
 )

@@ -8,12 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.job import Job, name_of
 from paceline.plan.cost import Workload
 from paceline.protocol.messages import Lease
-from paceline.worker.build import Tables, build_loss, build_model, choose_device
+from paceline.worker.build import Tables, build_loss, build_model, choose_device, read_data
 from paceline.worker.feed import Feed
 
 PROBE_SAMPLES = 2
 """BatchNorm wants more than one row."""
 SLOTS = {"sgd": 0, "adam": 2, "adamw": 2, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+
+
+def measure_job(job: Job) -> Workload:
+    """Read the job's data and count its work."""
+    return measure_workload(job, read_data(job))
 
 
 def measure_workload(job: Job, tables: Tables) -> Workload:

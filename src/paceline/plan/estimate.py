@@ -1,0 +1,225 @@
+"""What one choice of machines and strategy would cost: the cost model added up, in arrays.
+
+Times are means: of the variation between steps only what waiting for the slowest makes of it is in
+them. The twin plays the same model event by event.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.cluster.pool import Host, Pool
+from paceline.plan.cost import (
+    EVALUATING,
+    Workload,
+    coded_bytes,
+    compute_on,
+    exposed_s,
+    ring_s,
+    tree_s,
+)
+from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BASE_MEMORY = 400e6
+"""Python, torch and their libraries, before any model."""
+UNKNOWN_WATTS = (60.0, 120.0)
+"""Idle and busy, of a machine that does not say."""
+
+
+class Machines:
+    """A pool as arrays, one place a machine; worked out once for a job."""
+
+    def __init__(self, pool: Pool, work: Workload) -> None:
+        self.pool, self.work = pool, work
+        self.hosts: list[Host] = list(pool.hosts)
+        costs = [compute_on(h, work, pool) for h in self.hosts]
+        self.fixed = np.array([c.fixed_s for c in costs])
+        self.per_sample = np.array([c.per_sample_s for c in costs])
+        self.update = np.array([c.update_s for c in costs])
+        self.bandwidth = np.array([pool.link_of(h).bytes_per_s for h in self.hosts])
+        self.latency = np.array([pool.link_of(h).latency_s for h in self.hosts])
+        self.cv = np.array([pool.jitter_of(h).cv for h in self.hosts])
+        self.idle_w = np.array([h.watts.idle if h.watts else UNKNOWN_WATTS[0] for h in self.hosts])
+        self.busy_w = np.array([h.watts.busy if h.watts else UNKNOWN_WATTS[1] for h in self.hosts])
+        self.price = np.array([h.price_per_hour or 0.0 for h in self.hosts])
+        needed = work.bytes * (2 + work.slots) + BASE_MEMORY
+        self.needed_gb = needed / 1e9
+        self.fits = np.array(
+            [h.memory_gb is None or h.memory_gb * 1e9 >= needed for h in self.hosts]
+        )
+
+    @property
+    def speed(self) -> Floats:
+        """Samples a second of each alone, at an even share of the batch."""
+        share = max(1.0, self.work.batch / max(1, len(self.hosts)))
+        speeds: Floats = share / (self.fixed + share * self.per_sample)
+        return speeds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A choice and what it would cost."""
+
+    strategy: str
+    machines: tuple[int, ...]
+    """Places in the pool."""
+    step_s: float
+    """One global batch, or as many samples."""
+    samples_per_s: float
+    seconds: float
+    joules: float
+    price: float
+    staleness: float
+    interval: tuple[float, float]
+    """Where the seconds are expected to lie, nine times in ten."""
+
+    def value(self, objective: str) -> float:
+        return {"time": self.seconds, "energy": self.joules, "cost": self.price}[objective]
+
+
+def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
+    """What training on these machines, one worker on each, would take."""
+    work = machines.work
+    if isinstance(strategy, ParameterServer | Grouped):
+        step_s, busy, staleness = _served(machines, chosen, strategy)
+    else:
+        step_s, busy, staleness = _planned(machines, chosen, strategy)
+    rate = work.batch / step_s
+    evaluated = work.evaluated.get("val", 0) * work.epochs + work.evaluated.get("test", 0)
+    slowest = float(machines.per_sample[chosen].max())
+    evaluation_s = EVALUATING * evaluated / len(chosen) * slowest
+    seconds = work.samples * work.epochs / rate + evaluation_s
+    busy_share = np.clip(busy / step_s, 0.0, 1.0)
+    watts = machines.idle_w[chosen] + busy_share * (
+        machines.busy_w[chosen] - machines.idle_w[chosen]
+    )
+    # Machines drift from probe to probe; what is not measured is known worse.
+    known = all("any" in h.measured or work.model in h.measured for h in _pick(machines, chosen))
+    doubt = 0.10 if known else 0.35
+    return Estimate(
+        strategy=str(strategy),
+        machines=tuple(int(i) for i in chosen),
+        step_s=step_s,
+        samples_per_s=rate,
+        seconds=seconds,
+        joules=float(watts.sum()) * seconds,
+        price=float(machines.price[chosen].sum()) * seconds / 3600,
+        staleness=staleness,
+        interval=(seconds * (1 - doubt), seconds * (1 + doubt)),
+    )
+
+
+def _pick(machines: Machines, chosen: Ints) -> list[Host]:
+    return [machines.hosts[int(i)] for i in chosen]
+
+
+def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[float, Floats, float]:
+    """A global batch in lock-step, or with meetings every few steps."""
+    work, count = machines.work, len(chosen)
+    shares = _shares(machines, chosen, strategy)
+    compute = machines.fixed[chosen] + shares * machines.per_sample[chosen]
+    compute[shares == 0] = 0.0
+    update = float(machines.update[chosen].max())
+    if count == 1:
+        return float(compute[0]) + update, compute, 0.0
+    codec = strategy.codec if isinstance(strategy, AllReduce) else None
+    nbytes = coded_bytes(codec, work)
+    exchange = _allreduce(machines, chosen, nbytes)
+    if isinstance(strategy, LocalSgd | DiLoCo):
+        between = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
+        slowest = _slowest(compute, machines.cv[chosen] / math.sqrt(between))
+        return slowest + update + exchange / between, compute, 0.0
+    slowest = _slowest(compute, machines.cv[chosen])
+    bucket = strategy.bucket_mb * (1 << 20) if isinstance(strategy, AllReduce) else 25 << 20
+    return slowest + exposed_s(exchange, slowest, nbytes, bucket) + update, compute, 0.0
+
+
+def _shares(machines: Machines, chosen: Ints, strategy: Strategy) -> Floats:
+    batch = machines.work.batch
+    if not (isinstance(strategy, AllReduce) and strategy.balance == "auto"):
+        return np.full(len(chosen), batch / len(chosen))
+    # As much for each as it computes in the time that all of them need together.
+    fixed, slope = machines.fixed[chosen], machines.per_sample[chosen]
+    low, high = float(fixed.min()), float((fixed + batch * slope).max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        done = float((np.maximum(0.0, middle - fixed) / slope).sum())
+        low, high = (low, middle) if done >= batch else (middle, high)
+    shares: Floats = np.maximum(0.0, high - fixed) / slope
+    shares *= batch / shares.sum()
+    return shares
+
+
+def _slowest(compute: Floats, cv: Floats) -> float:
+    """The mean of the largest, where those within a tenth of the longest compete for it."""
+    longest = float(compute.max())
+    rivals = compute >= 0.9 * longest
+    return longest * (1 + float(cv[rivals].mean()) * _expected_largest(int(rivals.sum())))
+
+
+def _expected_largest(count: int) -> float:
+    """Of so many draws from a standard normal distribution (Blom's approximation)."""
+    if count < 2:
+        return 0.0
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def _allreduce(machines: Machines, chosen: Ints, nbytes: float) -> float:
+    pool, count = machines.pool, len(chosen)
+    latency, bandwidth = (
+        float(machines.latency[chosen].max()),
+        float(machines.bandwidth[chosen].min()),
+    )
+    ring = ring_s(count, nbytes, latency, bandwidth)
+    tree = tree_s(count, nbytes, latency, bandwidth)
+    own = 2 * (count - 1) / count * nbytes / (pool.collective_gb_s * 1e9)
+    return {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective] + own
+
+
+def _served(
+    machines: Machines, chosen: Ints, strategy: ParameterServer | Grouped
+) -> tuple[float, Floats, float]:
+    """Everybody at its own pace, unless servers, their links or the coordinator are full."""
+    pool, work, count = machines.pool, machines.work, len(chosen)
+    size = min(strategy.size, count) if isinstance(strategy, Grouped) else 1
+    codec = strategy.codec if isinstance(strategy, ParameterServer) else None
+    share = work.batch / count
+    push, pull = coded_bytes(codec, work), float(work.bytes)
+    servers = min(strategy.servers_for(count), count)
+    best = np.sort(machines.bandwidth[chosen])[::-1][:servers]
+    lane = float(best.min()) * servers
+    compute = machines.fixed[chosen] + share * machines.per_sample[chosen]
+    own = (push + pull) / (pool.transfer_gb_s * 1e9)
+    wire = (push + pull) / np.minimum(machines.bandwidth[chosen], lane)
+    apply_s = float(machines.update[chosen].min()) / servers + push / servers / (
+        pool.transfer_gb_s * 1e9
+    )
+    trips = 4 * machines.latency[chosen] + pool.control_ms / 1e3
+    cycle = compute + own + wire + apply_s + trips
+    if size > 1:
+        cycle = cycle + _allreduce(machines, chosen[:size], work.bytes) * 1.5
+        cycle = np.full(count, _slowest(cycle, machines.cv[chosen]))
+    sync = strategy.sync if isinstance(strategy, ParameterServer) else None
+    units = -(-count // size)
+    rate = float((share / cycle).sum())
+    if sync is not None and sync.expected_staleness(count) == 0:
+        # In rounds everybody waits for the slowest, and all pulls come at once.
+        slowest = _slowest(cycle, machines.cv[chosen]) + (count - 1) * max(push, pull) / lane
+        rate = work.batch / slowest
+    most = min(lane / max(push, pull, 1.0), 1 / max(apply_s, 1e-12))
+    if pool.control_ms:
+        most = min(most, 1e3 / pool.control_ms / size)
+    rate = min(rate, most * share * size)
+    step_s = work.batch / rate
+    busy = (
+        compute * (step_s / cycle) * np.minimum(1.0, rate / max(rate, float((share / cycle).sum())))
+    )
+    return step_s, busy, float(units - 1) if sync is None else sync.expected_staleness(count)

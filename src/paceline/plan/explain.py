@@ -1,0 +1,101 @@
+"""A plan in words: what was chosen, what came next, and why each machine was left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.plan.estimate import Estimate, Machines, estimate
+from paceline.plan.search import Found, Wish
+from paceline.specs.strategy import read_strategy
+
+MOST_REASONS = 20
+
+
+def describe(machines: Machines, found: Found, wish: Wish) -> dict[str, Any]:
+    """Everything that `--json` prints and `plan.json` holds."""
+    return {
+        "job": {
+            "model": machines.work.model,
+            "data": machines.work.data,
+            "parameters": machines.work.parameters,
+            "flops_per_sample": machines.work.flops_per_sample,
+            "samples": machines.work.samples,
+            "batch": machines.work.batch,
+            "epochs": machines.work.epochs,
+        },
+        "objective": dict(wish.weights),
+        "deadline_s": wish.deadline_s,
+        "budget": wish.budget,
+        "chosen": to_plain(machines, found.chosen),
+        "why": explain_choice(machines, found, wish),
+        "runners_up": [to_plain(machines, e) for e in found.others],
+        "left_out": left_out(machines, found.chosen, wish),
+        "frontier": [to_plain(machines, e) for e in found.frontier],
+        "one_machine": to_plain(machines, found.alone),
+    }
+
+
+def to_plain(machines: Machines, one: Estimate) -> dict[str, Any]:
+    return {
+        "strategy": one.strategy,
+        "machines": [machines.hosts[i].host for i in one.machines],
+        "step_s": one.step_s,
+        "samples_per_s": one.samples_per_s,
+        "seconds": one.seconds,
+        "seconds_interval": list(one.interval),
+        "joules": one.joules,
+        "price": one.price,
+        "staleness": one.staleness,
+    }
+
+
+def explain_choice(machines: Machines, found: Found, wish: Wish) -> str:
+    chosen, alone = found.chosen, found.alone
+    objective = max(wish.weights, key=lambda o: wish.weights[o])
+    name = machines.hosts[alone.machines[0]].host
+    if len(chosen.machines) == 1:
+        more = [e for e in found.others if len(e.machines) > 1]
+        if not more:
+            return f"use one machine, {name}: no other choice keeps within the limits"
+        best = min(more, key=lambda e: e.value(objective))
+        return (
+            f"use one machine, {name}: {_amount(chosen, objective)} of {objective}, where the best "
+            f"of several ({len(best.machines)} under {best.strategy}) needs "
+            f"{_amount(best, objective)}: exchanging costs more than sharing saves"
+        )
+    ratio = alone.value(objective) / max(chosen.value(objective), 1e-12)
+    return (
+        f"{len(chosen.machines)} machines under {chosen.strategy}: {_amount(chosen, objective)} of "
+        f"{objective}, {name} alone {_amount(alone, objective)} (x{ratio:.2f})"
+    )
+
+
+def _amount(one: Estimate, objective: str) -> str:
+    if objective == "time":
+        return f"{one.seconds:,.4g} s"
+    return f"{one.joules / 1000:,.4g} kJ" if objective == "energy" else f"{one.price:,.4g}"
+
+
+def left_out(machines: Machines, chosen: Estimate, wish: Wish) -> list[dict[str, str]]:
+    """Why each machine is not in the plan: it does not fit, or with it things would be worse."""
+    spec = read_strategy(chosen.strategy if len(chosen.machines) > 1 else "allreduce")
+    inside = set(chosen.machines)
+    objective = max(wish.weights, key=lambda o: wish.weights[o])
+    reasons = []
+    outside = [i for i in range(len(machines.hosts)) if i not in inside]
+    for index in outside[:MOST_REASONS]:
+        host = machines.hosts[index]
+        if not machines.fits[index]:
+            why = f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g}"
+        else:
+            more = estimate(machines, np.array(sorted([*inside, index])), spec)
+            change = 100 * (more.value(objective) / max(chosen.value(objective), 1e-12) - 1)
+            why = f"with it {objective} would be {_amount(more, objective)} ({change:+.1f} %)"
+            if not wish.allows(more):
+                why += ", beyond the limit"
+        reasons.append({"host": host.host, "why": why})
+    if len(outside) > MOST_REASONS:
+        reasons.append({"host": f"{len(outside) - MOST_REASONS} more", "why": "likewise"})
+    return reasons

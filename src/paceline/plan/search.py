@@ -1,0 +1,211 @@
+"""Which machines, and which strategy: the best by one objective, or by a mix under limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.plan.estimate import Estimate, Ints, Machines, estimate
+from paceline.specs.strategy import Strategy, read_strategy
+
+OBJECTIVES = ("time", "energy", "cost")
+CANDIDATES = (
+    "allreduce",
+    "allreduce(balance=auto)",
+    "ps",
+    "ps(servers=8)",
+    "local_sgd(h=8)",
+)
+ALL_SIZES_UP_TO = 48
+CLIMB_UP_TO = 32
+"""Beyond so many machines single exchanges no longer matter: only sizes and orders are tried."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to make small, and what must not be exceeded."""
+
+    weights: Mapping[str, float]
+    deadline_s: float | None = None
+    budget: float | None = None
+
+    def allows(self, found: Estimate) -> bool:
+        late = self.deadline_s is not None and found.seconds > self.deadline_s
+        dear = self.budget is not None and found.price > self.budget
+        return not (late or dear)
+
+    def score(self, found: Estimate, best: Mapping[str, float]) -> float:
+        """A mix is weighed by how many times worse than the best of its kind each part is."""
+        return sum(w * found.value(o) / max(best[o], 1e-12) for o, w in self.weights.items())
+
+
+def read_wish(text: str, deadline_s: float | None, budget: float | None) -> Wish:
+    """`time`, or `time=0.7,energy=0.3`; raises UsageError."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().partition("=")
+        if name not in OBJECTIVES:
+            raise UsageError(f"--objective {text!r}: {name!r} is none of {', '.join(OBJECTIVES)}")
+        try:
+            weights[name] = float(value) if sign else 1.0
+        except ValueError:
+            raise UsageError(f"--objective {text!r}: {value!r} is not a number") from None
+        if not weights[name] > 0:
+            raise UsageError(f"--objective {text!r}: a weight must be above 0")
+    for name, limit in (("--deadline", deadline_s), ("--budget", budget)):
+        if limit is not None and not limit > 0:
+            raise UsageError(f"{name} is {limit:g}: a number above 0 is needed")
+    return Wish(weights, deadline_s, budget)
+
+
+@dataclass(frozen=True)
+class Found:
+    chosen: Estimate
+    others: list[Estimate]
+    """Runners-up: the best of each other strategy, and on one machine."""
+    frontier: list[Estimate]
+    """Choices that no other beats in time, energy and cost at once."""
+    alone: Estimate
+    """The best single machine."""
+
+
+def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATES) -> Found:
+    """Raises UsageError when no machine fits the model, or nothing keeps within the limits."""
+    usable = np.flatnonzero(machines.fits)
+    if not len(usable):
+        largest = max(h.memory_gb or 0.0 for h in machines.hosts)
+        raise UsageError(
+            f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, "
+            f"the largest has {largest:g} GB"
+        )
+    specs = [read_strategy(s) for s in strategies]
+    tried: dict[tuple[str, bytes], Estimate] = {}
+
+    def look(chosen: Ints, spec: Strategy) -> Estimate:
+        key = (str(spec), chosen.tobytes())
+        if key not in tried:
+            tried[key] = estimate(machines, chosen, spec)
+        return tried[key]
+
+    single = read_strategy("single")
+    for index in usable if len(usable) <= ALL_SIZES_UP_TO else _extremes(machines, usable):
+        look(np.array([index]), single)
+    for order in _orders(machines, usable):
+        for size in _sizes(len(order)):
+            for spec in specs:
+                if _possible(spec, size, machines.work.batch):
+                    look(np.sort(order[:size]), spec)
+    best = {o: min(e.value(o) for e in tried.values()) for o in OBJECTIVES}
+    if len(usable) <= CLIMB_UP_TO:
+        for spec in specs:
+            mine = [e for (text, _), e in tried.items() if text == str(spec)]
+            if mine:
+                start = min(mine, key=lambda e: (not wish.allows(e), wish.score(e, best)))
+                _climb(machines, usable, spec, start, wish, best, look)
+    allowed = [e for e in tried.values() if wish.allows(e)]
+    if not allowed:
+        quickest = min(tried.values(), key=lambda e: e.seconds)
+        cheapest = min(tried.values(), key=lambda e: e.price)
+        raise UsageError(
+            f"nothing keeps within the limits: the quickest choice takes {quickest.seconds:.0f} s, "
+            f"the cheapest costs {cheapest.price:.2f}"
+        )
+    ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
+    return Found(
+        ranked[0], _runners_up(ranked), _frontier(list(tried.values())), _alone(tried, wish, best)
+    )
+
+
+def _possible(spec: Strategy, size: int, batch: int) -> bool:
+    return 2 <= size <= batch and spec.servers_for(size) <= size
+
+
+def _orders(machines: Machines, usable: Ints) -> Iterator[Ints]:
+    """Ways to line machines up, so that the best few of them come first."""
+    speed = machines.speed[usable]
+    yield usable[np.argsort(-speed, kind="stable")]
+    yield usable[np.argsort(machines.busy_w[usable] / speed, kind="stable")]
+    yield usable[np.argsort(machines.idle_w[usable] / speed, kind="stable")]
+    if machines.price.any():
+        yield usable[np.argsort(machines.price[usable] / speed, kind="stable")]
+    yield usable[np.lexsort((-speed, -machines.bandwidth[usable]))]
+
+
+def _sizes(most: int) -> list[int]:
+    if most <= ALL_SIZES_UP_TO:
+        return list(range(2, most + 1))
+    steps = np.unique(np.round(np.geomspace(2, most, 40)).astype(int))
+    return [int(s) for s in steps]
+
+
+def _extremes(machines: Machines, usable: Ints) -> Ints:
+    """Of very many machines, those that can be the best one alone."""
+    speed = machines.speed[usable]
+    keys = (-speed, machines.busy_w[usable] / speed, machines.price[usable] / speed)
+    found: Ints = np.unique(np.concatenate([usable[np.argsort(k)[:8]] for k in keys]))
+    return found
+
+
+Look = Callable[[Ints, Strategy], Estimate]
+
+
+def _climb(
+    machines: Machines,
+    usable: Ints,
+    spec: Strategy,
+    start: Estimate,
+    wish: Wish,
+    best: Mapping[str, float],
+    look: Look,
+) -> None:
+    """Add, leave out or exchange one machine at a time, as long as it helps."""
+    now = start
+    while True:
+        inside = set(now.machines)
+        outside = [int(i) for i in usable if int(i) not in inside]
+        moves = [inside | {i} for i in outside]
+        moves += [inside - {i} for i in inside]
+        moves += [(inside - {i}) | {j} for i in inside for j in outside]
+        found = [
+            look(np.array(sorted(move)), spec)
+            for move in moves
+            if _possible(spec, len(move), machines.work.batch)
+        ]
+        if not found:
+            return
+        step = min(found, key=lambda e: (not wish.allows(e), wish.score(e, best)))
+        if (not wish.allows(step), wish.score(step, best)) >= (
+            not wish.allows(now),
+            wish.score(now, best),
+        ):
+            return
+        now = step
+
+
+def _runners_up(ranked: list[Estimate]) -> list[Estimate]:
+    """The best of each strategy, the chosen one apart."""
+    seen, found = {(ranked[0].strategy, len(ranked[0].machines) > 1)}, []
+    for candidate in ranked[1:]:
+        key = (candidate.strategy, len(candidate.machines) > 1)
+        if key not in seen:
+            seen.add(key)
+            found.append(candidate)
+    return found
+
+
+def _frontier(tried: list[Estimate]) -> list[Estimate]:
+    kept: list[Estimate] = []
+    for one in sorted(tried, key=lambda e: (e.seconds, e.joules, e.price)):
+        if not any(k.joules <= one.joules and k.price <= one.price for k in kept):
+            kept.append(one)
+    return kept
+
+
+def _alone(
+    tried: Mapping[tuple[str, bytes], Estimate], wish: Wish, best: Mapping[str, float]
+) -> Estimate:
+    single = [e for e in tried.values() if len(e.machines) == 1]
+    return min(single, key=lambda e: wish.score(e, best))

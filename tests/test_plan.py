@@ -1,0 +1,194 @@
+"""The planner: its choices beside brute force, beside the twin, and in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import RunCli
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost, Watts, equal_machines
+from paceline.errors import UsageError
+from paceline.plan.cost import Workload
+from paceline.plan.estimate import Estimate, Machines, estimate
+from paceline.plan.explain import describe
+from paceline.plan.search import CANDIDATES, OBJECTIVES, read_wish, search
+from paceline.specs.strategy import read_strategy
+from paceline.twin.fit import play_seconds
+
+WORK = Workload(
+    model="made-up",
+    data="none",
+    shapes=((300, 300),),
+    item_bytes=4,
+    flops_per_sample=1e8,
+    samples=12_800,
+    batch=128,
+    epochs=2,
+    evaluated={},
+    slots=1,
+)
+
+
+def draw_pool(rng: random.Random, count: int) -> Pool:
+    hosts = []
+    for index in range(count):
+        idle = rng.uniform(10, 150)
+        hosts.append(
+            Host(
+                host=f"h{index}",
+                cores=4,
+                speed=rng.choice([0.2, 0.5, 1, 1, 2, 4]) * rng.uniform(0.8, 1.2),
+                watts=Watts(idle=idle, busy=idle * rng.uniform(1.1, 4)),
+                price_per_hour=rng.uniform(0.02, 3),
+                link=Link(
+                    mbit_s=rng.choice([100, 1000, 10_000]), latency_ms=rng.choice([0.05, 0.5, 5])
+                ),
+            )
+        )
+    return Pool(hosts=tuple(hosts), jitter=Jitter(cv=rng.choice([0, 0.05, 0.2])))
+
+
+def draw_work(rng: random.Random) -> Workload:
+    rows = int(10 ** rng.uniform(2, 5))
+    changes = {
+        "shapes": ((rows, 100),),
+        "flops_per_sample": 10 ** rng.uniform(6, 9),
+        "batch": rng.choice([64, 128, 512]),
+    }
+    return Workload(**{**vars(WORK), **changes})
+
+
+def try_all(machines: Machines) -> list[Estimate]:
+    found = []
+    count = len(machines.hosts)
+    for size in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), size):
+            for text in CANDIDATES if size > 1 else ("single",):
+                spec = read_strategy(text)
+                if size == 1 or spec.servers_for(size) <= size:
+                    found.append(estimate(machines, np.array(chosen), spec))
+    return found
+
+
+def compare_with_brute_force(seeds: range, most: int) -> float:
+    worst = 0.0
+    for seed in seeds:
+        rng = random.Random(seed)
+        machines = Machines(draw_pool(rng, rng.randint(2, most)), draw_work(rng))
+        every = try_all(machines)
+        best = {o: min(e.value(o) for e in every) for o in OBJECTIVES}
+        for text in ("time", "energy", "cost", "time=0.5,energy=0.5"):
+            wish = read_wish(text, None, None)
+            ours = wish.score(search(machines, wish).chosen, best)
+            worst = max(worst, ours / min(wish.score(e, best) for e in every) - 1)
+    return worst
+
+
+def test_choices_are_within_five_percent_of_brute_force() -> None:
+    assert compare_with_brute_force(range(25), 7) < 0.05
+
+
+@pytest.mark.slow
+def test_choices_are_within_five_percent_of_brute_force_on_200_pools() -> None:
+    assert compare_with_brute_force(range(200), 10) < 0.05
+
+
+def test_limits_are_kept() -> None:
+    machines = Machines(draw_pool(random.Random(3), 6), WORK)
+    fastest = search(machines, read_wish("time", None, None)).chosen
+    frugal = search(machines, read_wish("energy", None, None)).chosen
+    assert frugal.joules <= fastest.joules
+    deadline = (fastest.seconds + frugal.seconds) / 2
+    between = search(machines, read_wish("energy", deadline, None)).chosen
+    assert between.seconds <= deadline
+    with pytest.raises(UsageError, match="nothing keeps within the limits"):
+        search(machines, read_wish("time", fastest.seconds / 2, None))
+    with pytest.raises(UsageError, match="nothing keeps within the limits"):
+        search(machines, read_wish("time", None, 1e-9))
+
+
+def test_ten_thousand_machines_are_planned() -> None:
+    machines = Machines(draw_pool(random.Random(1), 10_000), WORK)
+    found = search(machines, read_wish("time", None, None))
+    assert 1 <= len(found.chosen.machines) <= WORK.batch
+
+
+def test_a_machine_too_small_is_left_out_and_named() -> None:
+    big = Workload(**{**vars(WORK), "shapes": ((100_000, 10_000),)})
+    hosts = (Host(host="large", memory_gb=64), Host(host="small", memory_gb=2))
+    machines = Machines(Pool(hosts=hosts), big)
+    wish = read_wish("time", None, None)
+    plain = describe(machines, search(machines, wish), wish)
+    assert plain["chosen"]["machines"] == ["large"]
+    assert plain["left_out"] == [{"host": "small", "why": "the model needs 12.4 GB, it has 2"}]
+    with pytest.raises(UsageError, match=r"no machine fits the model: it needs 12\.4 GB"):
+        search(Machines(Pool(hosts=hosts[1:]), big), wish)
+
+
+def test_the_published_energy_case_ends_on_one_machine() -> None:
+    """Two energy-saving machines took 52 s where one of them alone took 50 s."""
+    cost = StepCost(per_sample_s=17.5e-3 / 64, gradient_mb=None)
+    hosts = tuple(Host(host=h, cores=4, measured={"any": cost}) for h in "ab")
+    # From 35 ms a step of two machines where one takes 17.5: the exchange takes as long again.
+    pool = Pool(hosts=hosts, link=Link(mbit_s=400, latency_ms=0.1), jitter=Jitter(cv=0.0))
+    parameters = 347_146
+    work = Workload(
+        **{**vars(WORK), "shapes": ((parameters,),), "samples": 60_000, "batch": 128, "epochs": 3}
+    )
+    machines = Machines(pool, work)
+    for objective in OBJECTIVES[:2]:
+        wish = read_wish(objective, None, None)
+        pair = estimate(machines, np.array([0, 1]), read_strategy("allreduce"))
+        plain = describe(machines, search(machines, wish, ("allreduce",)), wish)
+        assert pair.step_s == pytest.approx(0.035, rel=0.1)
+        if objective == "energy":
+            assert len(plain["chosen"]["machines"]) == 1
+            assert plain["why"].startswith("use one machine, a")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "allreduce(balance=auto)", "ps", "local_sgd(h=8)", "single"]
+)
+@pytest.mark.parametrize("slow", [1.0, 3.0])
+def test_estimates_agree_with_the_twin(strategy: str, slow: float) -> None:
+    """The same model, added up here and played there."""
+    pool = equal_machines(4)
+    hosts = [
+        h.model_copy(update={"speed": 1 / slow if i == 0 else 1.0})
+        for i, h in enumerate(pool.hosts)
+    ]
+    pool = pool.model_copy(update={"hosts": tuple(hosts)})
+    if strategy == "single":
+        pool = pool.model_copy(update={"hosts": pool.hosts[:1]})
+    machines = Machines(pool, WORK)
+    chosen = np.arange(len(pool.hosts))
+    added = estimate(machines, chosen, read_strategy(strategy)).seconds
+    played = play_seconds(pool, WORK, strategy)
+    assert added == pytest.approx(played, rel=0.10)
+
+
+def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(draw_pool(random.Random(0), 4).to_yaml())
+    done = run_cli("plan", "--pool", pool, "--out", tmp_path / "plan")
+    assert done.code == 0, done.stderr
+    assert "plan: " in done.stdout
+    assert "left out: " in done.stdout
+    assert (tmp_path / "plan" / "plan.html").stat().st_size > 10_000
+    told = run_cli("plan", "--pool", pool, "--json", "--objective", "time=0.7,cost=0.3")
+    assert json.loads(told.stdout)["objective"] == {"time": 0.7, "cost": 0.3}
+    for arguments, complaint in [
+        (("--objective", "speed"), "none of time, energy, cost"),
+        (("--objective", "time=x"), "not a number"),
+        (("--deadline", "0"), "above 0"),
+        (("--pool", tmp_path / "none.yaml"), "none.yaml"),
+    ]:
+        wrong = run_cli("plan", "--pool", pool, *arguments)
+        assert wrong.code == 2
+        assert complaint in wrong.stderr
+        assert len(wrong.stderr.strip().splitlines()) == 1
