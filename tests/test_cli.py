@@ -433,3 +433,27 @@ def test_force_replaces_what_a_run_wrote_and_nothing_else(
     assert read_result(out)["status"] == "done"
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "checkpoints" / "000000000001").exists()
+
+
+def test_train_works_where_an_event_loop_runs_already(tmp_path: Path) -> None:
+    """As in a notebook: the result comes back, and so does an error."""
+    import asyncio
+
+    import paceline
+    from paceline.errors import UsageError
+
+    async def cell() -> dict[str, Any]:
+        job = paceline.Job(epochs=1, checkpoint_every="never")
+        return paceline.train(job, "allreduce", workers=2, out=tmp_path / "run")
+
+    assert asyncio.run(cell())["status"] == "done"
+
+    with pytest.raises(UsageError):
+        asyncio.run(_bad_cell(tmp_path))
+
+
+async def _bad_cell(tmp_path: Path) -> dict[str, Any]:
+    import paceline
+
+    job = paceline.Job(epochs=1, checkpoint_every="never")
+    return paceline.train(job, "switch(allreduce, ps, at=epoch(5))", workers=2, out=tmp_path / "x")

@@ -286,11 +286,36 @@ def run_async(main: Callable[[], Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main())
-    box: list[Any] = []
-    thread = threading.Thread(target=lambda: box.append(asyncio.run(main())))
+    return _run_beside(main)
+
+
+def _run_beside(main: Callable[[], Any]) -> Any:
+    """In a thread with a loop of its own; an interrupt here cancels the run there."""
+    box: dict[str, Any] = {}
+    ready = threading.Event()
+
+    async def outer() -> Any:
+        box["loop"], box["task"] = asyncio.get_running_loop(), asyncio.current_task()
+        ready.set()
+        return await main()
+
+    def run() -> None:
+        try:
+            box["result"] = asyncio.run(outer())
+        except BaseException as error:
+            box["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join()
-    return box[0]
+    ready.wait()
+    while thread.is_alive():
+        try:
+            thread.join(0.2)
+        except KeyboardInterrupt:
+            box["loop"].call_soon_threadsafe(box["task"].cancel)
+    if "error" in box:
+        raise box["error"]
+    return box["result"]
 
 
 def find_checkpoint(

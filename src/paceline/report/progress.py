@@ -25,6 +25,8 @@ from paceline.report.formats import (
 from paceline.report.stats import as_finite
 
 PLAIN_INTERVAL_S = 5.0
+ROW_INTERVAL_S = 2.0
+"""Of epochs shorter than this not every one gets a line of a log."""
 RATE_WINDOW_S = 30.0
 """The time left follows the recent rate: after a switch the old strategy's no longer holds."""
 
@@ -57,6 +59,7 @@ class Progress:
         self._val_acc: float | None = None
         self._recent: deque[tuple[float, int]] = deque()
         self._last_plain_s = clock()
+        self._last_row_s = -ROW_INTERVAL_S
         self._bar: Bar | None = None
         self._task = TaskID(0)
         if not quiet and self._console.is_interactive:
@@ -105,9 +108,11 @@ class Progress:
             self._val_acc = accuracy
         if self._quiet:
             return
+        now = self._clock()
         if self._bar is not None:
             self._redraw()
-        else:
+        elif now - self._last_row_s >= ROW_INTERVAL_S or row.get("epoch") == self._epochs:
+            self._last_row_s = now
             self._print(f"{self._label}: {self._describe_row(row)}")
 
     def note(self, text: str) -> None:
