@@ -38,7 +38,17 @@ LR = 0.001
 """Nothing may diverge here; the learning rate costs no time."""
 
 
-def measure(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> dict[str, Any]:
+def slowed(workers: int, one_slower: bool) -> list[str]:
+    """What each worker is slowed by: more workers than cores get a third of a core each.
+
+    A worker that is slowed sleeps, which is a quota on its processor without the jerks of one.
+    """
+    base = 3 if workers > 2 else 1
+    factors = [base * (3 if one_slower and w == 0 else 1) for w in range(workers)]
+    return [f"worker={w},factor={f}" for w, f in enumerate(factors) if f > 1]
+
+
+def measure(job: dict[str, Any], workers: int, slow: list[str], out: Path) -> dict[str, Any]:
     """One real run through all strategies: rate and share of waiting of each."""
     points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
     command = [
@@ -50,8 +60,8 @@ def measure(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> d
     ]
     if job["data_dir"] is not None:
         command += ["--data-dir", str(job["data_dir"])]
-    if slow is not None:
-        command += ["--slow", slow]
+    for one in slow:
+        command += ["--slow", one]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
     return split_phases(RunFolder(out), workers)
 
@@ -94,7 +104,7 @@ def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str,
     return {"rate": rate, "waiting": sum(waits) / sum(seconds)}
 
 
-def predict(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> dict[str, Any]:
+def predict(job: dict[str, Any], workers: int, slow: list[str], out: Path) -> dict[str, Any]:
     """Probe, then play each strategy in virtual time."""
     spec = Job(
         model=job["model"],
@@ -105,7 +115,7 @@ def predict(job: dict[str, Any], workers: int, slow: str | None, out: Path) -> d
         checkpoint_every="never",
     )
     pool = probe_machine(spec, workers)
-    troubles = (read_trouble("slow", slow, workers),) if slow is not None else ()
+    troubles = tuple(read_trouble("slow", one, workers) for one in slow)
     found = {}
     for strategy in STRATEGIES:
         options = TwinOptions(
@@ -136,12 +146,14 @@ def main() -> None:
         for pair in range(given.pairs):
             for model in given.models.split(","):
                 for workers in map(int, given.workers.split(",")):
-                    for slow in (None, "worker=0,factor=3"):
+                    for one_slower in (False, True):
+                        slow = slowed(workers, one_slower)
                         job = {"model": model, "data_dir": given.data_dir, **MODELS[model]}
                         twin = predict(job, workers, slow, Path(folder) / "twin")
                         real = measure(job, workers, slow, Path(folder) / "real")
                         for strategy in STRATEGIES:
-                            key = f"{model}|{workers}|{'3x' if slow else 'calm'}|{strategy}"
+                            state = "one 3x slower" if one_slower else "calm"
+                            key = f"{model}|{workers}|{state}|{strategy}"
                             cell = cells.setdefault(key, {"real": [], "twin": []})
                             cell["real"].append(real[strategy])
                             cell["twin"].append(twin[strategy])
