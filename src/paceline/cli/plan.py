@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options as opt
+from paceline.errors import UsageError
 
 
 def plan(
@@ -105,7 +106,10 @@ def write_plan(plain: dict[str, Any], out: Path) -> None:
     """plan.json, and the choices that no other beats as a picture."""
     import plotly.graph_objects as go
 
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
     (out / "plan.json").write_text(json_form.dumps(plain, indent=1), encoding="utf-8")
     figure = go.Figure()
     for title, rows, size in (

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as opt
+from paceline.errors import UsageError
 
 
 def tune(
@@ -25,7 +26,9 @@ def tune(
         str | None,
         typer.Option(help="In virtual time: a pool file, or a number of equal machines."),
     ] = None,
-    workers: opt.Workers = 2,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes in all. [2, or the cluster's places]")
+    ] = None,
     model: opt.Model = None,
     data: opt.Data = None,
     data_dir: opt.DataDir = None,
@@ -54,13 +57,18 @@ def tune(
     from paceline.specs.strategy import read_strategy, split_strategies
 
     run: Run = run_job
+    where = None
     if twin is not None:
         from paceline.twin.clusters import read_cluster
         from paceline.twin.run import play_instead
 
         pool = read_cluster(twin)
-        workers = len(pool.slots)
-        run = play_instead(pool)
+        run, where = play_instead(pool), pool.model_dump(mode="json", exclude_defaults=True)
+        places = len(pool.slots)
+        if workers is not None and not 1 <= workers <= places:
+            raise UsageError(f"--workers is {workers}, but the cluster has {places} places")
+        workers = workers or places
+    workers = workers or 2
     reference = opt.make_reference(job, workers, batch_per_worker, given)
     options = RunOptions(
         out=out,
@@ -78,6 +86,7 @@ def tune(
         others=split_strategies(sweep) if sweep else [],
         tell=lambda line: typer.echo(line, err=True),
         run=run,
+        where=where,
     )
     table = Table(box=None, title="accuracy against time", title_justify="left")
     for column in ("strategy", "synchronous", "val acc", "test acc", "seconds", "status"):

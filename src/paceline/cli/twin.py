@@ -9,14 +9,16 @@ import typer
 
 from paceline.cli import options as opt
 from paceline.errors import UsageError
+from paceline.job import JobRef
 
 
 def twin(
     out: Annotated[Path, typer.Option(help="The run folder to write.", show_default=False)],
     job: opt.JobFile = None,
     strategy: Annotated[
-        str, typer.Option(help="A strategy, or several parted by ';' to compare them.")
-    ] = "allreduce",
+        str | None,
+        typer.Option(help="A strategy, or several parted by ';'. [allreduce, or the run's]"),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(help="A pool file, or a number of equal machines.", show_default=False),
@@ -72,18 +74,31 @@ def twin(
 
     if checkpoint_every is None:
         given["checkpoint_every"] = "never"
-    chosen = split_strategies(strategy)
+    if calibrate is not None:
+        from paceline.twin.calibrate import recorded_job
+
+        recorded, recorded_strategy = recorded_job(calibrate)
+        strategy = strategy or recorded_strategy
+
+    def refer(count: int) -> JobRef:
+        """The job that was asked for; of a recorded run its own, with what was said here."""
+        reference = opt.make_reference(job, count, batch_per_worker, given)
+        if calibrate is None or job is not None:
+            return reference
+        return recorded.model_copy(update={"fields": {**recorded.fields, **reference.fields}})
+
+    chosen = split_strategies(strategy or "allreduce")
     pool = find_cluster(
         cluster,
         calibrate=calibrate,
         probe=probe,
         without=tuple(without or ()),
         bandwidth=bandwidth,
-        job=lambda: opt.make_reference(job, workers or 1, batch_per_worker, given),
+        job=lambda: refer(workers or 2),
         workers=workers,
     )
     count = workers if workers is not None else len(pool.slots)
-    reference = opt.make_reference(job, count, batch_per_worker, given)
+    reference = refer(count)
     options = TwinOptions(
         out=out,
         pool=pool,

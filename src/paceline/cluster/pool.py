@@ -7,6 +7,7 @@ negative bandwidth is refused with the line's place in the file. Passwords have 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Final, Literal
 
@@ -30,7 +31,7 @@ class Link(_Strict):
     """A machine's way to the others, the same in both directions."""
 
     mbit_s: float = Field(default=1000.0, gt=0)
-    latency_ms: float = Field(default=0.1, ge=0)
+    latency_ms: float = Field(default=0.1, ge=0, allow_inf_nan=False)
 
     @property
     def bytes_per_s(self) -> float:
@@ -46,6 +47,13 @@ class Jitter(_Strict):
 
     shape: Literal["lognormal", "uniform", "exponential"] = "lognormal"
     cv: float = Field(default=0.05, ge=0, le=2)
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Jitter:
+        most = {"lognormal": 2.0, "uniform": 0.57, "exponential": 1.0}[self.shape]
+        if self.cv > most:
+            raise ValueError(f"cv {self.cv:g} is more than {self.shape} can have: at most {most:g}")
+        return self
 
 
 class SlowPeriod(_Strict):
@@ -153,8 +161,8 @@ class Pool(_Strict):
 
     @model_validator(mode="after")
     def _check_names(self) -> Pool:
-        names = [h.host for h in self.hosts]
-        twice = sorted({n for n in names if names.count(n) > 1 and n != "localhost"})
+        counts = Counter(h.host for h in self.hosts)
+        twice = sorted(n for n, count in counts.items() if count > 1 and n != "localhost")
         if twice:
             raise ValueError(f"host {twice[0]!r} is there twice: give it workers: 2 instead")
         return self

@@ -116,21 +116,31 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
     live = None
-    if isinstance(job, JobRef):
-        reference: JobRef | None = job
-    elif resolved.is_plain:
-        reference = JobRef(fields=plain_fields(resolved))
-    else:
+    reference = refer_to(job, resolved)
+    if reference is None:
         from paceline.worker.spawn import pack_live
 
-        reference, live = None, pack_live(resolved)
+        live = pack_live(resolved)
     plan = make_plan(resolved, strategy, options.workers)
-    facts = resolved.describe()
+    facts = describe_job(resolved, reference)
+    template = {"job": reference}
+    return _run(plan, facts, template, live, options, started_wall_s)
+
+
+def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
+    """What run.json says of a job, and how to find it again."""
+    facts = job.describe()
     facts["job_file"] = str(reference.file) if reference and reference.file else None
     if reference is not None:
         facts["job_ref"] = reference.model_dump(mode="json")
-    template = {"job": reference}
-    return _run(plan, facts, template, live, options, started_wall_s)
+    return facts
+
+
+def refer_to(job: Job | JobRef, resolved: Job) -> JobRef | None:
+    """A job that can be named again; None for one that holds live objects."""
+    if isinstance(job, JobRef):
+        return job
+    return JobRef(fields=plain_fields(resolved)) if resolved.is_plain else None
 
 
 def make_plan(job: Job, strategy: Strategy, workers: int) -> RunPlan:

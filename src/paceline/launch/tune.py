@@ -47,10 +47,11 @@ def tune(
     others: list[Strategy],
     tell: Callable[[str], None] = lambda line: None,
     run: Run = run_job,
+    where: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Bisect over the epochs of one run of `first`; returns what `tune.json` holds.
 
-    `run` carries a run out: on processes here, unless another way is given.
+    `run` carries a run out: on processes here, unless another way is given; `where` says on what.
 
     `tolerance` is the loss of validation accuracy that is accepted, as a fraction. A probe that
     fails or diverges counts as not acceptable and is kept in the table.
@@ -65,7 +66,7 @@ def tune(
         raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
     if not 0 <= tolerance < 1:
         raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
-    _check_same_job(options, resolved, first, second)
+    _check_same_job(options, resolved, first, second, where)
     job = _keeping_checkpoints(job)
     search = _Search(job, resolved.epochs, first, second, options, tell, run)
     whole = search.probe(resolved.epochs)
@@ -99,7 +100,13 @@ def tune(
     return result
 
 
-def _check_same_job(options: RunOptions, job: Job, first: Strategy, second: Strategy) -> None:
+def _check_same_job(
+    options: RunOptions,
+    job: Job,
+    first: Strategy,
+    second: Strategy,
+    where: dict[str, Any] | None,
+) -> None:
     """Probes of another job, or on other workers, must not be taken for this one's."""
     folder = options.out
     facts = {
@@ -109,6 +116,7 @@ def _check_same_job(options: RunOptions, job: Job, first: Strategy, second: Stra
         "workers": options.workers,
         "threads": options.threads_each,
         "troubles": [t.to_plain() for t in options.troubles],
+        "where": where,
     }
     asked = json.loads(json.dumps(facts))
     stored = folder / "asked.json"

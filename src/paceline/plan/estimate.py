@@ -22,6 +22,7 @@ from paceline.plan.cost import (
     exposed_s,
     ring_s,
     tree_s,
+    with_stand_in,
 )
 from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
 
@@ -38,6 +39,7 @@ class Machines:
     """A pool as arrays, one place a machine; worked out once for a job."""
 
     def __init__(self, pool: Pool, work: Workload) -> None:
+        work = with_stand_in(work, pool.hosts[0])
         self.pool, self.work = pool, work
         self.hosts: list[Host] = list(pool.hosts)
         costs = [compute_on(h, work, pool) for h in self.hosts]

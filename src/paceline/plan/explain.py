@@ -54,17 +54,20 @@ def to_plain(machines: Machines, one: Estimate) -> dict[str, Any]:
 def explain_choice(machines: Machines, found: Found, wish: Wish) -> str:
     chosen, alone = found.chosen, found.alone
     objective = max(wish.weights, key=lambda o: wish.weights[o])
-    name = machines.hosts[alone.machines[0]].host
     if len(chosen.machines) == 1:
+        name = machines.hosts[chosen.machines[0]].host
         more = [e for e in found.others if len(e.machines) > 1]
         if not more:
-            return f"use one machine, {name}: no other choice keeps within the limits"
+            limited = wish.deadline_s is not None or wish.budget is not None
+            why = "no other choice keeps within the limits" if limited else "there is no other"
+            return f"use one machine, {name}: {why}"
         best = min(more, key=lambda e: e.value(objective))
         return (
             f"use one machine, {name}: {_amount(chosen, objective)} of {objective}, where the best "
             f"of several ({len(best.machines)} under {best.strategy}) needs "
             f"{_amount(best, objective)}: exchanging costs more than sharing saves"
         )
+    name = machines.hosts[alone.machines[0]].host
     ratio = alone.value(objective) / max(chosen.value(objective), 1e-12)
     return (
         f"{len(chosen.machines)} machines under {chosen.strategy}: {_amount(chosen, objective)} of "

@@ -81,6 +81,12 @@ def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATE
             f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, "
             f"the largest has {largest:g} GB"
         )
+    if "cost" in wish.weights or wish.budget is not None:
+        unpriced = [h.host for h in machines.hosts if h.price_per_hour is None]
+        if unpriced:
+            raise UsageError(
+                f"machine {unpriced[0]} has no price_per_hour: a plan by cost needs one of each"
+            )
     specs = [read_strategy(s) for s in strategies]
     tried: dict[tuple[str, bytes], Estimate] = {}
 

@@ -298,7 +298,8 @@ class Coordinator:
             yield from self._train(ledger, stop)
             epoch_ended = ledger.frontier == ready.samples
             replies: list[Quiesced] = yield from self._ask(Quiesce(self._pace_version()), Quiesced)
-            if not self._replicas_agree(replies):
+            giving_up = self._decision is not None and self._decision.restore
+            if not giving_up and not self._replicas_agree(replies):
                 return
             if epoch_ended:
                 yield from self._close_epoch(ready, replies[0].lr)

@@ -16,6 +16,8 @@ NORMS_EVERY = 16
 class AllReduceRunner(Runner):
     """A worker that dies breaks the collective for all: the others raise PeerLost at once."""
 
+    exchanges_in_backward = True
+
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(around)
         self._exchange: GradientExchange | None = None

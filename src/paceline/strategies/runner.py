@@ -83,6 +83,9 @@ class Runner(ABC):
     `settle` at each quiesce, `export_state` when the state is wanted, `close`.
     """
 
+    exchanges_in_backward = False
+    """Gradients are on their way when backward returns: nobody may change them then."""
+
     def __init__(self, around: Surroundings) -> None:
         self.around = around
         self.replica = around.replica

@@ -69,8 +69,12 @@ def make_result(
         "lag": {"max": history.max_lag},
         "phases": phases_of_workers(totals, None if virtual else folder),
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
+        "parameter_bytes": next((t["parameter_bytes"] for t in totals.values()), None),
         "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),
-        "peak_rss_bytes": max((t["peak_rss_bytes"] for t in totals.values()), default=None),
+        "peak_rss_bytes": max(
+            (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),
+            default=None,
+        ),
         "virtual": virtual,
         "versions": config["versions"],
     }

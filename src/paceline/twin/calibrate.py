@@ -9,12 +9,26 @@ from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
+from paceline.job import JobRef
+from paceline.plan.cost import exposed_s
 from paceline.specs.strategy import AllReduce, ParameterServer, read_strategy
 from paceline.telemetry.folder import RunFolder, read_events
 
 FEWEST_STEPS = 5
 WARM_UP = 0.1
 """The first share of the steps is left out: caches and allocators are cold then."""
+
+
+def recorded_job(path: Path) -> tuple[JobRef, str]:
+    """The job and the strategy of a recorded run; raises UsageError where they cannot be had."""
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        raise UsageError(f"--calibrate {path}: no run lies there")
+    config = json.loads(folder.config.read_text(encoding="utf-8"))
+    reference = config["job"].get("job_ref")
+    if reference is None:
+        raise UsageError(f"--calibrate {path}: that run's job held live objects: name a job file")
+    return JobRef.model_validate(reference), str(config["strategy"])
 
 
 def calibrate_from_run(path: Path) -> Pool:
@@ -38,6 +52,7 @@ def calibrate_from_run(path: Path) -> Pool:
     hosts = tuple(
         Host(
             host=f"worker-{worker}",
+            cores=64,  # What the processes did to each other is in the figures already.
             measured={model: fit_step(mine)},
             jitter=Jitter(cv=min(2.0, measure_spread(mine))),
         )
@@ -93,22 +108,36 @@ def measure_spread(steps: list[dict[str, Any]]) -> float:
 def fit_exchange(
     result: dict[str, Any], config: dict[str, Any], steps: list[list[dict[str, Any]]]
 ) -> dict[str, float]:
-    """How fast processes exchange, where the recorded strategy tells."""
+    """How fast processes exchange, from the steps under the run's first strategy."""
     workers = len(steps)
-    strategy = read_strategy(config["strategy"])
-    count = sum(len(s) for s in steps)
-    if workers < 2 or not count or not result.get("bytes_before_codec"):
+    first = read_strategy(config["strategy"]).phases[0]
+    if workers < 2 or not result.get("parameter_bytes"):
         return {}
-    first = strategy.phases[0]
-    sent = result["bytes_before_codec"] / max(1, result["updates"])
+    nbytes = float(result["parameter_bytes"])
+    until = result["switches"][0]["samples"] if result["switches"] else float("inf")
+    per_epoch = result["history"][0]["samples"] if result["history"] else float("inf")
+    mine = [[s for s in worker if s["epoch"] * per_epoch + s["start"] < until] for worker in steps]
+    if not all(mine):
+        return {}
     if isinstance(first, AllReduce):
         # The least of an exchange is what it takes when nobody has to be waited for.
-        least = [min(s["comm_exposed"] for s in same) / 1e6 for same in zip(*steps, strict=False)]
-        nbytes = sent / workers
-        seconds = max(1e-9, statistics.median(least))
-        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / seconds / 1e9}
+        least = [min(s["comm_exposed"] for s in same) / 1e6 for same in zip(*mine, strict=False)]
+        exposed = max(1e-9, statistics.median(least))
+        busy = statistics.median(busy_s(s) for worker in mine for s in worker)
+        whole = uncover_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
+        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / whole / 1e9}
     if isinstance(first, ParameterServer):
-        each = [s["comm_exposed"] / 1e6 for mine in steps for s in mine]
+        each = [s["comm_exposed"] / 1e6 for worker in mine for s in worker]
         seconds = max(1e-9, statistics.median(each))
-        return {"transfer_gb_s": 2 * sent / seconds / 1e9}
+        return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
     return {}
+
+
+def uncover_s(exposed: float, busy: float, nbytes: float, bucket_bytes: float) -> float:
+    """The whole exchange of which so much was not hidden behind the backward pass."""
+    low, high = exposed, exposed + busy
+    for _ in range(50):
+        middle = (low + high) / 2
+        seen = exposed_s(middle, busy, nbytes, bucket_bytes)
+        low, high = (middle, high) if seen < exposed else (low, middle)
+    return high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,13 +39,15 @@ def find_cluster(
     else:
         from paceline.twin.probe import probe_machine
 
+        if workers is not None and workers < 1:
+            raise UsageError(f"--workers is {workers}: at least one is needed")
         pool = probe_machine(job().resolve(), workers or 2)
     return change(pool, without=without, bandwidth=bandwidth)
 
 
 def read_cluster(text: str) -> Pool:
     """A pool file, a number of equal machines, or a cluster that comes with Paceline."""
-    if text.lstrip("-").isdigit():
+    if re.fullmatch(r"-?[0-9]+", text):
         return equal_machines(int(text))
     path = Path(text)
     if not path.exists():
@@ -60,16 +63,17 @@ def read_cluster(text: str) -> Pool:
 
 def change(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
     """What if: without these workers, with every exchange so many times faster."""
-    if not bandwidth > 0:
-        raise UsageError(f"--bandwidth is {bandwidth:g}: a factor above 0 is needed")
-    slots = pool.slots
+    if not 0 < bandwidth < float("inf"):
+        raise UsageError(f"--bandwidth is {bandwidth:g}: a number above 0 is needed")
+    places = len(pool.slots)
     for worker in without:
-        if not 0 <= worker < len(slots):
-            raise UsageError(f"--without {worker}: there are workers 0 to {len(slots) - 1}")
-    gone = [slots[w].host for w in without]
-    hosts = []
+        if not 0 <= worker < places:
+            raise UsageError(f"--without {worker}: there are workers 0 to {places - 1}")
+    hosts, first = [], 0
     for host in pool.hosts:
-        left = host.workers - gone.count(host.host)
+        mine = range(first, first + host.workers)
+        first += host.workers
+        left = host.workers - len(set(without) & set(mine))
         if left > 0:
             link = _faster(host.link, bandwidth) if host.link is not None else None
             hosts.append(host.model_copy(update={"workers": left, "link": link}))

@@ -25,11 +25,11 @@ from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost import Workload
 from paceline.protocol.coordinator import RunPlan
-from paceline.protocol.messages import Lease, Message
+from paceline.protocol.messages import Apply, Lease, Message
 from paceline.protocol.policies import make_policy
 from paceline.specs.schedule import Constant
 from paceline.specs.strategy import ParameterServer, Strategy, read_strategy
-from paceline.specs.sync import Dssp, Ssp
+from paceline.specs.sync import Bsp, Dssp, Ssp
 from paceline.twin.fleet import Fleet
 from paceline.twin.learner import NOTHING, Costs, Told
 from paceline.twin.timeline import Deed, Timeline
@@ -206,6 +206,9 @@ class Watch(Costs):
 
     def __init__(self, seen: Counter[tuple[int, int]]) -> None:
         self.seen = seen
+        self._waiting: dict[tuple[int, int], int] = {}
+        """Gradients that were computed and not applied yet: how many samples are in each."""
+        self.applied = 0
         self.saved: tuple[dict[str, Any], Counter[tuple[int, int]]] | None = None
 
     def _see(self, leases: Sequence[Lease]) -> list[Told]:
@@ -223,7 +226,23 @@ class Watch(Costs):
         return self._see(leases)
 
     def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+        self._waiting[worker, handle] = lease.samples
         return self._see([lease])[0]
+
+    def join(self, parts: Sequence[tuple[int, int, float]]) -> None:
+        samples = sum(self._waiting.pop((w, h), 0) for w, h, _ in parts)
+        self._waiting[parts[0][0], parts[0][1]] = samples
+
+    def apply(self, order: Apply, factor: float) -> None:
+        for part in order.parts:
+            if (part.worker, part.handle) not in self._waiting:
+                raise Violation(f"gradient {part.handle} of worker {part.worker} is applied twice")
+            self.applied += self._waiting.pop((part.worker, part.handle))
+
+    def settle(self) -> float:
+        if self._waiting:
+            raise Violation(f"{len(self._waiting)} gradients were computed and never applied")
+        return 0.0
 
     def save(self, name: str, memory: dict[str, Any]) -> str:
         # All work is done at a checkpoint: what was computed by now is in the weights.
@@ -260,17 +279,19 @@ class Inspector:
             raise Violation("the run does not end")
 
     def _check_lag(self, lag: int) -> None:
-        bounds = []
+        bounds: list[float] = []
         for phase in self._case.spec.phases:
             if not isinstance(phase, ParameterServer):
-                return
-            if isinstance(phase.sync, Ssp):
+                continue  # Planned work knows no lag.
+            if isinstance(phase.sync, Bsp):
+                bounds.append(0)
+            elif isinstance(phase.sync, Ssp):
                 bounds.append(phase.sync.bound)
             elif isinstance(phase.sync, Dssp):
                 bounds.append(phase.sync.high)
             else:
                 return
-        if lag > max(bounds):
+        if bounds and lag > max(bounds):
             raise Violation(f"a lag of {lag} under {self._case.strategy}")
 
 
@@ -370,11 +391,15 @@ def play_life(
 
 def fails(case: Case) -> str | None:
     """What goes wrong, if something does."""
+    return attempt(case)[1]
+
+
+def attempt(case: Case) -> tuple[int, str | None]:
+    """How many failures the case survived, and what went wrong, if something did."""
     try:
-        play(case)
+        return play(case), None
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return 0, f"{type(error).__name__}: {error}"
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -426,11 +451,11 @@ def play_many(seeds: range) -> tuple[int, int]:
     survived = 0
     for seed in seeds:
         case = draw_case(seed)
-        why = fails(case)
+        lives, why = attempt(case)
         if why is not None:
             least, how = shrink(case)
             raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{least}"')
-        survived += play(case)
+        survived += lives
     return len(seeds), survived
 
 
@@ -441,7 +466,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.line:
-        lives = play(Case.parse(given.line))
+        try:
+            case = Case.parse(given.line)
+        except (KeyError, ValueError):
+            parser.error(f"{given.line!r} is no case: copy the whole line that was printed")
+        lives = play(case)
         print(f"holds, after {lives} failures")
         return
     try:

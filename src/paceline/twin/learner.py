@@ -19,6 +19,8 @@ class Told:
     loss_sum: float | None
     correct: int | None
     norms: tuple[float, float, float, float] | None = None
+    diverged: str | None = None
+    """Why the loss means that training has diverged, where it does."""
 
 
 class Learner(Protocol):

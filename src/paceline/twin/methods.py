@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,7 +10,7 @@ import torch
 
 from paceline.comm.buckets import plan_layout
 from paceline.comm.codecs import Compressor, LowRank
-from paceline.comm.shards import FlatLayout
+from paceline.comm.shards import FlatLayout, as_bytes
 from paceline.protocol.messages import Apply, Lease
 from paceline.specs.codec import Codec
 from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, ParameterServer
@@ -82,7 +83,7 @@ class Together:
             grads = [p.grad for p in parameters if p.grad is not None]
             whole = sum(float(g.square().sum()) for g in grads)
             told = [
-                Told(t.predictions, t.loss_sum, t.correct, (le.samples, square, le.batch, whole))
+                dataclasses.replace(t, norms=(le.samples, square, le.batch, whole))
                 if le.samples
                 else t
                 for t, le, square in zip(told, leases, squares, strict=True)
@@ -98,7 +99,8 @@ class Together:
         return
 
     def leave(self) -> None:
-        return
+        if self._coded is not None:
+            self._coded.hand_back()
 
 
 def _add_up(
@@ -135,7 +137,21 @@ class CodedSum:
             for _ in range(training.workers)
         ]
         self._flats: list[list[tuple[Compressor, torch.Tensor]]] = [[] for _ in self._buckets]
-        self.bytes_sent = 0
+        self._names, self._kept = layout, training.residuals
+        for mine, kept in zip(self._compressors, self._kept, strict=True):
+            for compressor, names, bucket in zip(mine, layout, self._buckets, strict=True):
+                if compressor.feedback is not None and all(n in kept for n in names):
+                    flat = [kept[n].reshape(-1) for n in names]
+                    compressor.feedback.load(torch.cat(flat).to(bucket[0].dtype))
+
+    def hand_back(self) -> None:
+        """What was not sent yet, for whichever strategy comes next."""
+        for mine, kept in zip(self._compressors, self._kept, strict=True):
+            for compressor, names, bucket in zip(mine, self._names, self._buckets, strict=True):
+                if compressor.feedback is not None:
+                    parts = torch.split(compressor.feedback.residual, [p.numel() for p in bucket])
+                    for name, parameter, part in zip(names, bucket, parts, strict=True):
+                        kept[name] = part.view_as(parameter).clone()
 
     def add(self, worker: int, weight: float) -> None:
         for index, bucket in enumerate(self._buckets):
@@ -307,6 +323,7 @@ class Apart:
 
     def settle(self) -> None:
         self.meet()
+        self._drift, self._verdict = 0.0, False
         _copy_all(self._own[0], self._shown)
 
     def export(self) -> None:
@@ -350,11 +367,13 @@ def _mean_slot(values: list[Any]) -> Any:
 class Served:
     """Weights and optimizer live in a server's store; workers compute on versions of them."""
 
-    def __init__(self, training: Training, spec: ParameterServer) -> None:
+    def __init__(
+        self, training: Training, spec: ParameterServer, *, in_groups: bool = False
+    ) -> None:
         self._training = training
         self._spec = spec
+        self._in_groups = in_groups
         replica = training.replica
-        self._names = [name for name, _ in replica.trained]
         self._parameters = [p for _, p in replica.trained]
         self._layout = FlatLayout(self._parameters, 1, elementwise=False)
         self._store = self._fill_store()
@@ -371,6 +390,19 @@ class Served:
             if spec.codec is not None
             else []
         )
+        for compressor, kept in zip(self._compressors, training.residuals, strict=False):
+            if compressor.feedback is not None:
+                self._place(kept, compressor.feedback.residual)
+        half = spec.codec is not None and spec.codec.weights_too
+        self._weight_coder = self._compressors[0].coder if half else None
+
+    def _place(self, kept: dict[str, torch.Tensor], residual: torch.Tensor) -> None:
+        """What was not sent under another strategy, into its places in the flat buffer."""
+        for (name, parameter), view in zip(
+            self._training.replica.trained, self._layout.views(as_bytes(residual)), strict=True
+        ):
+            if name in kept:
+                view.copy_(kept[name].view_as(parameter))
 
     def _fill_store(self) -> Store:
         """The store of a real server, holding the whole model."""
@@ -404,10 +436,18 @@ class Served:
         self._let_go(worker)
         version = self._version
         if version not in self._versions:
-            self._versions[version] = self._store.weights.clone()
+            self._versions[version] = self._as_sent(self._store.weights.clone())
             self._users[version] = 0
         self._users[version] += 1
         self._holds[worker] = version
+
+    def _as_sent(self, weights: torch.Tensor) -> torch.Tensor:
+        """Half precision suits weights too: workers compute on what is left of them."""
+        if self._weight_coder is not None:
+            shard = self._layout.shards[0]
+            flat = weights[shard.lo : shard.hi].view(self._parameters[0].dtype)
+            self._weight_coder.decode(self._weight_coder.encode(flat), flat)
+        return weights
 
     def _let_go(self, worker: int) -> None:
         version = self._holds.pop(worker, None)
@@ -422,7 +462,8 @@ class Served:
         training.set_lr(lease)
         self._load(self._holds[worker])
         told = training.differentiate(worker, lease)
-        if training.replica.clip is not None and not self._spec.sync.aggregates:
+        alone = not self._spec.sync.aggregates and not self._in_groups
+        if training.replica.clip is not None and alone:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.replica.clip)
         buffer = self._store.borrow_buffer()
         if self._compressors:
@@ -464,7 +505,17 @@ class Served:
             missing = gradient.missing if missing is None else missing & gradient.missing
             for view, part in zip(views, self._layout.views(gradient.buffer), strict=True):
                 view.add_(part, alpha=weight)
+        if self._training.replica.clip is not None:
+            self._clip_joined(views, self._training.replica.clip)
         self._store.gradients[chief, handle] = Gradient(total, missing or frozenset(), groups)
+
+    def _clip_joined(self, views: list[torch.Tensor], most: float) -> None:
+        """A group's first worker clips what all of it have computed together."""
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in views]))
+        factor = min(1.0, most / (float(norm) + 1e-6))
+        if factor < 1.0:
+            for view in views:
+                view.mul_(factor)
 
     def _load(self, version: int) -> None:
         if self._in_model != version:
@@ -480,11 +531,11 @@ class Served:
 
     def apply(self, order: Apply, factor: float) -> None:
         store = self._store
-        if order.clip is None:
-            if len(order.parts) == 1 and order.parts[0].weight == 1.0:
-                store.point_at(order)
-            else:
-                store.sum_up(order)
+        if len(order.parts) == 1 and order.parts[0].weight == 1.0:
+            store.point_at(order)
+        else:
+            # Summed again even where its norm was measured: others may have been summed since.
+            store.sum_up(order)
         store.step(order, factor)
         store.drop(order)
         self._version += 1
@@ -508,3 +559,8 @@ class Served:
 
     def leave(self) -> None:
         self.export()
+        names = [name for name, _ in self._training.replica.trained]
+        for compressor, kept in zip(self._compressors, self._training.residuals, strict=False):
+            if compressor.feedback is not None:
+                views = self._layout.views(as_bytes(compressor.feedback.residual))
+                kept.update({n: v.clone() for n, v in zip(names, views, strict=True)})

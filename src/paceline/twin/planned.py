@@ -120,7 +120,11 @@ class PlannedCrew:
                 Lease(0, plan.epoch, start, stop, start + lo, start + hi)
                 for lo, hi in pairwise(cuts)
             ]
-        self._told.append(self._exchange(leases, began, ends, busy))
+        told = self._exchange(leases, began, ends, busy)
+        self._told.append(told)
+        for worker, one in enumerate(told):
+            if one.diverged is not None:
+                world.diverging(worker, one, leases[worker], float(ends[worker]))
         self._samples += shares.astype(np.int64)
         self._busy += busy
         clocks = world.clocks
@@ -171,7 +175,7 @@ class PlannedCrew:
 
     def _is_due(self, strategy: LocalSgd | DiLoCo) -> bool:
         if isinstance(strategy, LocalSgd) and strategy.drift is not None:
-            return self._world.learner.drifted() or self._since_meeting >= strategy.steps * 1000
+            return self._world.learner.drifted()
         steps = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
         return self._since_meeting >= steps
 

@@ -143,7 +143,9 @@ def _run_pair(target: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> f
     try:
         return float(results.get(timeout=TIMEOUT_S))
     except Exception as error:
-        raise PacelineError(f"the probe between two processes failed: {error!r}") from None
+        raise PacelineError(
+            f"the probe between two processes gave no answer in {TIMEOUT_S:g} s ({error!r})"
+        ) from None
     finally:
         for child in children:
             child.join(TIMEOUT_S)
@@ -195,7 +197,10 @@ def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[fl
     from paceline.comm.wire import Channel
 
     listener.settimeout(TIMEOUT_S)
-    connection, _ = listener.accept()
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        raise PacelineError(f"the probe's other process did not come in {TIMEOUT_S:g} s") from None
     channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     body = memoryview(bytearray(max(1, nbytes)))
     long: list[float] = []

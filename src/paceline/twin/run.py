@@ -11,16 +11,20 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.compare import workers_for
 from paceline.launch.run import (
     RunOptions,
     check_sizes,
     conclude,
+    describe_job,
     make_plan,
     read_memory,
+    refer_to,
     versions,
 )
 from paceline.plan.cost import Workload, with_stand_in
 from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.policies import make_policy
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import EventWriter, RunFolder, write_json
@@ -54,6 +58,8 @@ class TwinOptions:
     def __post_init__(self) -> None:
         if self.depth not in DEPTHS:
             raise UsageError(f"--depth is {self.depth!r}: known: {', '.join(DEPTHS)}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}: at least one is needed")
         places = len(self.pool.slots)
         if self.workers is not None and not 1 <= self.workers <= places:
             raise UsageError(
@@ -79,20 +85,32 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     """Play a job and return its result; raises as a real run does."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    workers = 1 if strategy.word == "single" else options.count
+    workers = workers_for(strategy, options.count)
     check_sizes(resolved.batch, strategy, workers)
     check_servers(strategy, workers)
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
     memory = read_memory(options.start_from) if options.start_from is not None else None
+    # All that can be the user's mistake comes before anything is written or replaced.
+    work, learner, splits = prepare(resolved, workers, options, folder)
+    work = with_stand_in(work, options.pool.hosts[0])
+    make_policy(
+        strategy,
+        workers=workers,
+        samples_per_epoch=work.samples,
+        epochs=work.epochs,
+        batch=work.batch,
+        schedule=plan.schedule,
+    )
+    troubles = tuple(t for t in options.troubles if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
     config = {
         "format": 1,
         "strategy": str(strategy),
         "workers": workers,
         "servers": plan.servers,
-        "troubles": [t.to_plain() for t in options.troubles],
-        "job": resolved.describe(),
+        "troubles": [t.to_plain() for t in troubles],
+        "job": describe_job(resolved, refer_to(job, resolved)),
         "versions": versions(),
         "virtual": True,
         "depth": options.depth,
@@ -102,8 +120,6 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     writer = EventWriter(folder.events("run"))
     keeper = NoteKeeper(writer, options.show)
     keeper.started(config)
-    work, learner, splits = prepare(resolved, workers, options, folder)
-    work = with_stand_in(work, options.pool.hosts[0])
     timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
     fleet = Fleet(
         options.pool,
@@ -111,7 +127,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         work,
         timeline,
         seed=resolved.seed,
-        troubles=options.troubles,
+        troubles=troubles,
         servers=plan.servers,
     )
     world = World(
@@ -145,7 +161,7 @@ def play_instead(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], d
             TwinOptions(
                 out=options.out,
                 pool=pool,
-                workers=options.workers,
+                workers=min(options.workers, len(pool.slots)),
                 troubles=options.troubles,
                 threads=options.threads,
                 force=options.force,

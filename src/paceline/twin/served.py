@@ -20,7 +20,8 @@ from paceline.twin.world import World, server_bytes_per_s
 class Player:
     """One worker."""
 
-    idle_since: float = 0.0
+    idle_since: float | None = None
+    """Since when it has nothing to do but wait for work; None where a stretch has not begun."""
     wait_s: float = 0.0
     comm_s: float = 0.0
     busy_s: float = 0.0
@@ -37,6 +38,10 @@ class Player:
     """The version of the weights it brings."""
     blocked: Callable[[float], None] | None = None
     """What waits for it to be known."""
+
+    def waited(self, until: float) -> None:
+        if self.idle_since is not None:
+            self.wait_s += max(0.0, until - self.idle_since)
 
 
 class ServedCrew:
@@ -59,7 +64,7 @@ class ServedCrew:
         self._units = groups if isinstance(strategy, Grouped) else ()
         self._unit_of = {w: unit for unit in self._units for w in unit}
         self._servers = strategy.servers_for(self._workers)
-        self._players = [Player(idle_since=world.timeline.now) for _ in range(self._workers)]
+        self._players = [Player() for _ in range(self._workers)]
         self._gathering: dict[tuple[int, ...], dict[int, tuple[Go, float]]] = {}
         self._shard = Shard()
         self._push_bytes = coded_bytes(codec, world.work)
@@ -106,7 +111,7 @@ class ServedCrew:
         player = self._players[worker]
         go = player.queue.popleft()
         player.busy = True
-        player.wait_s += max(0.0, now - player.idle_since)
+        player.waited(now)
         if not go.lease.samples:
             self._tell(worker, go, now, now, Told(0, 0.0, 0))
         elif player.in_flight:
@@ -197,6 +202,8 @@ class ServedCrew:
     ) -> None:
         player = self._players[worker]
         told = early or self._world.learner.compute(worker, go.lease, player.handle + 1)
+        if told.diverged is not None:
+            self._world.diverging(worker, told, go.lease, now)
 
         def packed(ended: float) -> None:
             sent = self._transfer(self._in, worker, ended, self._push_bytes)
@@ -239,7 +246,8 @@ class ServedCrew:
                 self._carry_out(self._shard.on_gradient(worker, handle), now)
 
         hear = self._world.hear
-        self._world.postman.push(worker, arrives, come, lambda now: hear(message, now))
+        if worker not in self._world.dead:
+            self._world.postman.push(worker, arrives, come, lambda now: hear(message, now))
         free_at = at_s
         if self._overlap and samples:
             self._exchange_behind(worker, handle, at_s)
@@ -282,8 +290,9 @@ class ServedCrew:
         del self._gathering[unit]
         begins = max(at_s for _, at_s in here.values())
         for member, (_, at_s) in here.items():
-            idle = self._players[member].idle_since
-            self._players[member].wait_s += max(0.0, begins - min(idle, at_s))
+            self._players[member].waited(begins)
+            if self._players[member].idle_since is None:
+                self._players[member].wait_s += begins - at_s
         version = max(go.version for go, _ in here.values())
         ended: dict[int, tuple[float, float]] = {}
 
@@ -340,13 +349,14 @@ class ServedCrew:
             if go.lease.samples:
                 handle = self._players[member].handle + 1
                 told = self._world.learner.compute(member, go.lease, handle)
+                if told.diverged is not None:
+                    self._world.diverging(member, told, go.lease, now)
                 parts.append((member, handle, go.lease.samples / go.lease.batch))
             at_s = sent if member == chief else summed
             self._tell_member(unit, member, go, at_s, told, end - began)
         if parts and parts[0][0] != chief:
             parts.insert(0, (chief, self._players[chief].handle, 0.0))
-        if len(unit) > 1:
-            self._world.learner.join(parts)
+        self._world.learner.join(parts)
 
     def _tell_member(
         self, unit: tuple[int, ...], member: int, go: Go, at_s: float, told: Told, busy_s: float
@@ -374,7 +384,8 @@ class ServedCrew:
                 self._carry_out(self._shard.on_gradient(member, handle), now)
 
         arrives, hear = at_s + self._fleet.latency[member], self._world.hear
-        self._world.postman.push(member, arrives, come, lambda now: hear(message, now))
+        if member not in self._world.dead:
+            self._world.postman.push(member, arrives, come, lambda now: hear(message, now))
 
     # ---- servers ------------------------------------------------------------------------------
 
@@ -407,7 +418,7 @@ class ServedCrew:
 
     def _make_next(self) -> None:
         """Updates are made one after another; each is there when its service is over."""
-        if self._at_work or not self._orders:
+        if self._at_work or not self._orders or self._is_gone():
             return
         update, at_s = self._orders.popleft()
         parts = len(update.order.parts)
@@ -425,14 +436,18 @@ class ServedCrew:
         begins = max(at_s, self._made[-1])
         self._server_cores.run(begins, seconds, made)
 
+    def _is_gone(self) -> bool:
+        """A server dies with the machine that it lives on."""
+        dead = self._world.dead
+        return bool(dead) and any(s % self._workers in dead for s in range(self._servers))
+
     def _when_made(self, version: int, now: float, then: Callable[[float], None]) -> None:
         """At `now`, or as soon after as the version is there.
 
-        Where that is known already it is told at once, ahead of the timeline: updates are made in
-        their order, so that nothing that is still to come can change what is there then.
+        Not before its time: what other workers do until then belongs before it.
         """
         if version < len(self._made):
-            then(max(now, self._made[version]))
+            self._world.timeline.at(max(now, self._made[version]), then)
         else:
             waiting = self._awaiting.setdefault(version, [])
             waiting.append(lambda at_s: then(max(now, at_s)))
@@ -445,6 +460,11 @@ class ServedCrew:
             self._world.learner.apply(update.order, update.factor)
 
     def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
+        # What comes now is no waiting for work any more: evaluation, saving, another strategy.
+        player = self._players[worker]
+        player.waited(now)
+        player.idle_since = None
+
         def answer(at_s: float) -> None:
             self._catch_up(at_s)
             sent = self._transfer(self._out, worker, at_s, self._world.work.bytes)

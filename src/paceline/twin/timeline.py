@@ -26,12 +26,11 @@ class Timeline:
 
     def run(self) -> bool:
         """Until somebody calls `stop`; False when nothing is left to happen before that."""
-        heap, pop, events = self._heap, heapq.heappop, 0
+        heap, pop = self._heap, heapq.heappop
         while heap and not self._stopped:
             self.now, _, deed = pop(heap)
-            events += 1
+            self.events += 1
             deed(self.now)
-        self.events += events
         return self._stopped
 
     def stop(self) -> None:

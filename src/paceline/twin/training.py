@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.job import Job
+from paceline.protocol.divergence import LossWatch
 from paceline.protocol.messages import Apply, Lease
 from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
 from paceline.state import (
@@ -116,6 +117,9 @@ class Training:
         self._device = choose_device(job)
         self.feed = Feed(tables.train, job.seed, self._device)
         self.seats = Seats(model, workers, job.seed)
+        self._losses = [LossWatch() for _ in range(workers)]
+        self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+        """What each worker's codec has not sent yet, by parameter; outlives a switch."""
         self._method: Method | None = None
         self._fallback: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
@@ -134,7 +138,9 @@ class Training:
             loss = self._loss_of(output, targets)
             loss.backward()  # type: ignore[no-untyped-call]
         correct, predictions = count_correct(output, targets)
-        return Told(predictions, loss.item() * lease.samples, correct)
+        value = loss.item()
+        why = self._losses[worker].look(value)
+        return Told(predictions, value * lease.samples, correct, diverged=why)
 
     def set_lr(self, lease: Lease, optimizer: torch.optim.Optimizer | None = None) -> None:
         job, samples = self._job, self.feed.samples
@@ -157,7 +163,7 @@ class Training:
             self._method = Served(self, strategy)
         elif isinstance(strategy, Grouped):
             spec = ParameterServer(servers=strategy.servers, lr_scale=strategy.lr_scale)
-            self._method = Served(self, spec)
+            self._method = Served(self, spec, in_groups=True)
         elif isinstance(strategy, LocalSgd | DiLoCo):
             self._method = Apart(self, strategy)
         else:

@@ -17,6 +17,7 @@ import numpy as np
 from paceline.plan.cost import EVALUATING, Workload
 from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
 from paceline.protocol.messages import (
+    Diverging,
     Enter,
     Entered,
     EpochOver,
@@ -25,6 +26,7 @@ from paceline.protocol.messages import (
     Finish,
     Finished,
     Go,
+    Lease,
     Message,
     Onward,
     Quiesce,
@@ -40,7 +42,7 @@ from paceline.protocol.pace import Tell, TellServers
 from paceline.specs.strategy import Grouped, ParameterServer, Strategy
 from paceline.telemetry.events import PHASES
 from paceline.twin.fleet import Fleet, Floats
-from paceline.twin.learner import Learner
+from paceline.twin.learner import Learner, Told
 from paceline.twin.timeline import Deed, Lane, Timeline
 
 DETECT_S = 1.0
@@ -169,6 +171,9 @@ class World:
         self._crew: Crew | None = None
         self._crew_strategy: Strategy = plan.strategy
         self._entering: set[int] = set()
+        self._spoilt: set[int] = set()
+        """Workers that have said that their loss diverges."""
+        self.dead: set[int] = set()
         self._entered_at: dict[int, float] = {}
         self._settle_s = [0.0] * plan.workers
         self._sent = self._before = 0.0
@@ -202,18 +207,33 @@ class World:
 
     def _plan_death(self, worker: int, at_s: float) -> None:
         def die(now: float) -> None:
+            self.dead.add(worker)
             step = self.steps[worker]
             error = f"worker {worker} ({self.fleet.hosts[worker].host}) died at step {step}"
-            self.carry_out(self.coordinator.stop("failed", error), now)
 
-        self.timeline.at(at_s + DETECT_S, die)
+            def notice(later: float) -> None:
+                self.carry_out(self.coordinator.stop("failed", error), later)
+
+            self.timeline.at(now + DETECT_S, notice)
+
+        self.timeline.at(at_s, die)
 
     # ---- messages -----------------------------------------------------------------------------
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
         """From a worker to the coordinator, which hears one after another."""
+        if worker in self.dead:
+            return
         arrives = at_s + self.fleet.latency[worker]
         self.postman.up(worker, arrives, lambda now: self.hear(message, now))
+
+    def diverging(self, worker: int, told: Told, lease: Lease, at_s: float) -> None:
+        """Said once a strategy, as a worker does before its report."""
+        if worker not in self._spoilt:
+            self._spoilt.add(worker)
+            loss = (told.loss_sum or 0.0) / max(1, lease.samples)
+            message = Diverging(worker, int(self.steps[worker]), loss, told.diverged or "")
+            self.send(worker, message, at_s)
 
     def hear(self, message: Message, now: float) -> None:
         heard = self._control.take(now, self._control_s)
@@ -273,6 +293,7 @@ class World:
         if len(self._entering) < self.plan.workers:
             return
         self._entering.clear()
+        self._spoilt.clear()
         strategy = self.plan.strategy.phases[message.phase]
         began = now
         if self._crew is not None:
@@ -340,7 +361,8 @@ class World:
 
     def _totals(self, worker: int, now: float) -> dict[str, Any]:
         phases = {name: float(s[worker]) for name, s in self.clocks.seconds.items()}
-        phases["other"] = max(0.0, now - sum(phases.values()))
+        # Between two questions of the coordinator a worker waits for the others' answers.
+        phases["wait"] += max(0.0, now - sum(phases.values()))
         stages = dict.fromkeys(("start", "read", "prepare", "save"), 0.0)
         stages["evaluate"] = self._stage_s["evaluate"]
         stages["train"] = max(0.0, now - stages["evaluate"])
@@ -350,7 +372,8 @@ class World:
             "stages": stages,
             "bytes_sent": round(self._sent * share),
             "bytes_before": round(self._before * share),
-            "peak_rss_bytes": 0,
+            "parameter_bytes": self.work.bytes,
+            "peak_rss_bytes": None,
             "steps": int(self.steps[worker]),
         }
 

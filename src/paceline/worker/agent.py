@@ -7,7 +7,6 @@ Between steps the agent settles, evaluates, saves and changes strategy when it i
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 
 from paceline.comm.broadcast import collect_sections
 from paceline.errors import Diverged, PacelineError, UsageError
+from paceline.protocol.divergence import LossWatch
 from paceline.protocol.messages import (
     Advanced,
     Diverging,
@@ -65,8 +65,6 @@ from paceline.telemetry.recorder import StepRecorder
 
 REPORT_S = 0.5
 HEARTBEAT_S = 1.0
-EXPLODES_AT = 1000.0
-"""A loss this many times the first one (or 1, if that is larger) counts as diverged."""
 
 
 @dataclasses.dataclass
@@ -108,7 +106,7 @@ class Agent:
         self._report_due = 0.0
         self._settle_s = 0.0
         self._entered_at: float | None = None
-        self._first_loss: float | None = None
+        self._losses = LossWatch()
         self._bytes_sent = self._bytes_before = 0
         self._kept: tuple[Section, Section] | None = None
         """State and own section to fall back on, while a switch is on trial."""
@@ -177,7 +175,7 @@ class Agent:
         )
         if measured.loss_sum is not None and measured.samples:
             self._check_loss(measured.loss_sum / measured.samples)
-        if self._spoilt:
+        if self._spoilt and not self._runner.exchanges_in_backward:
             # The trial is lost and will be undone; until then this worker changes nothing.
             self._around.replica.optimizer.zero_grad(set_to_none=False)
         self._runner.finish_step(work)
@@ -242,13 +240,7 @@ class Agent:
                     time.sleep(trouble.delay_s)
 
     def _check_loss(self, loss: float) -> None:
-        if self._first_loss is None and math.isfinite(loss):
-            self._first_loss = loss
-        why = None
-        if not math.isfinite(loss):
-            why = "it is not a finite number"
-        elif loss > EXPLODES_AT * max(1.0, self._first_loss or 1.0):
-            why = f"more than {EXPLODES_AT:g} times the first loss"
+        why = self._losses.look(loss)
         if why is not None and not self._spoilt:
             self._control.tell(Diverging(self._rank, self.step, loss, why))
             if self._kept is not None:
@@ -382,6 +374,9 @@ class Agent:
             "stages": self._stages.totals_s(),
             "bytes_sent": self._bytes_sent,
             "bytes_before": self._bytes_before,
+            "parameter_bytes": sum(
+                p.numel() * p.element_size() for _, p in self._around.replica.trained
+            ),
             "peak_rss_bytes": peak_rss_bytes(),
             "steps": self.step,
         }
