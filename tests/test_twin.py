@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -374,6 +375,9 @@ def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: P
 def test_a_pool_survives_its_own_file() -> None:
     pool = unequal(link=Link(mbit_s=100, latency_ms=2))
     assert make_pool(yaml.safe_load(pool.to_yaml()), "here") == pool
+    endless = unequal(link=Link(mbit_s=float("inf")))
+    text = json.dumps(endless.to_plain(), allow_nan=False)
+    assert make_pool({"format": 1, **json.loads(text)}, "here") == endless
 
 
 def test_what_if_leaves_workers_out_and_widens_links() -> None:

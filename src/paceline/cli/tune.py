@@ -63,7 +63,7 @@ def tune(
         from paceline.twin.run import play_instead
 
         pool = read_cluster(twin)
-        run, where = play_instead(pool), pool.model_dump(mode="json", exclude_defaults=True)
+        run, where = play_instead(pool), pool.to_plain()
         places = len(pool.slots)
         if workers is not None and not 1 <= workers <= places:
             raise UsageError(f"--workers is {workers}, but the cluster has {places} places")

@@ -36,6 +36,9 @@ def twin(
     bandwidth: Annotated[
         float, typer.Option(help="What if: every link and exchange this many times faster.")
     ] = 1.0,
+    write_cluster: Annotated[
+        Path | None, typer.Option(help="Write the machines as a cluster file.")
+    ] = None,
     depth: Annotated[
         str, typer.Option(help="learn: real gradients. cost: time alone, for large clusters.")
     ] = "learn",
@@ -97,6 +100,8 @@ def twin(
         job=lambda: refer(workers or 2),
         workers=workers,
     )
+    if write_cluster is not None:
+        write_cluster.write_text(pool.to_yaml(), encoding="utf-8")
     count = workers if workers is not None else len(pool.slots)
     reference = refer(count)
     options = TwinOptions(

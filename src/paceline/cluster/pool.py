@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -178,6 +178,11 @@ class Pool(_Strict):
     def jitter_of(self, host: Host) -> Jitter:
         return host.jitter or self.jitter
 
+    def to_plain(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON can hold it: it knows no infinity."""
+        plain: dict[str, Any] = _spell(self.model_dump(mode="json", exclude_defaults=True))
+        return plain
+
     def to_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
         for host in plain["hosts"]:
@@ -185,6 +190,14 @@ class Pool(_Strict):
                 gpu.setdefault("count", 1)  # said, because "{}" would say nothing to people
         text: str = yaml.safe_dump({"format": FORMAT, **plain}, sort_keys=False)
         return text
+
+
+def _spell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _spell(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_spell(v) for v in value]
+    return "inf" if value == float("inf") else value
 
 
 def equal_machines(count: int) -> Pool:

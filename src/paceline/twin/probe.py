@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import PacelineError
-from paceline.job import Job
+from paceline.job import Job, name_of
 from paceline.launch.run import usable_cores
 
 WARM_UP, ROUNDS = 3, 12
@@ -27,14 +27,16 @@ TIMEOUT_S = 60.0
 def probe_machine(job: Job, workers: int) -> Pool:
     """Measure a step of the job's model with one worker's threads, and both kinds of exchange."""
     from paceline.worker.build import read_data
+    from paceline.worker.timing import with_threads
 
     cores = usable_cores()
-    tables = read_data(job)
-    cost, cv, nbytes = measure_step(job, tables, max(1, cores // workers), workers)
+    times = with_threads(
+        max(1, cores // workers), job, read_data(job), max(2, job.batch // workers)
+    )
+    nbytes = times.parameter_bytes
+    cost = StepCost(fixed_s=times.fixed_s, per_sample_s=times.per_sample_s, update_s=times.update_s)
     sum_s = probe_collective(nbytes)
     send_s, latency_s = probe_transfer(nbytes)
-    from paceline.job import name_of
-
     return Pool(
         name="this machine, probed",
         hosts=(
@@ -46,62 +48,11 @@ def probe_machine(job: Job, workers: int) -> Pool:
             ),
         ),
         link=Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
-        jitter=Jitter(cv=min(2.0, cv)),
+        jitter=Jitter(cv=min(2.0, times.cv)),
         collective_gb_s=nbytes / max(sum_s - 2 * latency_s, sum_s / 2) / 1e9,
         transfer_gb_s=nbytes / max(send_s, 1e-9) / 1e9,
         control_ms=1e3 * latency_s / 2,
     )
-
-
-def measure_step(job: Job, tables: Any, threads: int, workers: int) -> tuple[StepCost, float, int]:
-    """Seconds of forward and backward over samples, of an update, and how much they vary."""
-    import torch
-
-    from paceline.protocol.messages import Lease
-    from paceline.worker.build import build_loss, build_model, build_optimizer, choose_device
-    from paceline.worker.feed import Feed
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    model = build_model(job, tables).train()
-    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
-    loss_of = build_loss(job, model)
-    feed = Feed(tables.train, job.seed, choose_device(job))
-    share = max(2, job.batch // workers)
-    sizes = sorted({max(2, share // 2), share})
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    updates: list[float] = []
-    start = 0
-    for round_ in range(WARM_UP + ROUNDS):
-        for size in sizes:
-            start = start + size if start + 2 * size <= feed.samples else 0
-            size = min(size, feed.samples)
-            began = time.perf_counter()
-            inputs, targets = feed.batch(Lease(0, 0, start, start + size, start, start + size))
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            loss.item()
-            computed = time.perf_counter()
-            optimizer.step()
-            if round_ >= WARM_UP:
-                times.setdefault(size, []).append(computed - began)
-                updates.append(time.perf_counter() - computed)
-    torch.set_num_threads(before)
-    medians = {size: statistics.median(t) for size, t in times.items() if t}
-    largest = max(medians)
-    fixed, slope = 0.0, medians[largest] / largest
-    if len(medians) > 1:
-        least = min(medians)
-        slope = (medians[largest] - medians[least]) / (largest - least)
-        fixed = medians[largest] - slope * largest
-        if slope <= 0 or fixed < 0:
-            fixed, slope = 0.0, medians[largest] / largest
-    spread = times[largest]
-    cv = statistics.pstdev(spread) / statistics.fmean(spread)
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    cost = StepCost(fixed_s=fixed, per_sample_s=slope, update_s=statistics.median(updates))
-    return cost, cv, nbytes
 
 
 # ---- the way between two processes ------------------------------------------------------------

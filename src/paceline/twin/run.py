@@ -114,7 +114,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         "versions": versions(),
         "virtual": True,
         "depth": options.depth,
-        "pool": options.pool.model_dump(mode="json", exclude_defaults=True),
+        "pool": options.pool.to_plain(),
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))

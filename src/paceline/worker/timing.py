@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from paceline.errors import PacelineError
-from paceline.job import name_of, refer_to_job
+from paceline.job import Job, name_of, refer_to_job
 from paceline.protocol.messages import Lease
-from paceline.worker.build import build_loss, build_model, build_optimizer, choose_device, read_data
+from paceline.worker.build import (
+    Tables,
+    build_loss,
+    build_model,
+    build_optimizer,
+    choose_device,
+    read_data,
+)
 from paceline.worker.feed import Feed
 
 WARM_UP = 2
@@ -18,18 +28,22 @@ LONGEST_S = 20.0
 """A large model is timed over fewer steps."""
 
 
-def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
-    """Seconds of a step (fixed, a sample, an update) at two sizes of a worker's share.
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step: fixed_s + samples x per_sample_s, and of an update."""
 
-    A job that cannot be run here, because its data is missing say, is told under "failed".
-    """
-    try:
-        job = refer_to_job(None, fields).resolve()
-        tables = read_data(job)
-        model = build_model(job, tables).train()
-        optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
-    except PacelineError as error:
-        return {"failed": str(error)}
+    fixed_s: float
+    per_sample_s: float
+    update_s: float
+    cv: float
+    """Standard deviation over mean of the larger steps."""
+    parameter_bytes: int
+
+
+def time_steps(job: Job, tables: Tables, share: int) -> StepTimes:
+    """Time steps of a worker's share and of half of it, with torch's threads as they are."""
+    model = build_model(job, tables).train()
+    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
     feed = Feed(tables.train, job.seed, choose_device(job))
     sizes = sorted({min(feed.samples, max(2, share // 2)), min(feed.samples, max(2, share))})
@@ -51,16 +65,38 @@ def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
                 updating.append(time.perf_counter() - computed)
         if time.perf_counter() > deadline:
             break
-    fixed_s, per_sample_s = _fit({size: statistics.median(t) for size, t in computing.items()})
+    fixed_s, per_sample_s = fit_line({size: statistics.median(t) for size, t in computing.items()})
+    longest = computing[sizes[-1]]
+    return StepTimes(
+        fixed_s=fixed_s,
+        per_sample_s=per_sample_s,
+        update_s=statistics.median(updating),
+        cv=statistics.pstdev(longest) / statistics.fmean(longest),
+        parameter_bytes=sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        ),
+    )
+
+
+def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
+    """The same for a job by its fields, as plain data.
+
+    A job that cannot be run here, because its data is missing say, is told under "failed".
+    """
+    try:
+        job = refer_to_job(None, fields).resolve()
+        times = time_steps(job, read_data(job), share)
+    except PacelineError as error:
+        return {"failed": str(error)}
     return {
         "model": name_of(job.model),
-        "fixed_s": fixed_s,
-        "per_sample_s": per_sample_s,
-        "update_s": statistics.median(updating),
+        "fixed_s": times.fixed_s,
+        "per_sample_s": times.per_sample_s,
+        "update_s": times.update_s,
     }
 
 
-def _fit(medians: dict[int, float]) -> tuple[float, float]:
+def fit_line(medians: dict[int, float]) -> tuple[float, float]:
     """A straight line through two sizes, or through the origin where that makes no sense."""
     least, largest = min(medians), max(medians)
     if largest > least:
@@ -69,3 +105,13 @@ def _fit(medians: dict[int, float]) -> tuple[float, float]:
         if slope > 0 and fixed >= 0:
             return fixed, slope
     return 0.0, medians[largest] / largest
+
+
+def with_threads(threads: int, job: Job, tables: Tables, share: int) -> StepTimes:
+    """Time with so many threads, and leave torch's own number as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return time_steps(job, tables, share)
+    finally:
+        torch.set_num_threads(before)
