@@ -265,12 +265,18 @@ def test_one_virtual_machine_is_a_real_single_run_bit_for_bit(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "allreduce",
-        "ps(sync=bsp)",
-        "local_sgd(h=4)",
-        "diloco(h=4)",
-        "allreduce(codec=topk(0.05))",
         "switch(allreduce, local_sgd(h=3), ps(sync=bsp), at=(30%, 70%))",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in (
+                "allreduce",
+                "ps(sync=bsp)",
+                "local_sgd(h=4)",
+                "local_sgd(drift=0.05)",
+                "diloco(h=4)",
+                "allreduce(codec=topk(0.05))",
+            )
+        ),
     ],
 )
 def test_synchronous_strategies_learn_what_real_runs_learn(
@@ -521,9 +527,16 @@ def test_measured_steps_take_the_place_of_operations() -> None:
 
 def test_ten_thousand_workers_are_played() -> None:
     work = Workload(**{**vars(WORK), "samples": 40_000, "batch": 20_000, "epochs": 1})
-    for strategy in ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=2)", "grouped(size=100)"):
-        world = play(strategy, equal_machines(10_000), work)
-        assert world.coordinator.history.samples == 40_000
+    world = play("ps(sync=ssp(3))", equal_machines(10_000), work)
+    assert world.coordinator.history.samples == 40_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce", "ps", "local_sgd(h=2)", "grouped(size=100)"])
+def test_other_strategies_play_ten_thousand_workers(strategy: str) -> None:
+    work = Workload(**{**vars(WORK), "samples": 40_000, "batch": 20_000, "epochs": 1})
+    world = play(strategy, equal_machines(10_000), work)
+    assert world.coordinator.history.samples == 40_000
 
 
 def test_a_failed_virtual_run_says_so(tmp_path: Path) -> None:
