@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,37 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
     }
 
 
+def play_million() -> None:
+    """10,000 machines, one server, 1,000,000 updates: how long the twin itself takes."""
+    workers, updates = 10_000, 1_000_000
+    hosts = tuple(Host(host=f"m{i}", cores=8, gflops=100) for i in range(workers))
+    pool = Pool(hosts=hosts, link=Link(mbit_s=10_000, latency_ms=0.05))
+    work = Workload(
+        model="scaled",
+        data="none",
+        shapes=((1000, 1000),),
+        item_bytes=4,
+        flops_per_sample=1e8,
+        samples=SHARE * updates,
+        batch=SHARE * workers,
+        epochs=1,
+        evaluated={},
+        slots=1,
+    )
+    began = time.perf_counter()
+    timeline = Timeline()
+    fleet = Fleet(pool, workers, work, timeline, seed=0, servers=1)
+    world = World(
+        RunPlan(strategy=read_strategy("ps"), workers=workers), fleet, work, Costs(), timeline
+    )
+    world.run()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"{world.coordinator.history.updates:,} updates on {workers:,} machines: "
+        f"{time.perf_counter() - began:.1f} s, {timeline.events:,} events, {memory:.0f} MB"
+    )
+
+
 def draw(found: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
 
@@ -100,7 +132,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images/scaling.svg"))
     parser.add_argument("--json", type=Path, default=Path("bench/results/scaling.json"))
     parser.add_argument("--most", type=int, default=SIZES[-1])
+    parser.add_argument("--million", action="store_true", help="only time a million updates")
     given = parser.parse_args()
+    if given.million:
+        play_million()
+        return
     found: dict[str, list[dict[str, float]]] = {}
     for name, (strategy, collective) in LINES.items():
         for workers in (s for s in SIZES if s <= given.most):
