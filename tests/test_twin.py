@@ -369,7 +369,7 @@ def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: P
         (("--cluster", "2", "--bandwidth", "0"), "a number above 0"),
         (("--cluster", "2", "--batch", "1"), "smaller than"),
         ((), "say which machines"),
-        (("--calibrate", tmp_path), "no finished run"),
+        (("--calibrate", tmp_path), "no run lies there"),
     ]:
         done = run_cli("twin", "--out", out, "--quiet", *arguments)
         assert done.code == 2, (arguments, done.stderr)
