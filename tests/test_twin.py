@@ -130,10 +130,6 @@ class Watching(Costs):
         self._see(leases)
         return []
 
-    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
-        self._see(leases)
-        return []
-
     def compute(self, worker: int, lease: Lease, handle: int) -> Told:
         self._see([lease])
         return NOTHING
@@ -550,7 +546,7 @@ def test_a_failed_virtual_run_says_so(tmp_path: Path) -> None:
     assert read_result(tmp_path / "run")["status"] == "failed"
 
 
-# ---- what a careful reader found --------------------------------------------------------------
+# ---- corners: divergence, distance, evaluation, death, mistakes ---------------------------------
 
 
 def test_divergence_ends_a_virtual_run_as_it_ends_a_real_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -264,16 +264,7 @@ def _run(
     return conclude(result, outcome, folder)
 
 
-class Concluded(Protocol):
-    """What is asked of a run that is over."""
-
-    status: str
-    error: str | None
-    usage: bool
-    details: str
-
-
-def conclude(result: dict[str, Any], outcome: Concluded, folder: RunFolder) -> dict[str, Any]:
+def conclude(result: dict[str, Any], outcome: Outcome, folder: RunFolder) -> dict[str, Any]:
     """The result of a run that is done; raises what its end deserves otherwise."""
     if outcome.status == "done":
         return result

@@ -112,17 +112,28 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
         return 0.0
     names = {h.host for h in hosts}
     crowd = max(_crowding(h) for h in hosts)
-    own = 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9) * crowd
+    own = own_s(pool, members, nbytes) * crowd
     links = [pool.link_of(h) for h in hosts]
     latency_s = max(link.latency_s for link in links)
     if len(names) == 1:
         # All on one machine: nothing crosses a network, but every hop is a hand-over.
         return own + 2 * (members - 1) * latency_s
     slowest = min(link.bytes_per_s for link in links)
-    ring = ring_s(members, nbytes, latency_s, slowest)
-    tree = tree_s(members, nbytes, latency_s, slowest)
-    network = {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective]
-    return network + own
+    return network_s(pool, members, nbytes, latency_s, slowest) + own
+
+
+def network_s(
+    pool: Pool, members: int, nbytes: float, latency_s: float, bytes_per_s: float
+) -> float:
+    """The network's part of an all-reduce, by the way that the pool names."""
+    ring = ring_s(members, nbytes, latency_s, bytes_per_s)
+    tree = tree_s(members, nbytes, latency_s, bytes_per_s)
+    return {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective]
+
+
+def own_s(pool: Pool, members: int, nbytes: float) -> float:
+    """What each process sends, receives and adds itself in an all-reduce."""
+    return 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9)
 
 
 def _crowding(host: Host) -> float:

@@ -20,8 +20,8 @@ from paceline.plan.cost import (
     coded_bytes,
     compute_on,
     exposed_s,
-    ring_s,
-    tree_s,
+    network_s,
+    own_s,
     with_stand_in,
 )
 from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
@@ -180,10 +180,7 @@ def _allreduce(machines: Machines, chosen: Ints, nbytes: float) -> float:
         float(machines.latency[chosen].max()),
         float(machines.bandwidth[chosen].min()),
     )
-    ring = ring_s(count, nbytes, latency, bandwidth)
-    tree = tree_s(count, nbytes, latency, bandwidth)
-    own = 2 * (count - 1) / count * nbytes / (pool.collective_gb_s * 1e9)
-    return {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective] + own
+    return network_s(pool, count, nbytes, latency, bandwidth) + own_s(pool, count, nbytes)
 
 
 def _served(

@@ -25,7 +25,7 @@ from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost import Workload
 from paceline.protocol.coordinator import RunPlan
-from paceline.protocol.messages import Apply, Lease, Message
+from paceline.protocol.messages import Apply, Lease
 from paceline.protocol.policies import make_policy
 from paceline.specs.schedule import Constant
 from paceline.specs.strategy import ParameterServer, Strategy, read_strategy
@@ -222,9 +222,6 @@ class Watch(Costs):
     def step(self, leases: Sequence[Lease]) -> list[Told]:
         return self._see(leases)
 
-    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
-        return self._see(leases)
-
     def compute(self, worker: int, lease: Lease, handle: int) -> Told:
         self._waiting[worker, handle] = lease.samples
         return self._see([lease])[0]
@@ -258,14 +255,12 @@ class Inspector:
         self._samples = world.coordinator.history.samples
         self._now = 0.0
         self._updates = 0
-        self._hear = world.hear
-        world.hear = self._watch  # type: ignore[method-assign]
+        world.watchers.append(self._watch)
 
-    def _watch(self, message: Message, now: float) -> None:
+    def _watch(self, now: float) -> None:
         if now < self._now:
             raise Violation(f"time went back from {self._now} to {now}")
         self._now = now
-        self._hear(message, now)
         world = self._world
         history = world.coordinator.history
         if history.samples < self._samples or history.updates < self._updates:

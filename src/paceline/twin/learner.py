@@ -34,11 +34,7 @@ class Learner(Protocol):
         ...
 
     def step(self, leases: Sequence[Lease]) -> list[Told]:
-        """All workers compute their shares of one batch and apply the same update."""
-        ...
-
-    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
-        """Every worker steps by itself."""
+        """Shares of one batch on all workers, and their updates: one together, or each its own."""
         ...
 
     def drifted(self) -> bool:
@@ -89,9 +85,6 @@ class Costs:
         return
 
     def step(self, leases: Sequence[Lease]) -> list[Told]:
-        return []
-
-    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
         return []
 
     def drifted(self) -> bool:

@@ -120,7 +120,7 @@ class PlannedCrew:
                 Lease(0, plan.epoch, start, stop, start + lo, start + hi)
                 for lo, hi in pairwise(cuts)
             ]
-        told = self._exchange(leases, began, ends, busy)
+        told = self._exchange(leases, ends, busy)
         self._told.append(told)
         for worker, one in enumerate(told):
             if one.diverged is not None:
@@ -144,14 +144,12 @@ class PlannedCrew:
             self._cuts[key] = split_batch(count, self._workers, weights)
         return self._cuts[key]
 
-    def _exchange(
-        self, leases: list[Lease], began: Floats, ends: Floats, busy: Floats
-    ) -> list[Told]:
+    def _exchange(self, leases: list[Lease], ends: Floats, busy: Floats) -> list[Told]:
         """What follows the gradients: the exchange, the waiting for others, the update."""
         world, strategy = self._world, self._strategy
         update = world.fleet.update
+        told = world.learner.step(leases)
         if isinstance(strategy, LocalSgd | DiLoCo):
-            told = world.learner.local_step(leases)
             world.clocks.add_all("optimizer", update)
             self._free = ends + update
             self._since_meeting += 1
@@ -160,7 +158,6 @@ class PlannedCrew:
                 world.learner.meet()
                 self._wait_for_all(self._free, self._exchange_s)
             return told
-        told = world.learner.step(leases)
         if isinstance(strategy, AllReduce):
             bucket_bytes = strategy.bucket_mb * (1 << 20)
             exposed = exposed_s(self._exchange_s, float(busy.max()), self._bytes, bucket_bytes)

@@ -62,7 +62,7 @@ def probe_collective(nbytes: int) -> float:
     """Seconds of one all-reduce of so many bytes between two processes here."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        return _run_pair(_sum_together, (store, nbytes), (store, nbytes))
+        return _run_pair(_sum_together, store, nbytes)
 
 
 def probe_transfer(nbytes: int) -> tuple[float, float]:
@@ -82,12 +82,12 @@ def probe_transfer(nbytes: int) -> tuple[float, float]:
             child.kill()
 
 
-def _run_pair(target: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> float:
+def _run_pair(target: Any, *args: Any) -> float:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     children = [
         context.Process(target=target, args=(rank, results, *args), daemon=True)
-        for rank, args in enumerate((first, second))
+        for rank in range(2)
     ]
     for child in children:
         child.start()

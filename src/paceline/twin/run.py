@@ -22,8 +22,8 @@ from paceline.launch.run import (
     refer_to,
     versions,
 )
+from paceline.launch.supervisor import Outcome
 from paceline.plan.cost import Workload, with_stand_in
-from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.policies import make_policy
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
@@ -69,16 +69,6 @@ class TwinOptions:
     @property
     def count(self) -> int:
         return self.workers if self.workers is not None else len(self.pool.slots)
-
-
-@dataclass
-class Outcome:
-    status: str
-    error: str | None
-    seconds: float
-    coordinator: Coordinator
-    usage: bool = False
-    details: str = ""
 
 
 def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dict[str, Any]:
@@ -211,24 +201,23 @@ def prepare(
 def _show_progress(world: World, show: Callable[[str, dict[str, Any]], None]) -> None:
     """People see the run go on in their own time; the folder knows virtual time alone."""
     due = time.monotonic() + SHOW_S
-    played = world.hear
 
-    def hear(message: Any, now: float) -> None:
+    def watch(now: float) -> None:
         nonlocal due
-        played(message, now)
-        if time.monotonic() >= due:
-            due = time.monotonic() + SHOW_S
-            history = world.coordinator.history
-            show(
-                "progress",
-                {
-                    "t": now,
-                    "epoch": history.epoch,
-                    "samples": history.samples,
-                    "updates": history.updates,
-                    "loss": history.tally.loss,
-                    "strategy": str(world.plan.strategy.phases[history.phase]),
-                },
-            )
+        if time.monotonic() < due:
+            return
+        due = time.monotonic() + SHOW_S
+        history = world.coordinator.history
+        show(
+            "progress",
+            {
+                "t": now,
+                "epoch": history.epoch,
+                "samples": history.samples,
+                "updates": history.updates,
+                "loss": history.tally.loss,
+                "strategy": str(world.plan.strategy.phases[history.phase]),
+            },
+        )
 
-    world.hear = hear  # type: ignore[method-assign]
+    world.watchers.append(watch)

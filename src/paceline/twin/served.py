@@ -227,27 +227,12 @@ class ServedCrew:
     ) -> None:
         """The gradient is on its way to the servers, word of it to the coordinator."""
         player = self._players[worker]
-        player.handle += 1
-        self._world.steps[worker] += 1
-        handle, samples = player.handle, go.lease.samples
+        samples = go.lease.samples
         if base is None:
             base = player.base if samples else go.version
-        predictions = told.predictions or samples
-        measured = Measured(
-            samples, predictions, told.loss_sum, told.correct, busy_s, at_s - computed_s, told.norms
-        )
-        message = Pushed(
-            worker, handle, go.lease.id, samples, base, int(self._world.steps[worker]) - 1, measured
-        )
-        arrives = at_s + self._fleet.latency[worker]
-
-        def come(now: float) -> None:
-            if samples:
-                self._carry_out(self._shard.on_gradient(worker, handle), now)
-
-        hear = self._world.hear
-        if worker not in self._world.dead:
-            self._world.postman.push(worker, arrives, come, lambda now: hear(message, now))
+        comm_s = at_s - computed_s
+        self._post(worker, go, at_s, base, told, busy_s, comm_s, gradient=samples > 0)
+        handle = player.handle
         free_at = at_s
         if self._overlap and samples:
             self._exchange_behind(worker, handle, at_s)
@@ -256,6 +241,43 @@ class ServedCrew:
         player.busy = False
         if player.queue:
             self._begin(worker, free_at)
+
+    def _post(
+        self,
+        worker: int,
+        go: Go,
+        at_s: float,
+        base: int,
+        told: Told,
+        busy_s: float,
+        comm_s: float,
+        *,
+        gradient: bool,
+    ) -> None:
+        """Word of a push to the coordinator, with `gradient` the push itself to the servers."""
+        world, player = self._world, self._players[worker]
+        player.handle += 1
+        world.steps[worker] += 1
+        handle, samples = player.handle, go.lease.samples
+        measured = Measured(
+            samples,
+            told.predictions or samples,
+            told.loss_sum,
+            told.correct,
+            busy_s,
+            comm_s,
+            told.norms,
+        )
+        step = int(world.steps[worker]) - 1
+        message = Pushed(worker, handle, go.lease.id, samples, base, step, measured)
+
+        def come(now: float) -> None:
+            if gradient:
+                self._carry_out(self._shard.on_gradient(worker, handle), now)
+
+        if worker not in world.dead:
+            arrives = at_s + self._fleet.latency[worker]
+            world.postman.push(worker, arrives, come, lambda now: world.hear(message, now))
 
     def _exchange_behind(self, worker: int, handle: int, sent_s: float) -> None:
         """Weights come back while the next batch is computed on those at hand."""
@@ -353,39 +375,13 @@ class ServedCrew:
                     self._world.diverging(member, told, go.lease, now)
                 parts.append((member, handle, go.lease.samples / go.lease.batch))
             at_s = sent if member == chief else summed
-            self._tell_member(unit, member, go, at_s, told, end - began)
+            player = self._players[member]
+            busy_s = end - began
+            self._post(member, go, at_s, player.base, told, busy_s, 0.0, gradient=member == chief)
+            player.idle_since = at_s
         if parts and parts[0][0] != chief:
             parts.insert(0, (chief, self._players[chief].handle, 0.0))
         self._world.learner.join(parts)
-
-    def _tell_member(
-        self, unit: tuple[int, ...], member: int, go: Go, at_s: float, told: Told, busy_s: float
-    ) -> None:
-        player = self._players[member]
-        player.handle += 1
-        player.idle_since = at_s
-        self._world.steps[member] += 1
-        handle = player.handle
-        samples = go.lease.samples
-        predictions = told.predictions or samples
-        measured = Measured(samples, predictions, told.loss_sum, told.correct, busy_s, 0.0)
-        message = Pushed(
-            member,
-            handle,
-            go.lease.id,
-            samples,
-            player.base,
-            int(self._world.steps[member]) - 1,
-            measured,
-        )
-
-        def come(now: float) -> None:
-            if member == unit[0]:
-                self._carry_out(self._shard.on_gradient(member, handle), now)
-
-        arrives, hear = at_s + self._fleet.latency[member], self._world.hear
-        if member not in self._world.dead:
-            self._world.postman.push(member, arrives, come, lambda now: hear(message, now))
 
     # ---- servers ------------------------------------------------------------------------------
 

@@ -182,10 +182,6 @@ class Training:
         told: list[Told] = self.method.step(leases)
         return told
 
-    def local_step(self, leases: Sequence[Lease]) -> list[Told]:
-        told: list[Told] = self.method.step(leases)
-        return told
-
     def drifted(self) -> bool:
         return bool(self.method.drifted())
 

@@ -174,12 +174,14 @@ class World:
         self._spoilt: set[int] = set()
         """Workers that have said that their loss diverges."""
         self.dead: set[int] = set()
+        self.watchers: list[Callable[[float], None]] = []
+        """Told the time whenever the coordinator has heard something."""
         self._entered_at: dict[int, float] = {}
         self._settle_s = [0.0] * plan.workers
         self._sent = self._before = 0.0
         self._answered = 0
         self._lr = 0.0
-        self._stage_s = {"evaluate": 0.0, "save": 0.0}
+        self._evaluate_s = 0.0
 
     def run(self) -> End:
         work, speeds = self.work, self._speeds()
@@ -238,21 +240,26 @@ class World:
     def hear(self, message: Message, now: float) -> None:
         heard = self._control.take(now, self._control_s)
         self.carry_out(self.coordinator.handle(message, heard), heard)
+        for watch in self.watchers:
+            watch(now)
 
     def carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Tell):
                 self._post_down(action.worker, action.message, now)
             elif isinstance(action, TellServers):
-                assert self._crew is not None
-                order, crew = action.message, self._crew
-                self.postman.order(now, lambda at_s, c=crew, o=order: c.on_order(o, at_s))  # type: ignore[misc]
+                self._post_order(action.message, now)
             elif isinstance(action, Note):
                 self._note(action.kind, {"t": now, **action.facts})
             else:
                 assert isinstance(action, End)
                 self.end = action
                 self.timeline.stop()
+
+    def _post_order(self, order: Message, now: float) -> None:
+        crew = self._crew
+        assert crew is not None
+        self.postman.order(now, lambda at_s: crew.on_order(order, at_s))
 
     def _post_down(self, worker: int, message: Message, now: float) -> None:
         arrives = now + self.fleet.latency[worker]
@@ -347,7 +354,7 @@ class World:
         seconds = EVALUATING * share * self.fleet.compute[worker].per_sample_s
         self.clocks.add("eval", worker, seconds)
         if worker == 0:
-            self._stage_s["evaluate"] += seconds
+            self._evaluate_s += seconds
         # One evaluation serves: all hold the same weights, and worker 0 answers for all.
         loss_sum, correct, count = self.learner.evaluate(split) if worker == 0 else (0.0, None, 0)
         self.send(worker, Evaluated(worker, loss_sum, correct, count), now + seconds)
@@ -364,7 +371,7 @@ class World:
         # Between two questions of the coordinator a worker waits for the others' answers.
         phases["wait"] += max(0.0, now - sum(phases.values()))
         stages = dict.fromkeys(("start", "read", "prepare", "save"), 0.0)
-        stages["evaluate"] = self._stage_s["evaluate"]
+        stages["evaluate"] = self._evaluate_s
         stages["train"] = max(0.0, now - stages["evaluate"])
         share = 1 / self.plan.workers
         return {
