@@ -18,7 +18,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.errors import PacelineError, UsageError
-from paceline.specs.optimizer import Optimizer, read_optimizer
+from paceline.specs.optimizer import read_optimizer
+from paceline.specs.optimizer_base import Optimizer
 from paceline.specs.point import Point, read_point
 from paceline.specs.schedule import Schedule, read_schedule
 from paceline.specs.text import parse
@@ -35,6 +36,7 @@ class Job(BaseModel):
     data: a name, or (train, val, test) of tables, torch datasets or (inputs, targets) pairs, or
         a function without arguments that gives them; val and test may be None.
     loss: a function of (output, target) that gives the mean loss; cross-entropy by default.
+    schedule: an expression, or an object with the methods `factor` and `drops` of one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -45,7 +47,7 @@ class Job(BaseModel):
     loss: Callable[..., Any] | None = None
     optimizer: str = "sgd(momentum=0.9)"
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    schedule: str = "constant"
+    schedule: Any = "constant"
     clip: float | None = Field(default=None, gt=0)
     batch: int = Field(default=128, ge=1)
     epochs: int = Field(default=10, ge=1)
@@ -63,6 +65,13 @@ class Job(BaseModel):
         if value is None or value == "":
             raise ValueError("it is empty: name one")
         return value
+
+    @field_validator("schedule")
+    @classmethod
+    def _check_schedule(cls, value: Any) -> Any:
+        if isinstance(value, str) or callable(getattr(value, "factor", None)):
+            return value
+        raise ValueError("write an expression such as 'cosine(warmup=5%)'")
 
     def check(self) -> None:
         """Read every expression and name now; raises UsageError before anything is started."""
@@ -82,7 +91,10 @@ class Job(BaseModel):
 
     @property
     def schedule_spec(self) -> Schedule:
-        return read_schedule(self.schedule)
+        if isinstance(self.schedule, str):
+            return read_schedule(self.schedule)
+        live: Schedule = self.schedule
+        return live
 
     @property
     def until_spec(self) -> Until | None:
@@ -108,13 +120,15 @@ class Job(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Made of names only, so that it can be written as JSON."""
-        return isinstance(self.model, str) and isinstance(self.data, str) and self.loss is None
+        named = (self.model, self.data, self.schedule)
+        return all(isinstance(value, str) for value in named) and self.loss is None
 
     def describe(self) -> dict[str, Any]:
         """JSON-able facts for the run folder; live objects are named, not stored."""
         facts = {name: getattr(self, name) for name in type(self).model_fields}
         for name in ("model", "data", "loss"):
             facts[name] = name_of(facts[name])
+        facts["schedule"] = str(self.schedule)
         facts["data_dir"] = str(self.data_dir) if self.data_dir else None
         return facts
 

@@ -380,7 +380,7 @@ class Coordinator:
             batch=ready.batch,
             ledger=ledger,
             history=history,
-            clip=self.plan.clip,
+            clip=self.plan.clip if self.plan.clip is not None else ready.clip,
         )
         if decision is not None:
             self._resumed = {}

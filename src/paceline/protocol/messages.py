@@ -125,6 +125,8 @@ class Ready(Message):
     """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
     speed: float = 0.0
     """Samples a second in a short probe; 0 where no strategy needs to know."""
+    clip: float | None = None
+    """Largest norm of the gradient, where the script says it and not the plan."""
 
 
 @value

@@ -3,7 +3,7 @@
 DIR/run.json                what was asked: configuration, versions, machine
 DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's
 DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
-DIR/result.json  DIR/model.safetensors  DIR/report.html
+DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ OURS = (
     "checkpoints",
     "result.json",
     "model.safetensors",
+    "model.keras",
     "report.html",
 )
 

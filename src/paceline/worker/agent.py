@@ -154,6 +154,11 @@ class Agent:
         for _ in self.work():
             raise PacelineError("work was handed out after the loop had ended")
 
+    def export_state(self) -> Section:
+        """The whole global state; between epochs only, when all workers are settled."""
+        assert self._runner is not None
+        return self._runner.export_state()
+
     def begin(self, work: Work) -> None:
         """Weights are made ready; the forward pass comes next."""
         assert self._runner is not None

@@ -15,7 +15,7 @@ from paceline import models
 from paceline.data import DataSet, Table, as_table
 from paceline.errors import UsageError
 from paceline.job import Job, name_of
-from paceline.specs.optimizer import Optimizer
+from paceline.specs.optimizer_base import Optimizer
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -34,6 +34,7 @@ from paceline.telemetry.events import WorkerBegan, WorkerEnded
 from paceline.telemetry.folder import EventWriter, RunFolder
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
+from paceline.worker.adapters import watch_imports
 from paceline.worker.agent import Agent, Duties, Heart
 from paceline.worker.assignment import Assignment
 from paceline.worker.build import (
@@ -202,6 +203,9 @@ def save_weights(model: torch.nn.Module, path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     save_model(model, str(partial))
     os.replace(partial, path)
+    beside = getattr(model, "save_beside", None)
+    if beside is not None:
+        beside(path.parent)
 
 
 def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
@@ -219,6 +223,9 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     around = session.surround(replica)
     session.start_heart(around)
     session.seed_worker(job.seed)
+    set_worker = getattr(model, "set_worker", None)
+    if set_worker is not None:
+        set_worker(session.rank)
     state = session.share_state(around)
 
     def evaluate(split: str) -> tuple[float, int | None, int]:
@@ -288,6 +295,7 @@ def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
     session = Session(assignment, control, wait_s)
     session.stages.enter(PREPARE)
     own_loop.current = session
+    watch_imports()
     sys.argv = [assignment.script, *assignment.script_args]
     sys.path.insert(0, str(Path(assignment.script).parent))
     try:
@@ -297,7 +305,8 @@ def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
             raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
     if session.agent is None:
         raise UsageError(
-            f"{assignment.script} never called paceline.prepare(model, optimizer, loader)"
+            f"{assignment.script} never called paceline.prepare(model, optimizer, loader), "
+            "nor fit() of a Keras model"
         )
     session.agent.end_of_loop()
     session.close()
