@@ -50,6 +50,8 @@ class RunOptions:
     start_from: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
+    predicted: dict[str, Any] | None = None
+    """`step_s`, `seconds` and `seconds_interval` that a plan expects; put beside what came out."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     """Where and how processes are started; child processes of this one if nothing is said."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
@@ -224,6 +226,7 @@ def _run(
         "threads": options.threads_each,
         "timeout_s": options.timeout_s,
         "troubles": [t.to_plain() for t in options.troubles],
+        "predicted": options.predicted,
         "job": facts,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),

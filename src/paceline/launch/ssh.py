@@ -23,18 +23,15 @@ class SshLauncher(DistantLauncher):
         hosts: Sequence[Host],
         luggage: Luggage,
         *,
-        servers_on: Host | None = None,
+        servers_on: Sequence[Host] = (),
         patience: Patience | None = None,
     ) -> None:
         super().__init__(luggage)
         self.hosts = list(hosts)
         self._patience = patience or Patience()
         self._seats = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
-        self._server_site: int | None = None
-        if servers_on is not None:
-            if servers_on not in self.hosts:
-                self.hosts.append(servers_on)
-            self._server_site = self.hosts.index(servers_on)
+        self.hosts += [host for host in servers_on if host not in self.hosts]
+        self._server_sites = [self.hosts.index(host) for host in servers_on]
 
     @property
     def workers(self) -> int:
@@ -46,15 +43,22 @@ class SshLauncher(DistantLauncher):
         return [self.hosts[place] for place in self._seats]
 
     def seat_servers(self, servers: int, workers: int) -> list[int | None]:
-        if self._server_site is None:
+        if not self._server_sites:
             return super().seat_servers(servers, workers)
-        beside = [rank for rank, place in enumerate(self._seats) if place == self._server_site]
-        return [beside[server % len(beside)] if beside else None for server in range(servers)]
+        return [self._seat(server) for server in range(servers)]
+
+    def _seat(self, server: int) -> int | None:
+        """Beside a worker of its machine, or alone on a machine without workers."""
+        site = self._find_server_site(server)
+        beside = [rank for rank, place in enumerate(self._seats) if place == site]
+        return beside[server // len(self._server_sites) % len(beside)] if beside else None
+
+    def _find_server_site(self, server: int) -> int:
+        return self._server_sites[server % len(self._server_sites)]
 
     def site_of(self, assignment: Assignment) -> int:
         if assignment.kind == "server":
-            assert self._server_site is not None
-            return self._server_site
+            return self._find_server_site(assignment.index)
         return self._seats[assignment.index]
 
     async def reach(self, stack: AsyncExitStack) -> list[Site]:
