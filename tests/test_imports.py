@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "protocol": {"errors", "specs"},
     "telemetry.events": set(),
     # Materials: they know nothing of strategies, of workers or of how a run is started.
-    "state": {"errors"},
+    "state": {"errors", "telemetry"},
     "models": {"errors"},
     "cluster.remote": set(),
     "cluster": {"errors"},
@@ -59,6 +59,7 @@ ROOMS: dict[str, set[str]] = {
         "telemetry",
         "worker",
         "cluster",
+        "cluster.remote",
     },
     "plan": {"errors", "specs", "cluster"},
     "twin": {
@@ -97,14 +98,14 @@ TORCH_FREE = (
 
 LIGHT = {
     # Of rooms with torch, what a process without it uses.
-    "worker": {"__init__", "__main__", "main", "assignment", "spawn"},
+    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "spawn"},
     "comm": {"__init__", "wire", "control"},
     "data": {"__init__", "catalog", "dataset", "shelf"},
     "models": {"__init__", "catalog"},
 }
 """Modules of other rooms that launch, job and the command line import before torch is needed."""
 
-WORKER_FROM_LAUNCH = {"assignment", "main", "spawn"}
+WORKER_FROM_LAUNCH = {"assignment", "main", "outpost", "spawn"}
 """All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
 
 PICKLE_ALLOWED = {"worker/spawn.py"}

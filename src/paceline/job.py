@@ -172,9 +172,11 @@ class JobRef(BaseModel):
         """The job; raises UsageError when the file is missing, broken or has changed."""
         if self.file is None:
             return make_job(**self.fields)
-        if self.hash is not None and hash_file(self.file) != self.hash:
-            raise UsageError(f"{self.file} has changed since the run was started: start it anew")
-        job = _read_job_file(self.file, self.function)
+        # Relative where a project was copied: to the folder that the process was started in.
+        file = self.file.absolute()
+        if self.hash is not None and hash_file(file) != self.hash:
+            raise UsageError(f"{file} has changed since the run was started: start it anew")
+        job = _read_job_file(file, self.function)
         if not self.fields:
             return job
         return make_job(**{**{n: getattr(job, n) for n in Job.model_fields}, **self.fields})

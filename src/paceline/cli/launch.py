@@ -57,27 +57,11 @@ def launch(
 
     folder = out if out is not None else Path("runs") / new_run_name(script.stem)
     if pool is not None:
-        refuse_together("--pool", given, "workers", "strategy", "threads")
+        opt.refuse_together("--pool", given, "workers", "strategy", "threads")
         launch_on_pool({**given, "folder": folder})
     else:
-        refuse_without("--pool", given, "select", "roles", "project", "venv", "dry_run")
+        opt.refuse_without("--pool", given, "select", "roles", "project", "venv", "dry_run")
         launch_here({**given, "folder": folder})
-
-
-def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
-    from paceline.errors import UsageError
-
-    for name in others:
-        if given[name] not in (None, False):
-            raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
-
-
-def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
-    from paceline.errors import UsageError
-
-    for name in others:
-        if given[name] not in (None, False):
-            raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
 
 
 def launch_here(given: dict[str, Any]) -> None:

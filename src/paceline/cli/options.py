@@ -58,6 +58,18 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the run in the out
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
+def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
+
+
+def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
+
+
 def read_troubles(
     slow: list[str] | None, delay: list[str] | None, workers: int
 ) -> tuple[Trouble, ...]:

@@ -13,8 +13,9 @@ from paceline.errors import UsageError
 from paceline.job import Job, make_job
 from paceline.keras.backend import check_backend, import_keras
 from paceline.keras.feeding import as_array
-from paceline.keras.module import FILE, KerasModule
+from paceline.keras.module import KerasModule
 from paceline.keras.translate import KerasSchedule, schedule_of, translate
+from paceline.telemetry.folder import KERAS
 
 
 def job(
@@ -73,9 +74,9 @@ def job(
 
 def load(folder: str | Path) -> Any:
     """The trained Keras model of a finished run, compiled as it was."""
-    path = Path(folder) / FILE
+    path = Path(folder) / KERAS
     if not path.exists():
-        raise UsageError(f"{folder} has no {FILE}: name the folder of a finished run of Keras")
+        raise UsageError(f"{folder} has no {KERAS}: name the folder of a finished run of Keras")
     return import_keras().models.load_model(str(path))
 
 

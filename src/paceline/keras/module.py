@@ -16,9 +16,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.keras.backend import import_keras
-
-FILE = "model.keras"
-"""Beside a run's model.safetensors: the whole Keras model, for `keras.models.load_model`."""
+from paceline.telemetry.folder import KERAS
 
 
 class KerasModule(torch.nn.Module):
@@ -60,7 +58,7 @@ class KerasModule(torch.nn.Module):
 
     def save_beside(self, folder: Path) -> None:
         """What `model.safetensors` does not tell: the architecture, in Keras's own format."""
-        _save(self.keras_model, folder / FILE)
+        _save(self.keras_model, folder / KERAS)
 
     def set_worker(self, rank: int) -> None:
         """Dropout of other workers draws other masks."""
@@ -87,7 +85,7 @@ def _save(model: Any, path: Path) -> None:
 def write_keras(model: Any) -> bytes:
     """The bytes of a .keras file."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / FILE
+        path = Path(folder) / KERAS
         try:
             _save(model, path)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -101,7 +99,7 @@ def write_keras(model: Any) -> bytes:
 def read_keras(data: bytes) -> Any:
     keras = import_keras()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / FILE
+        path = Path(folder) / KERAS
         path.write_bytes(data)
         return keras.models.load_model(str(path))
 

@@ -28,7 +28,7 @@ from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica, Surroundings
 from paceline.telemetry.phases import BACKWARD, EVAL, FORWARD, INPUT
 from paceline.worker.agent import Agent, Duties
-from paceline.worker.session import Session, save_weights
+from paceline.worker.session import Session
 
 BUILD_ROWS = 2
 
@@ -90,7 +90,7 @@ class Trainee:
         duties = Duties(
             evaluate=self._evaluate,
             save=save,
-            save_model=lambda: save_weights(self._module, session.folder.model),
+            save_model=lambda: session.files.save_model(self._module),
         )
         agent = self._agent = session.make_agent(around, state, duties, self._source.samples)
         splits = ("val",) if self._validation is not None else ()

@@ -20,6 +20,7 @@ import psutil
 
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.launcher import Launcher
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
 from paceline.protocol.coordinator import RunPlan
@@ -49,6 +50,10 @@ class RunOptions:
     start_from: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
+    predicted: dict[str, Any] | None = None
+    """`step_s`, `seconds` and `seconds_interval` that a plan expects; put beside what came out."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    """Where and how processes are started; child processes of this one if nothing is said."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -64,7 +69,10 @@ class RunOptions:
 
     @property
     def threads_each(self) -> int:
-        return self.threads or max(1, usable_cores() // self.workers)
+        """0 where other machines' cores decide."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, usable_cores() // self.workers) if self.launcher.carries_live else 0
 
 
 def usable_cores() -> int:
@@ -118,6 +126,11 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
     live = None
     reference = refer_to(job, resolved)
     if reference is None:
+        if not options.launcher.carries_live:
+            raise UsageError(
+                "this job holds live objects, which stay in this process and its children: for "
+                "other machines name model and data, or write a job file with a function job()"
+            )
         from paceline.worker.spawn import pack_live
 
         live = pack_live(resolved)
@@ -207,11 +220,13 @@ def _run(
     config = {
         "format": 1,
         "strategy": str(plan.strategy),
+        "engine": options.launcher.engine,
         "workers": options.workers,
         "servers": plan.servers,
         "threads": options.threads_each,
         "timeout_s": options.timeout_s,
         "troubles": [t.to_plain() for t in options.troubles],
+        "predicted": options.predicted,
         "job": facts,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
@@ -233,7 +248,7 @@ def _run(
     async def supervise() -> Outcome:
         supervisor = Supervisor(
             plan=plan,
-            launcher=LocalLauncher(),
+            launcher=options.launcher,
             folder=folder,
             template=template,
             live=live,

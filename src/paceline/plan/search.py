@@ -125,6 +125,47 @@ def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATE
     )
 
 
+def search_strategy(machines: Machines, wish: Wish) -> Found:
+    """The best strategy on all of these machines; raises UsageError as `search` does."""
+    everybody = np.arange(len(machines.hosts))
+    unfit = np.flatnonzero(~machines.fits)
+    if len(unfit):
+        host = machines.hosts[int(unfit[0])]
+        raise UsageError(
+            f"machine {host.host} does not fit the model: it needs {machines.needed_gb:.1f} GB, "
+            f"the machine has {host.memory_gb:g} GB; --select auto leaves such machines out"
+        )
+    alone = [estimate(machines, np.array([i]), read_strategy("single")) for i in everybody]
+    tried = [
+        estimate(machines, everybody, spec)
+        for spec in map(read_strategy, CANDIDATES)
+        if _possible(spec, len(everybody), machines.work.batch)
+    ] or alone
+    allowed = [e for e in tried if wish.allows(e)]
+    if not allowed:
+        raise UsageError("nothing on these machines keeps within the limits: use --select auto")
+    best = {o: min(e.value(o) for e in [*tried, *alone]) for o in OBJECTIVES}
+    ranked = sorted(allowed, key=lambda e: wish.score(e, best))
+    return Found(
+        ranked[0],
+        _runners_up(ranked),
+        _frontier(tried),
+        min(alone, key=lambda e: wish.score(e, best)),
+    )
+
+
+def seat_servers(machines: Machines, chosen: Sequence[int], servers: int) -> list[int]:
+    """Which machines serve parameters: those with the best links, as the cost model has it.
+
+    Empty where all links are alike: then servers go round the machines.
+    """
+    links = machines.bandwidth[list(chosen)]
+    if not servers or len(set(links.tolist())) == 1:
+        return []
+    order = np.argsort(-links, kind="stable")
+    return [int(chosen[int(place)]) for place in order[: min(servers, len(chosen))]]
+
+
 def _possible(spec: Strategy, size: int, batch: int) -> bool:
     return 2 <= size <= batch and spec.servers_for(size) <= size
 

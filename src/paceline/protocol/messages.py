@@ -255,6 +255,58 @@ class Failing(Message):
     blame: str
 
 
+# ---- a run folder that a process cannot reach by itself -----------------------------------------
+
+
+@value
+class Noted(Message):
+    """A line for the sender's own file of events."""
+
+    line: str
+
+
+@value
+class FilePart(Message):
+    """The next bytes of a file of a checkpoint (`NAME/FILE`), or of the model (`model`)."""
+
+    path: str
+    data: bytes
+
+
+@value
+class FilesDone(Message):
+    """All of a checkpoint, or of the model, has been sent: it takes its place now."""
+
+    path: str
+    keep: int
+
+
+@value
+class FileAsked(Message):
+    """A piece of a file of the checkpoint that the run begins from."""
+
+    name: str
+    offset: int
+
+
+@value
+class FileGiven(Message):
+    data: bytes
+    size: int
+
+
+@value
+class AgeAsked(Message):
+    pass
+
+
+@value
+class AgeGiven(Message):
+    """Seconds since the run began, by the supervisor's clock."""
+
+    seconds: float
+
+
 # ---- servers ---------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import time
 
 from paceline.protocol.messages import Lease
 from paceline.telemetry.events import STEP_PHASES, StepsDone, StepsSummed
-from paceline.telemetry.folder import EventWriter
+from paceline.telemetry.folder import EventSink
 from paceline.telemetry.phases import PhaseClock
 
 WINDOW_S = 1.0
@@ -20,7 +20,7 @@ _COUNT = len(STEP_PHASES)
 class StepRecorder:
     """One call a step, no input or output but at the end of a window."""
 
-    def __init__(self, writer: EventWriter, clock: PhaseClock, first_step: int = 0) -> None:
+    def __init__(self, writer: EventSink, clock: PhaseClock, first_step: int = 0) -> None:
         self._writer = writer
         self._clock = clock
         self._step = first_step

@@ -75,8 +75,25 @@ def make_result(
             (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),
             default=None,
         ),
+        "predicted": beside_actual(config, totals, history.samples, train_s),
         "virtual": virtual,
         "versions": config["versions"],
+    }
+
+
+def beside_actual(
+    config: dict[str, Any], totals: dict[int, dict[str, Any]], samples: int, train_s: float
+) -> dict[str, Any] | None:
+    """What a plan expected, with what it came to; None where nothing was expected."""
+    expected = config.get("predicted")
+    if expected is None:
+        return None
+    batch = config["job"]["batch"]
+    stages = totals[0]["stages"] if 0 in totals else None
+    return {
+        **expected,
+        "actual_step_s": round(train_s * batch / samples, 9) if samples and train_s > 0 else None,
+        "actual_seconds": round(stages["train"] + stages["evaluate"], 6) if stages else None,
     }
 
 

@@ -25,13 +25,10 @@ from paceline.state import (
     TrainState,
     capture,
     fingerprint_of,
-    load_checkpoint,
     restore,
-    save_checkpoint,
 )
 from paceline.strategies.runner import Replica, Surroundings
 from paceline.telemetry.events import WorkerBegan, WorkerEnded
-from paceline.telemetry.folder import EventWriter, RunFolder
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
 from paceline.worker.adapters import watch_imports
@@ -47,6 +44,7 @@ from paceline.worker.build import (
 )
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
+from paceline.worker.files import open_files
 from paceline.worker.loop import train
 from paceline.worker.spawn import unpack_live
 
@@ -63,12 +61,11 @@ class Session:
         self.control = control
         self.rank, self.size = assignment.index, assignment.workers
         self.wait_s = wait_s
-        self.folder = RunFolder(assignment.folder)
-        self.clock = PhaseClock(assignment.started_wall_s)
-        self.stages = PhaseClock(assignment.started_wall_s, STAGES)
+        self.files = open_files(assignment, control)
+        self.clock = PhaseClock(self.files.began_wall_s)
+        self.stages = PhaseClock(self.files.began_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
-        self._writer = EventWriter(self.folder.events(assignment.who))
-        self._writer.write(
+        self.files.events.write(
             WorkerBegan(
                 t=round(self.clock.now_s(), 6),
                 worker=self.rank,
@@ -93,7 +90,7 @@ class Session:
             store,
             rank=self.rank,
             size=self.size,
-            interface=told.interface,
+            address=told.bind or self.control.local_address,
             timeout_s=self.wait_s,
         )
         self.around = Surroundings(
@@ -121,7 +118,7 @@ class Session:
             around=around,
             state=state,
             duties=duties,
-            recorder=StepRecorder(self._writer, self.clock, self._steps_before(state)),
+            recorder=StepRecorder(self.files.events, self.clock, self._steps_before(state)),
             stages=self.stages,
         )
         agent.samples_per_epoch = samples
@@ -145,7 +142,7 @@ class Session:
         state = TrainState(capture(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
             if self.rank == 0:
-                state = load_checkpoint(Path(self.assignment.checkpoint))
+                state = self.files.load(self.assignment.checkpoint)
                 self._check_model(state, replica)
             workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
             state = TrainState(broadcast_section(state.shared, around.group), workers)
@@ -173,7 +170,7 @@ class Session:
     def close(self) -> None:
         assert self.agent is not None
         totals = self.agent.totals()
-        self._writer.write(
+        self.files.events.write(
             WorkerEnded(
                 t=round(self.clock.now_s(), 6),
                 phases=totals["phases"],
@@ -195,17 +192,6 @@ def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section
         broadcast_section(sections[i] if sections is not None else None, group)
         for i in range(total)
     ]
-
-
-def save_weights(model: torch.nn.Module, path: Path) -> None:
-    from safetensors.torch import save_model
-
-    partial = path.with_name(path.name + ".partial")
-    save_model(model, str(partial))
-    os.replace(partial, path)
-    beside = getattr(model, "save_beside", None)
-    if beside is not None:
-        beside(path.parent)
 
 
 def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
@@ -241,8 +227,8 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
 
     duties = Duties(
         evaluate=evaluate,
-        save=lambda name, whole: _save(session, name, whole),
-        save_model=lambda: save_weights(model, session.folder.model),
+        save=session.files.save,
+        save_model=lambda: session.files.save_model(model),
     )
     feed = Feed(tables.train, job.seed, device)
     agent = session.make_agent(around, state, duties, feed.samples)
@@ -278,13 +264,6 @@ def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: Feed, samples: int)
 def _resolve(assignment: Assignment) -> Job:
     assert assignment.job is not None
     return assignment.job.resolve()
-
-
-def _save(session: Session, name: str, state: TrainState) -> str:
-    path = save_checkpoint(
-        session.folder.checkpoints, name, state, keep=session.assignment.keep_checkpoints
-    )
-    return str(path.relative_to(session.folder.path))
 
 
 def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
