@@ -79,7 +79,18 @@ ROOMS: dict[str, set[str]] = {
         "plan",
     },
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"cluster", "errors", "job", "launch", "load", "plan", "report", "specs", "twin"},
+    "cli": {
+        "cluster",
+        "data",
+        "errors",
+        "job",
+        "launch",
+        "load",
+        "plan",
+        "report",
+        "specs",
+        "twin",
+    },
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
@@ -100,7 +111,20 @@ LIGHT = {
     # Of rooms with torch, what a process without it uses.
     "worker": {"__init__", "__main__", "main", "assignment", "outpost", "spawn"},
     "comm": {"__init__", "wire", "control"},
-    "data": {"__init__", "catalog", "dataset", "shelf"},
+    "data": {
+        "__init__",
+        "background",
+        "blocks",
+        "catalog",
+        "columns",
+        "dataset",
+        "formats",
+        "looking",
+        "parquet",
+        "pipeline",
+        "places",
+        "shelf",
+    },
     "models": {"__init__", "catalog"},
 }
 """Modules of other rooms that launch, job and the command line import before torch is needed."""

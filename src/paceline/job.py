@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -25,6 +25,24 @@ from paceline.specs.schedule import Schedule, read_schedule
 from paceline.specs.text import parse
 from paceline.specs.until import Until, read_until
 
+if TYPE_CHECKING:
+    from paceline.data.pipeline import Pipeline
+
+FOR_URLS = (
+    "features",
+    "label",
+    "val_data",
+    "format",
+    "shape",
+    "classes",
+    "shard",
+    "shuffle",
+    "cache",
+    "prefetch",
+    "memory",
+)
+"""Fields that say how data by URL is read."""
+
 DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "adadelta": 1.0}
 """Where no learning rate is given; 0.001 for all others."""
 
@@ -33,8 +51,10 @@ class Job(BaseModel):
     """What to train. Strings are names or expressions; `model` and `data` may be live objects.
 
     model: a name, a torch module, or a function without arguments that builds one (seeded).
-    data: a name, or (train, val, test) of tables, torch datasets or (inputs, targets) pairs, or
-        a function without arguments that gives them; val and test may be None.
+    data: a name, a URL, or (train, val, test) of pipelines (`paceline.data.read`), tables, torch
+        datasets, DataLoaders or (inputs, targets) pairs, or a function without arguments that
+        gives them; val and test may be None.
+    features ... memory: how data by URL is read, see docs/data.md.
     loss: a function of (output, target) that gives the mean loss; cross-entropy by default.
     schedule: an expression, or an object with the methods `factor` and `drops` of one.
     """
@@ -44,6 +64,17 @@ class Job(BaseModel):
     model: Any = "mlp-128"
     data: Any = "digits"
     data_dir: Path | None = None
+    features: str | None = None
+    label: str | None = None
+    val_data: str | None = None
+    format: str | None = None
+    shape: str | None = None
+    classes: int | None = Field(default=None, ge=2)
+    shard: Literal["auto", "file", "row_group", "sample", "off"] = "auto"
+    shuffle: int = Field(default=50_000, ge=0)
+    cache: Literal["auto", "memory", "disk", "none"] = "auto"
+    prefetch: int | None = Field(default=None, ge=0)
+    memory: int = Field(default=512, ge=16)
     loss: Callable[..., Any] | None = None
     optimizer: str = "sgd(momentum=0.9)"
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -82,8 +113,44 @@ class Job(BaseModel):
             models.find(self.model)
         if isinstance(self.data, str):
             from paceline import data
+            from paceline.data.places import is_place
 
+            if is_place(self.data):
+                from paceline.data.looking import check_place
+
+                for pipeline in self.pipelines():
+                    if pipeline is not None:
+                        check_place(pipeline)
+                return
             data.locate(self.data, self.data_dir)
+        for name in FOR_URLS:
+            if getattr(self, name) != Job.model_fields[name].default:
+                raise UsageError(
+                    f"{name} is for data by URL, and data is {name_of(self.data)!r}: leave it out"
+                )
+
+    def pipelines(self) -> tuple[Pipeline, Pipeline | None]:
+        """How training and validation data by URL are read; raises UsageError."""
+        from paceline.data.pipeline import read, read_shape
+
+        def make(url: str) -> Pipeline:
+            pipeline = read(
+                url,
+                features=self.features or (),
+                label=self.label,
+                format=self.format,
+                shape=read_shape(self.shape) if self.shape else None,
+                classes=self.classes,
+            )
+            return (
+                pipeline.shuffle(self.shuffle)
+                .cache(self.cache)
+                .prefetch(self.prefetch)
+                .shard(self.shard)
+                .memory(self.memory)
+            )
+
+        return make(self.data), make(self.val_data) if self.val_data else None
 
     @property
     def optimizer_spec(self) -> Optimizer:
