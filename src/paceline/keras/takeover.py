@@ -7,6 +7,7 @@ weights, train together, and hold the same model when it returns. Files are writ
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import random
 from typing import Any
 
@@ -32,10 +33,19 @@ def adapt(keras: Any) -> None:
     session = own_loop.current
     if session is None:
         return
+    hide_stand_in()
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     _Takeover(keras, session).install()
+
+
+def hide_stand_in() -> None:
+    """Keras looks for TensorFlow by itself: it must not take our stand-in for the real one."""
+    from keras.src.utils import module_utils
+
+    if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
+        module_utils.tensorflow._available = False
 
 
 class _Takeover:
@@ -45,6 +55,7 @@ class _Takeover:
         self._keras = keras
         self._session = session
         self._trainee: Trainee | None = None
+        self._seed: int | None = None
 
     def install(self) -> None:
         model = self._keras.Model
@@ -107,7 +118,10 @@ class _Takeover:
         validation_freq: Any = 1,
     ) -> Any:
         model._assert_compile_called("fit")
-        seed = torch.initial_seed() % 2**31
+        if self._seed is None:
+            # Once: from the first fit on, the workers' generators differ.
+            self._seed = torch.initial_seed() % 2**31
+        seed = self._seed
         source = make_source(
             x,
             y,
