@@ -69,6 +69,11 @@ def open_set(name: str, pipeline: Pipeline, val: Pipeline | None, taking: Taking
     for part in ("val", "test"):
         if part in parts:
             others[part] = _open_part(pipeline, parts[part], plain)[0].table
+    if val is not None and opened.kind == "text":
+        raise UsageError(
+            f"{name}: a text's characters are numbered by all of it: leave --val-data out, a tenth "
+            "is held out"
+        )
     if val is not None:
         others["val"] = open_like(pipeline, val, plain, opened)
     return DataSet(

@@ -191,6 +191,15 @@ class BlockTable:
                 self._held.pop(number, None)
             raise
 
+    def fetch(self, number: int) -> Future[Rows]:
+        """The rows of one block, read now and not kept here."""
+        return self._background.submit(partial(self._reader.read, self.blocks[number]))
+
+    @property
+    def rows_in_memory(self) -> int:
+        """How many rows a window may have: with the next one beside it, within the memory."""
+        return self._memory_bytes // (2 * self._row_bytes)
+
     def rows_of(self, number: int) -> npt.NDArray[np.int64]:
         """The numbers of a block's rows in this table."""
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
