@@ -116,7 +116,7 @@ def open_csv(files: tuple[File, ...], wanted: Wanted) -> CsvSource:
         if not found:
             if wanted.skip_empty:
                 continue
-            raise wrong(file, "holds no rows: take it away, or read with skip_empty=True")
+            raise wrong(file, "holds no rows: take it away, or give --skip-empty")
         blocks += found
         kept.append(file)
     if not blocks:

@@ -1,11 +1,13 @@
 """A folder for each class, with pictures in it: PNG, JPEG and what else Pillow reads.
 
 Classes are the folders' names in order. All pictures must be of one size, or are brought to the
-`shape` that is given; a shape of one channel makes them grey.
+`shape` that is given; a shape of one channel makes them grey. Rows come in an order of their own,
+by a hash of folder and name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 
 import numpy as np
@@ -21,6 +23,8 @@ AT_ONCE = 128
 class PictureSource:
     def __init__(self, files: tuple[File, ...], wanted: Wanted) -> None:
         check_not_empty(list(files))
+        # By class, a block would be of one class: they are mixed once, by their names alone.
+        files = tuple(sorted(files, key=lambda file: (_hash(file), file.url)))
         need("PIL.Image", "images", "reading pictures")
         folders = [file.url.rpartition("/")[0] for file in files]
         self._classes = sorted({folder.rpartition("/")[2] for folder in folders})
@@ -67,6 +71,12 @@ class PictureSource:
 
 def open_pictures(files: tuple[File, ...], wanted: Wanted) -> PictureSource:
     return PictureSource(files, wanted)
+
+
+def _hash(file: File) -> bytes:
+    # Of the last two parts: the same pictures elsewhere come in the same order.
+    tail = "/".join(file.url.split("/")[-2:])
+    return hashlib.sha256(tail.encode()).digest()
 
 
 def _name(shape: tuple[int, ...]) -> str:

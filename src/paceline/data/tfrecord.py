@@ -102,7 +102,7 @@ def open_tfrecords(files: tuple[File, ...], wanted: Wanted) -> TFRecordSource:
         if not index.blocks:
             if wanted.skip_empty:
                 continue
-            raise wrong(file, "holds no records: take it away, or read with skip_empty=True")
+            raise wrong(file, "holds no records: take it away, or give --skip-empty")
         blocks += [Block(len(kept), start, rows, size) for start, size, rows in index.blocks]
         kept.append(file)
     if not blocks:

@@ -129,9 +129,17 @@ class Feed:
         self._tell_due = time.monotonic() + WINDOW_S
         self._last = time.perf_counter()
 
+    def warm_up(self) -> None:
+        """Before the first epoch: have the first rows ready, so that training need not wait."""
+        if self._windows is not None:
+            self._windows.warm_up()
+
     def expect(self, leases: Sequence[Lease]) -> None:
         """These will be asked for next, in this order."""
         self._expected.extend(leases)
+        if self._windows is not None:
+            for lease in leases:
+                self._windows.expect(lease)
         self._make_ahead()
 
     def batch(self, lease: Lease) -> Batch:
@@ -139,7 +147,7 @@ class Feed:
         began = time.perf_counter()
         self._totals.queue += sum(future.done() for _, future in self._made)
         if self._windows is not None:
-            self._windows.look_ahead(lease)
+            self._windows.reach(lease)
         if self._made and self._made[0][0] == lease:
             inputs, targets = self._made.popleft()[1].result()
         else:
@@ -162,6 +170,8 @@ class Feed:
 
     def _make_ahead(self) -> None:
         while self._expected and len(self._made) < self._depth.now:
+            if self._windows is not None and not self._windows.is_near(self._expected[0]):
+                return  # It would push out rows that are wanted sooner.
             lease = self._expected.popleft()
             self._made.append((lease, self._background.submit(partial(self._make, lease))))
 

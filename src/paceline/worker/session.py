@@ -249,6 +249,9 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         workers=session.size,
         tell=session.write_input,
     )
+    if assignment.checkpoint is None:
+        session.stages.enter(READ)
+        feed.warm_up()
     agent = session.make_agent(around, state, duties, feed.samples)
     agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0

@@ -1,4 +1,4 @@
-"""The windows of mixed rows that a worker reads in blocks: the one in use and the next."""
+"""The windows of mixed rows that a worker reads in blocks: the one in use and the next ones."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ from paceline.protocol.shards import Allotment, EpochPlan, Layout, Pieces, Windo
 Key = tuple[int, int]
 """An epoch, and a window of it."""
 
+LEAST_WINDOWS = 16
+"""In an epoch, as far as blocks allow."""
+MOST_WINDOWS = 3
+"""In memory at a time: the one in use and those that come next."""
+
 
 def make_layout(table: Prepared, seed: int) -> Layout | None:
     """How the coordinator is to deal out a table; None where all its rows are at hand."""
@@ -32,7 +37,10 @@ def make_layout(table: Prepared, seed: int) -> Layout | None:
         return None
     window = 0
     if table.shuffle_rows:
-        window = max(1, min(table.shuffle_rows, blocks.rows_in_memory))
+        # Few large windows could not be dealt out evenly. The number of workers is left out of
+        # it, so that a run can be resumed with another.
+        window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // LEAST_WINDOWS)
+        window = max(1, window)
     by_file = table.shard == "file"
     units = tuple(b.file if by_file else n for n, b in enumerate(blocks.blocks))
     return Layout(tuple(b.rows for b in blocks.blocks), units, window, seed)
@@ -59,25 +67,45 @@ class Windows:
         self._rank, self._workers = rank, workers
         self._plans: dict[int, EpochPlan] = {}
         self._held: dict[Key, Future[Mixed]] = {}
+        self._route: deque[Key] = deque()
+        """The windows of all leases that are expected, in order."""
+        self._guess: tuple[int, list[Key]] = (-1, [])
         self._background = Background(1, "paceline-window")
         self._lock = threading.Lock()
 
-    def look_ahead(self, lease: Lease) -> None:
-        """Begin to read what this lease needs and what will come next; drop the rest."""
+    def warm_up(self) -> None:
+        """Read what this worker will most likely begin the first epoch with."""
+        for key in self._guess_start(0):
+            self._take(key)
+
+    def expect(self, lease: Lease) -> None:
+        """This lease will come, after all that were expected before it."""
+        for key in self._find(lease.epoch, lease.pieces):
+            if not self._route or self._route[-1] != key:
+                self._route.append(key)
+
+    def reach(self, lease: Lease) -> None:
+        """Work is at this lease: begin to read what comes next, drop what is behind."""
         wanted = list(self._find(lease.epoch, lease.pieces))
-        following = list(self._find(lease.epoch, lease.ahead))
-        if not following:
-            following = list(self._guess_start(lease.epoch + 1))
+        if not wanted:
+            return
+        while self._route and self._route[0] not in wanted:
+            self._route.popleft()
+        upcoming = dict.fromkeys((*wanted, *self._route))
+        if len(upcoming) < MOST_WINDOWS:
+            following = list(self._find(lease.epoch, lease.ahead))
+            upcoming.update(dict.fromkeys(following or self._guess_start(lease.epoch + 1)))
+        near = list(upcoming)[: max(len(wanted), MOST_WINDOWS)]
         with self._lock:
-            # At most one window beyond the one in use: that is what memory is counted for.
-            fresh = [key for key in following if key not in wanted][:1]
-            keep = {*wanted, *fresh}
-            newest = max((key for key in wanted), default=None)
-            for key in list(self._held):
-                if key not in keep and (newest is None or key[0] <= newest[0]):
-                    del self._held[key]
-            for key in (*wanted, *fresh):
+            for key in [key for key in self._held if key not in near]:
+                del self._held[key]
+            for key in near:
                 self._begin(key)
+
+    def is_near(self, lease: Lease) -> bool:
+        """Whether all rows of a lease are read, or being read."""
+        with self._lock:
+            return all(key in self._held for key in self._find(lease.epoch, lease.pieces))
 
     def gather(self, lease: Lease) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], float]:
         """Stored rows of a lease, their numbers, and how long reading was waited for."""
@@ -124,16 +152,17 @@ class Windows:
                     seen.add(key)
                     yield key
 
-    def _guess_start(self, epoch: int) -> Iterator[Key]:
+    def _guess_start(self, epoch: int) -> list[Key]:
         """The window that the next epoch will most likely begin with here."""
-        plan = self._plan(epoch)
-        if plan.places < self._workers:
-            return
-        allotment = Allotment(plan)
-        first: Pieces = ()
-        for worker in range(self._rank + 1):
-            first = allotment.draw(worker, 1)
-        yield from self._find(epoch, first)
+        if self._guess[0] != epoch:
+            plan = self._plan(epoch)
+            first: Pieces = ()
+            if plan.places >= self._workers:
+                allotment = Allotment(plan)
+                for worker in range(self._rank + 1):
+                    first = allotment.draw(worker, 1)
+            self._guess = (epoch, list(self._find(epoch, first)))
+        return self._guess[1]
 
     # ---- reading -----------------------------------------------------------------------------
 
