@@ -318,6 +318,53 @@ def test_parquet_over_http(web: str, tmp_path: Path) -> None:
         check_place(read(f"{web}/part-09.parquet"))
 
 
+@pytest.fixture
+def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An SFTP server of this machine's files, with keys of its own."""
+    import asyncio
+
+    import asyncssh
+
+    home = tmp_path / "home" / ".ssh"
+    home.mkdir(parents=True)
+    host_key, user_key = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+    user_key.write_private_key(str(home / "id_ed25519"))
+    allowed = asyncssh.import_authorized_keys(user_key.export_public_key().decode())
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def listen() -> Any:
+        return await asyncssh.listen(
+            "127.0.0.1",
+            0,
+            server_host_keys=[host_key],
+            authorized_client_keys=allowed,
+            sftp_factory=True,
+        )
+
+    server = asyncio.run_coroutine_threadsafe(listen(), loop).result(30)
+    port = server.get_port()
+    public = host_key.export_public_key().decode()
+    (home / "known_hosts").write_text(f"[127.0.0.1]:{port} {public}")
+    monkeypatch.setenv("HOME", str(home.parent))
+    yield f"sftp://tester@127.0.0.1:{port}"
+    loop.call_soon_threadsafe(server.close)
+    asyncio.run_coroutine_threadsafe(server.wait_closed(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+    loop.close()
+
+
+def test_parquet_over_sftp(sftp: str, tmp_path: Path) -> None:
+    images, _ = write_set(tmp_path / "set", [70, 30])
+    table = open_table(read(f"{sftp}{tmp_path}/set/*.parquet"), Taking()).table
+    x, _ = table.batch(np.array([99, 0]))
+    assert np.allclose(x.numpy() * 255, images[[99, 0]], atol=1e-3)
+    with pytest.raises(DataError, match="no data files there"):
+        check_place(read(f"{sftp}{tmp_path}/none/*.parquet"))
+
+
 # ---- torch's own -----------------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ FOR_URLS = (
     "format",
     "shape",
     "classes",
+    "fill",
+    "skip_empty",
     "shard",
     "shuffle",
     "cache",
@@ -70,6 +72,8 @@ class Job(BaseModel):
     format: str | None = None
     shape: str | None = None
     classes: int | None = Field(default=None, ge=2)
+    fill: float | None = None
+    skip_empty: bool = False
     shard: Literal["auto", "file", "row_group", "sample", "off"] = "auto"
     shuffle: int = Field(default=50_000, ge=0)
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
@@ -141,6 +145,8 @@ class Job(BaseModel):
                 format=self.format,
                 shape=read_shape(self.shape) if self.shape else None,
                 classes=self.classes,
+                fill=self.fill,
+                skip_empty=self.skip_empty,
             )
             return (
                 pipeline.shuffle(self.shuffle)

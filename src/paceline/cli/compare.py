@@ -27,6 +27,8 @@ def compare(
     format: opt.Format = None,
     shape: opt.Shape = None,
     classes: opt.Classes = None,
+    fill: opt.Fill = None,
+    skip_empty: opt.SkipEmpty = None,
     shard: opt.Shard = None,
     shuffle: opt.Shuffle = None,
     cache: opt.Cache = None,

@@ -25,6 +25,8 @@ ValData = Annotated[str | None, typer.Option(help="By URL: validation data. [a t
 Format = Annotated[str | None, typer.Option(help="By URL: parquet, tfrecord ... [by suffix]")]
 Shape = Annotated[str | None, typer.Option(help="By URL: of a row of features, e.g. 1x28x28.")]
 Classes = Annotated[int | None, typer.Option(help="By URL: number of classes. [read off]")]
+Fill = Annotated[float | None, typer.Option(help="By URL: in place of nulls. [refused]")]
+SkipEmpty = Annotated[bool | None, typer.Option(help="By URL: leave files without rows out.")]
 Shard = Annotated[
     str | None, typer.Option(help="By URL: file, row_group, sample, off or auto. [auto]")
 ]

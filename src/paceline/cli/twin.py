@@ -55,6 +55,8 @@ def twin(
     format: opt.Format = None,
     shape: opt.Shape = None,
     classes: opt.Classes = None,
+    fill: opt.Fill = None,
+    skip_empty: opt.SkipEmpty = None,
     shard: opt.Shard = None,
     shuffle: opt.Shuffle = None,
     cache: opt.Cache = None,

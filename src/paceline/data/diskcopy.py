@@ -28,7 +28,7 @@ def open_copy(pipeline: Pipeline, reader: BlockReader, first: Rows) -> Rows:
             "map() and a cache on disk do not go together: a function's result cannot be told "
             "from another's; use batch(), or cache('memory')"
         )
-    folder = cache.root() / _name(pipeline, reader)
+    folder = cache.root() / name_copy(pipeline, reader)
     found = _open(folder)
     if found is not None:
         return found
@@ -42,7 +42,8 @@ def open_copy(pipeline: Pipeline, reader: BlockReader, first: Rows) -> Rows:
     return found
 
 
-def _name(pipeline: Pipeline, reader: BlockReader) -> str:
+def name_copy(pipeline: Pipeline, reader: BlockReader) -> str:
+    """Another name for other files, columns or times of change."""
     told = [repr(pipeline.wanted), repr(pipeline.format)]
     told += [f"{file.url} {file.size} {file.stamp}" for file in reader.source.files]
     return f"rows-{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:24]}"

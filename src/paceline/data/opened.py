@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import augment, keys
+from paceline.data import augment, cache, keys
 from paceline.data.background import Background
 from paceline.data.blocks import Block, Rows, Source, row_bytes
 from paceline.data.dataset import DataSet, Kind, Table
+from paceline.data.keeping import InMemory, OnDisk
 from paceline.data.looking import complete, find_files, list_parts, open_files, read_facts
 from paceline.data.pipeline import Pipeline
 from paceline.data.places import File
@@ -69,6 +70,11 @@ def open_set(name: str, pipeline: Pipeline, val: Pipeline | None, taking: Taking
     for part in ("val", "test"):
         if part in parts:
             others[part] = _open_part(pipeline, parts[part], plain)[0].table
+    if val is not None and opened.kind == "text":
+        raise UsageError(
+            f"{name}: a text's characters are numbered by all of it: leave --val-data out, a tenth "
+            "is held out"
+        )
     if val is not None:
         others["val"] = open_like(pipeline, val, plain, opened)
     return DataSet(
@@ -153,6 +159,12 @@ def _open_part(
             notes = (f"validation: {len(held_blocks)} of {len(source.blocks)} blocks",)
         elif hold_out:
             notes = (f"no validation: only {len(blocks)} blocks to hold one out of",)
+        if pipeline.cache_in == "memory":
+            reader.kept = InMemory(_budget(pipeline) // 2)
+        elif pipeline.cache_in == "disk":
+            from paceline.data.diskcopy import name_copy
+
+            reader.stored = OnDisk(cache.root() / name_copy(pipeline, reader))
         train = _make_streamed(pipeline, reader, blocks, finish, first)
         if held_blocks:
             _, plain = _make_finish(pipeline, first, replace(taking, augment=False))
@@ -233,14 +245,13 @@ def _count_classes(
 def _make_streamed(
     pipeline: Pipeline, reader: BlockReader, blocks: list[Block], finish: Finish, first: Rows
 ) -> BlockTable:
-    # A quarter of the memory is for whole blocks; windows of mixed rows take as much again.
-    share = 2 if pipeline.cache_in == "memory" else 4
+    # Three eighths are for the windows in use and to come; a cache takes half, decoding the rest.
     return BlockTable(
         reader,
         blocks,
         finish,
         row_bytes=row_bytes(first),
-        memory_bytes=_budget(pipeline) // share,
+        memory_bytes=_budget(pipeline) * 3 // 8,
         threads=max(READERS, pipeline.map_threads),
     )
 

@@ -168,7 +168,7 @@ def open_parquet(files: tuple[File, ...], wanted: Wanted) -> ParquetSource:
         if footer.num_rows == 0:
             if wanted.skip_empty:
                 continue
-            raise wrong(file, "holds no rows: take it away, or read with skip_empty=True")
+            raise wrong(file, "holds no rows: take it away, or give --skip-empty")
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             if group.num_rows:

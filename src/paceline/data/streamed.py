@@ -19,6 +19,7 @@ import torch
 
 from paceline.data.background import Background
 from paceline.data.blocks import Array, Block, Rows, Source, wrong
+from paceline.data.keeping import Keep
 from paceline.data.table import Finish
 
 READERS = 2
@@ -62,16 +63,29 @@ class BlockReader:
         self.source = source
         self.times = Times()
         self._maps = tuple(maps)
+        self.kept: Keep | None = None
+        """Mapped blocks, in this process."""
+        self.stored: Keep | None = None
+        """Blocks as they are in the files, on this machine."""
         self._like: tuple[Any, ...] | None = None
         self._like_file = ""
 
     def read(self, block: Block) -> Rows:
+        kept = self.kept.get(block) if self.kept is not None else None
+        if kept is not None:
+            return kept
         began = time.perf_counter()
-        rows = self.source.read(block)
+        stored = self.stored.get(block) if self.stored is not None else None
+        rows = stored or self.source.read(block)
+        if stored is None and self.stored is not None:
+            self.stored.put(block, rows)
         read = time.perf_counter()
         rows = apply_maps(rows, self._maps)
-        self.times.add(read - began, time.perf_counter() - read, block.size)
+        size = block.size if stored is None else 0
+        self.times.add(read - began, time.perf_counter() - read, size)
         self._check(block, rows)
+        if self.kept is not None:
+            self.kept.put(block, rows)
         return rows
 
     def _check(self, block: Block, rows: Rows) -> None:
@@ -103,8 +117,7 @@ class BlockTable:
     """A table whose rows are read block by block, and forgotten block by block.
 
     Rows can be asked for in any order, but it is made for runs of them: of the blocks decoded,
-    only as many are kept as `memory_bytes` allow, and at least two. `keep` may hold decoded blocks
-    elsewhere.
+    only as many are kept as `memory_bytes` allow, and at least two.
     """
 
     def __init__(
@@ -190,6 +203,15 @@ class BlockTable:
             with self._lock:
                 self._held.pop(number, None)
             raise
+
+    def fetch(self, number: int) -> Future[Rows]:
+        """The rows of one block, read now and not kept here."""
+        return self._background.submit(partial(self._reader.read, self.blocks[number]))
+
+    @property
+    def rows_in_memory(self) -> int:
+        """How many rows a window may have: three of them are held at a time."""
+        return self._memory_bytes // (3 * self._row_bytes)
 
     def rows_of(self, number: int) -> npt.NDArray[np.int64]:
         """The numbers of a block's rows in this table."""

@@ -116,8 +116,13 @@ class ArrayTable:
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.stored(indices)
+        return self._finish(x, y, indices, epoch)
+
+    def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """A copy of rows as they are stored, neither scaled nor augmented."""
         rows = indices if self._rows is None else self._rows[indices]
-        return self._finish(self._x[rows], self._y[rows], indices, epoch)
+        return self._x[rows], self._y[rows]
 
 
 class WindowTable:

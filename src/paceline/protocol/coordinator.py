@@ -42,6 +42,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.pace import Order, Pace, Tell, make_pace
 from paceline.protocol.policies import make_policy
+from paceline.protocol.shards import fingerprint, to_memory
 from paceline.protocol.switch import Decision, Policy, Stay
 from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.strategy import Grouped, Single, Strategy
@@ -93,6 +94,9 @@ Action = Order | Note | End
 _Script = Generator[None, list[Any], None]
 
 
+_TRAINING = (Pushed, Advanced)
+
+
 class Coordinator:
     """Events in through `handle`, actions out; `history` can be read at any time."""
 
@@ -101,6 +105,9 @@ class Coordinator:
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than it had.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
+        before = (memory or {}).get("shards") or {"layout": None, "left": ()}
+        self._layout_before: str | None = before["layout"]
+        self._left = tuple((int(lo), int(hi)) for lo, hi in before["left"])
         self.members = Membership(plan.workers, now)
         self.totals: dict[int, dict[str, Any]] = {}
         self.final: dict[str, float | None] = {}
@@ -130,7 +137,7 @@ class Coordinator:
             return []
         self._now = now
         self._actions = []
-        if isinstance(event, Pushed | Advanced):
+        if isinstance(event, _TRAINING):
             self._on_training(event)
         elif isinstance(event, Heartbeat):
             self.members.heard(event.worker, event.step, event.phase, event.turn, now)
@@ -173,10 +180,11 @@ class Coordinator:
     def _is_repeated(self, event: Advanced | Pushed) -> bool:
         """Heard before, and come again late: it must not be counted twice."""
         # A push names the step it came from; planned work says how many are done.
-        done = event.step + 1 if isinstance(event, Pushed) else event.step
-        last = self._last_step.get(event.worker, -1)
-        self._last_step[event.worker] = max(last, done)
-        return done <= last
+        done = event.step + 1 if type(event) is Pushed else event.step
+        if done <= self._last_step.get(event.worker, -1):
+            return True
+        self._last_step[event.worker] = done
+        return False
 
     def _on_training(self, event: Advanced | Pushed) -> None:
         pace = self._pace
@@ -187,7 +195,7 @@ class Coordinator:
             return
         self.members.reached(event.worker, event.step)
         self.history.tally.add(event.measured)
-        self._actions.extend(pace.on_report(event, self._now))
+        self._actions += pace.on_report(event, self._now)
         if event.measured.norms is not None:
             self.history.pulse.noise.heard(*event.measured.norms)
         closed = self.history.pulse.heard(event.worker, event.measured, self._now)
@@ -283,10 +291,16 @@ class Coordinator:
                 usage=True,
             )
             return
+        why = self._why_not_resumed(ready, position)
+        if why is not None:
+            self._end("failed", why, usage=True)
+            return
         ledger = Ledger(
             ready.samples,
             epoch=history.epoch,
             position=position,
+            layout=ready.layout,
+            left=self._left if position else None,
         )
         last_saved = history.samples
         self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
@@ -313,7 +327,7 @@ class Coordinator:
                 self._decision = None
             reason = self._why_finished(ready) if epoch_ended else None
             if self._checkpoint_due(ready, epoch_ended, last_saved, reason):
-                yield from self._save()
+                yield from self._save(ledger)
                 last_saved = history.samples
             if reason is not None:
                 break
@@ -451,9 +465,22 @@ class Coordinator:
         right = [p.correct for p in parts if p.correct is not None]
         return loss, sum(right) / count if right else None
 
-    def _save(self) -> _Script:
+    def _why_not_resumed(self, ready: Ready, position: int) -> str | None:
+        """In the middle of an epoch only who reads in the same blocks knows what is left of it."""
+        now = fingerprint(ready.layout) if ready.layout is not None else None
+        if not position or now == self._layout_before:
+            return None
+        return (
+            f"the checkpoint was made in the middle of an epoch, after {position} samples of it, "
+            "with data divided otherwise: resume with the same files, --shard, --shuffle and "
+            "--memory"
+        )
+
+    def _save(self, ledger: Ledger) -> _Script:
         name = f"{self.history.samples:012d}"
         memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
+        if ledger.layout is not None:
+            memory["shards"] = to_memory(ledger.layout, ledger.left())
         saved: list[Saved] = yield from self._ask(Save(name, memory), Saved)
         self._note("checkpoint", samples=self.history.samples, path=saved[0].path)
 

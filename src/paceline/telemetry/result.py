@@ -68,6 +68,9 @@ def make_result(
         "staleness": describe_staleness(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases_of_workers(totals, None if virtual else folder),
+        "input": {
+            f"worker-{w}": totals[w]["input"] for w in sorted(totals) if totals[w].get("input")
+        },
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
         "parameter_bytes": next((t["parameter_bytes"] for t in totals.values()), None),
         "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),

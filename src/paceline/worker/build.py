@@ -13,7 +13,7 @@ import torch
 from paceline import data as data_room
 from paceline import models
 from paceline.data import DataSet, Pipeline, Table, as_table
-from paceline.data.opened import Taking, open_set
+from paceline.data.opened import Taking, open_set, open_table
 from paceline.data.places import is_place
 from paceline.errors import UsageError
 from paceline.job import Job, name_of
@@ -59,6 +59,14 @@ def read_data(job: Job) -> Tables:
     if train is None or len(train) == 0:
         raise UsageError("data gives no training samples: at least one is needed")
     return Tables(train, val, test)
+
+
+def read_test(job: Job, *, whole: bool) -> Table | None:
+    """The part to evaluate a finished model on; with `whole`, all of data by URL that has none."""
+    table = read_data(job).test
+    if table is None and whole and isinstance(job.data, str):
+        table = open_table(job.pipelines()[0], Taking(dtype=job.dtype)).table
+    return table
 
 
 def open_job_set(job: Job) -> DataSet:

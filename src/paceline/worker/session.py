@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from paceline.state import (
     restore,
 )
 from paceline.strategies.runner import Replica, Surroundings
-from paceline.telemetry.events import WorkerBegan, WorkerEnded
+from paceline.telemetry.events import InputDone, WorkerBegan, WorkerEnded
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
 from paceline.worker.adapters import watch_imports
@@ -163,6 +164,9 @@ class Session:
                 "resume with the model it was made with"
             )
 
+    def write_input(self, facts: dict[str, Any]) -> None:
+        self.files.events.write(InputDone(t=round(self.clock.now_s(), 6), **facts))
+
     def seed_worker(self, seed: int) -> None:
         if self.rank > 0:
             torch.manual_seed(seed + self.rank * RANK_STRIDE)
@@ -230,14 +234,28 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         save=session.files.save,
         save_model=lambda: session.files.save_model(model),
     )
-    feed = Feed(tables.train, job.seed, device)
+    feed = Feed(
+        tables.train,
+        job.seed,
+        device,
+        rank=session.rank,
+        workers=session.size,
+        tell=session.write_input,
+    )
+    if assignment.checkpoint is None:
+        session.stages.enter(READ)
+        feed.warm_up()
     agent = session.make_agent(around, state, duties, feed.samples)
+    agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0
     if needs_speeds(read_strategy(assignment.strategy)):
         slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
-    control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed))
+    control.tell(
+        Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)
+    )
     train(job, agent, replica, feed, loss_of, session.clock)
+    feed.close()
     session.close()
 
 
