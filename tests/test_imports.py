@@ -47,6 +47,17 @@ ROOMS: dict[str, set[str]] = {
         "telemetry",
         "telemetry.events",
     },
+    "keras": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "job",
+        "strategies",
+        "telemetry",
+        "worker",
+    },
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
     "launch": {
@@ -78,6 +89,17 @@ ROOMS: dict[str, set[str]] = {
         "cluster",
         "plan",
     },
+    "spark": {
+        "errors",
+        "specs",
+        "data",
+        "models",
+        "job",
+        "keras",
+        "launch",
+        "report",
+        "worker",
+    },
     "load": {"errors", "job", "telemetry", "worker"},
     "cli": {
         "cluster",
@@ -88,6 +110,7 @@ ROOMS: dict[str, set[str]] = {
         "load",
         "plan",
         "report",
+        "spark",
         "specs",
         "twin",
     },

@@ -527,3 +527,38 @@ def test_class_weights() -> None:
         np.zeros((4, 1)), np.array([0, 2, 1, 2]), class_weight={2: 3.0}, shuffle=False
     )
     assert source.take(0, 0, 4)[2].tolist() == [1, 3, 1, 3]
+
+
+# ---- the studies' networks -------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("cnn_small", "single"),
+        ("cnn_small", "local_sgd(h=4)"),
+        ("cnn_keras", "allreduce"),
+        ("cnn_keras", "ps(sync=ssp(3))"),
+        ("resnet", "allreduce"),
+        ("resnet", "ps(sync=bsp, servers=2)"),
+        ("resnet", "switch(allreduce, ps, at=50%)"),
+        ("densenet", "ps"),
+        ("densenet", "diloco(h=4)"),
+        ("densenet", "allreduce(codec=topk(0.1))"),
+    ],
+)
+def test_networks_of_the_studies(tmp_path: Path, model: str, strategy: str) -> None:
+    """Each trains; what Keras predicts with the trained model is what the run counted."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("keras_models.py"), model, strategy, "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stderr
+    status, samples, val_acc, right = done.stdout.splitlines()[-1].split()
+    assert (status, int(samples)) == ("done", 1800)
+    assert float(val_acc) == pytest.approx(float(right))

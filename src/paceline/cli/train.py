@@ -30,6 +30,7 @@ def train(
     venv: where.Venv = False,
     engine: where.Engine = None,
     address: where.Address = None,
+    master: where.Master = None,
     model: opt.Model = None,
     data: opt.Data = None,
     data_dir: opt.DataDir = None,

@@ -37,9 +37,14 @@ Project = Annotated[
 Venv = Annotated[
     bool, typer.Option("--venv", help="Make an environment from requirements.txt there.")
 ]
-Engine = Annotated[str | None, typer.Option(help="Run on an engine in place of a pool: ray.")]
+Engine = Annotated[
+    str | None, typer.Option(help="Run on an engine in place of a pool: ray or spark.")
+]
 Address = Annotated[
     str | None, typer.Option(help="Of the engine, e.g. 10.0.0.1:6379 for Ray. [the local one]")
+]
+Master = Annotated[
+    str | None, typer.Option(help="Of Spark, e.g. spark://10.0.0.1:7077. [as Spark is set up]")
 ]
 LOCAL_WORKERS = 2
 
@@ -59,13 +64,13 @@ class Where:
 def choose_where(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     """Read the options of `paceline train`; raises UsageError before anything is started."""
     if given["pool"] is not None:
-        opt.refuse_together("--pool", given, "workers", "engine", "address")
+        opt.refuse_together("--pool", given, "workers", "engine", "address", "master")
         return _on_pool(given, tell)
     opt.refuse_without("--pool", given, "select", "servers_on")
     workers = LOCAL_WORKERS if given["workers"] is None else given["workers"]
     if given["engine"] is not None:
         return _on_engine(given, workers, tell)
-    for name in ("project", "venv", "address"):
+    for name in ("project", "venv", "address", "master"):
         if given[name] not in (None, False):
             raise UsageError(f"--{name} needs --pool or --engine: here the job runs where it lies")
     from paceline.launch.local import LocalLauncher
@@ -118,7 +123,17 @@ def _make_ray(given: dict[str, Any]) -> Any:
     return RayEngine(given["address"])
 
 
-ENGINES: dict[str, Callable[[dict[str, Any]], Any]] = {"ray": _make_ray}
+def _make_spark(given: dict[str, Any]) -> Any:
+    from paceline.spark.session import open_session
+
+    if given["address"] is not None:
+        raise UsageError("--address is for ray: Spark's master is named with --master")
+    from paceline.spark import SparkEngine
+
+    return SparkEngine(open_session(given["master"]), own=True)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], Any]] = {"ray": _make_ray, "spark": _make_spark}
 
 
 # ---- pools -----------------------------------------------------------------------------------

@@ -31,12 +31,14 @@ class OnLost(Protocol):
 
 
 class SparkEngine:
-    """Places on the executors of a session; the session itself stays the caller's."""
+    """Places on the executors of a session."""
 
     name = "spark"
 
-    def __init__(self, session: SparkSession) -> None:
+    def __init__(self, session: SparkSession, *, own: bool = False) -> None:
         self._session = session
+        self._own = own
+        """Made for this run: ended with it."""
         self._job: BarrierJob | None = None
 
     def find_address(self) -> str:
@@ -55,6 +57,8 @@ class SparkEngine:
     def end(self) -> None:
         if self._job is not None:
             self._job.end()
+        if self._own:
+            self._session.stop()
 
 
 def make_place(tickets: list[str]) -> Callable[[int], str]:
@@ -70,7 +74,7 @@ def make_place(tickets: list[str]) -> Callable[[int], str]:
 
             raise RuntimeError(
                 f"paceline says: package {error.name} is missing for {sys.executable} on executor "
-                f"{socket.gethostname()}: install paceline there, or set spark.pyspark.python to "
+                f"{socket.gethostname()}: install paceline there, or set PYSPARK_PYTHON to "
                 "an environment that has it"
             ) from None
         try:
@@ -225,7 +229,7 @@ def explain(error: BaseException) -> str:
     if missing:
         return (
             f"package {missing.group(1)} is missing on the executors: install paceline there, or "
-            "set spark.pyspark.python to an environment that has it"
+            "set PYSPARK_PYTHON to an environment that has it"
         )
     gone = re.search(r"ExecutorLostFailure \((executor \S+) exited[^)]*\) Reason: ([^\n]+)", text)
     if gone:
