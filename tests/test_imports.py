@@ -78,8 +78,20 @@ ROOMS: dict[str, set[str]] = {
         "cluster",
         "plan",
     },
+    "ray": {"errors", "cluster", "cluster.remote", "launch", "worker"},
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"cluster", "errors", "job", "launch", "load", "plan", "report", "specs", "twin"},
+    "cli": {
+        "cluster",
+        "errors",
+        "job",
+        "launch",
+        "load",
+        "plan",
+        "ray",
+        "report",
+        "specs",
+        "twin",
+    },
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
@@ -93,6 +105,7 @@ TORCH_FREE = (
     "cluster",
     "plan",
     "launch",
+    "ray",
     "cli",
 )
 
