@@ -100,6 +100,7 @@ ROOMS: dict[str, set[str]] = {
         "report",
         "worker",
     },
+    "ray": {"errors", "cluster", "cluster.remote", "launch", "worker"},
     "load": {"errors", "job", "telemetry", "worker"},
     "cli": {
         "cluster",
@@ -109,6 +110,7 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "load",
         "plan",
+        "ray",
         "report",
         "spark",
         "specs",
@@ -127,6 +129,7 @@ TORCH_FREE = (
     "cluster",
     "plan",
     "launch",
+    "ray",
     "cli",
 )
 

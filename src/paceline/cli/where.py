@@ -110,7 +110,9 @@ def _on_engine(given: dict[str, Any], workers: int, tell: Callable[[str], None])
         tell=tell,
     )
     return Where(
-        launcher=EngineLauncher(ENGINES[given["engine"]](given), workers, luggage),
+        launcher=EngineLauncher(
+            ENGINES[given["engine"]](given), workers, luggage, threads=given["threads"] or 1
+        ),
         workers=workers,
         strategy=_read_strategy(given),
         reference=reference,
@@ -120,7 +122,7 @@ def _on_engine(given: dict[str, Any], workers: int, tell: Callable[[str], None])
 def _make_ray(given: dict[str, Any]) -> Any:
     from paceline.ray import RayEngine
 
-    return RayEngine(given["address"])
+    return RayEngine(given["address"], cpus_each=given["threads"] or 1)
 
 
 def _make_spark(given: dict[str, Any]) -> Any:
@@ -160,7 +162,7 @@ def _on_pool(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     workers = len(hosts) if choosing else sum(host.workers for host in hosts)
     reference = opt.make_reference(given["job"], workers, given["batch_per_worker"], given)
     strategy = None if planned else read_strategy(given["strategy"])
-    plan = _plan(given["pool"], pool, hosts, reference, strategy, choosing=choosing)
+    plan = plan_job(given["pool"], pool, hosts, reference, strategy, choosing=choosing)
     if planned or choosing:
         plan.show()
         hosts = tuple(plan.hosts)
@@ -189,7 +191,7 @@ def _on_pool(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     )
 
 
-def _plan(
+def plan_job(
     path: Path,
     pool: Pool,
     hosts: tuple[Host, ...],
@@ -261,12 +263,11 @@ class PoolPlan:
         return read_strategy(self.best.strategy)
 
     def show(self) -> None:
-        from paceline.cli.plan import show_plan
+        from paceline.cli.plan import show_plan, tell_corrections
 
         assert self.plain is not None
         show_plan(self.plain)
-        if self.earlier:
-            typer.echo(f"corrected by {self.earlier} earlier runs of this model on this pool")
+        tell_corrections(self.earlier)
 
     def find_servers(self, strategy: Strategy) -> list[Host]:
         from paceline.plan.search import seat_servers

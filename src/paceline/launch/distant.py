@@ -85,6 +85,8 @@ class DistantLauncher:
 
     engine = "distant"
     carries_live = False
+    threads = 0
+    """Of a worker, where the user has not said; 0: a machine's cores divided by its workers."""
 
     def __init__(self, luggage: Luggage) -> None:
         self.host = "127.0.0.1"
@@ -93,8 +95,17 @@ class DistantLauncher:
         self._stack = AsyncExitStack()
         self._on_line: OnLine = lambda who, line: None
 
+    def pack(self, job_file: Path | None, out: Path) -> None:
+        if job_file is not None and self.luggage.project is None:
+            self.luggage = pack_luggage(job_file, out=out, tell=self.luggage.tell)
+
     async def reach(self, stack: AsyncExitStack) -> list[Site]:
         """Reach the machines; what is opened is closed with the stack."""
+        raise NotImplementedError
+
+    @property
+    def workers(self) -> int:
+        """How many it has places for."""
         raise NotImplementedError
 
     def site_of(self, assignment: Assignment) -> int:
@@ -144,10 +155,11 @@ class DistantLauncher:
 
     def _threads_on(self, site: Site, assignment: Assignment) -> int:
         """Cores divided by the workers there, where the user has not said how many."""
-        if assignment.threads > 0:
-            return assignment.threads
+        if assignment.threads > 0 or self.threads > 0:
+            return assignment.threads or self.threads
         here = sum(
-            self.sites[self.site_of(assignment.model_copy(update={"index": rank}))] is site
+            self.sites[self.site_of(assignment.model_copy(update={"index": rank}))].host
+            == site.host
             for rank in range(assignment.workers)
         )
         return max(1, int(site.facts["cores"]) // max(1, here))
@@ -169,7 +181,7 @@ class DistantProcess:
 
     def __init__(self, who: str, site: Site, spec: dict[str, Any], on_line: OnLine) -> None:
         self.who = who
-        self.place = f"on {site.host.host}"
+        self.place = f"on {site.title}"
         self._site = site
         self._keeper: Program | None = None
         self._running = asyncio.create_task(
@@ -189,7 +201,7 @@ class DistantProcess:
         status, words = ended.result()
         if status is None:
             why = self._site.shell.why_lost
-            return f"host {self._site.host.host} was lost" + (f" ({why})" if why else "")
+            return f"host {self._site.title} was lost" + (f" ({why})" if why else "")
         if status == 0:
             return None
         text = f"exit status {status}" if status <= 128 else f"killed by signal {status - 128}"

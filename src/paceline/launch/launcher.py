@@ -8,6 +8,7 @@ supervisor's and so the same with each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from paceline.worker.assignment import Assignment
@@ -43,6 +44,10 @@ class Launcher(Protocol):
     """Where the supervisor listens: an address that all processes reach. Known after `open`."""
     carries_live: bool
     """Whether objects of this process can be handed to those that are started."""
+
+    def pack(self, job_file: Path | None, out: Path) -> None:
+        """What must go along with the job; called before anything starts, raises UsageError."""
+        ...
 
     async def open(self) -> None:
         """Make everything ready to start processes; raises HostError or UsageError if it cannot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 from paceline.launch.launcher import OnLine, beside_workers
 from paceline.worker.assignment import Assignment, pack_assignment
@@ -53,6 +54,9 @@ class LocalLauncher:
     engine = "local"
     host = "127.0.0.1"
     carries_live = True
+
+    def pack(self, job_file: Path | None, out: Path) -> None:
+        pass
 
     async def open(self) -> None:
         pass

@@ -75,15 +75,21 @@ class EngineLauncher(DistantLauncher):
         luggage: Luggage | None = None,
         *,
         own_servers: int = 0,
+        threads: int = 0,
         arrive_s: float = ARRIVE_S,
     ) -> None:
         super().__init__(luggage or Luggage())
         self.engine = engine.name
         self._engine = engine
         self._workers = workers
+        self.threads = threads
         self._own_servers = own_servers
         self._arrive_s = arrive_s
         self.outposts: Outposts | None = None
+
+    @property
+    def workers(self) -> int:
+        return self._workers
 
     def seat_servers(self, servers: int, workers: int) -> list[int | None]:
         if self._own_servers:
@@ -92,12 +98,12 @@ class EngineLauncher(DistantLauncher):
 
     def site_of(self, assignment: Assignment) -> int:
         if assignment.kind == "server":
-            return self._workers + assignment.index % self._own_servers
+            return self.workers + assignment.index % self._own_servers
         return assignment.index
 
     async def reach(self, stack: AsyncExitStack) -> list[Site]:
         address = await asyncio.to_thread(self._engine.find_address)
-        places = self._workers + self._own_servers
+        places = self.workers + self._own_servers
         self.outposts = Outposts(self.engine, places)
         stack.push_async_callback(asyncio.to_thread, self._engine.end)
         stack.push_async_callback(self.outposts.close)
@@ -112,7 +118,9 @@ class EngineLauncher(DistantLauncher):
         await asyncio.to_thread(self._engine.begin, tickets, on_lost)
         shells = await self.outposts.gather(self._arrive_s)
         return [
-            Site(host=shell.host, shell=shell, python=shell.python, part=shell.index)
+            Site(
+                host=shell.host, shell=shell, python=shell.python, node=shell.node, part=shell.index
+            )
             for shell in shells
         ]
 
@@ -221,7 +229,7 @@ class OutpostShell(Shell):
         self.host = Host(host=str(hello["address"]))
         self.address: str | None = str(hello["address"])
         self.python = str(hello["python"])
-        self.name = str(hello["node"] or hello["hostname"])
+        self.node = str(hello["node"])
         self.index = int(hello["index"])
         self.why_lost = ""
         self._writer = writer

@@ -20,6 +20,7 @@ import psutil
 
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.distant import DistantLauncher
 from paceline.launch.launcher import Launcher
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
@@ -82,7 +83,7 @@ def usable_cores() -> int:
 def train(
     job: Job | JobRef,
     strategy: Strategy | str = "allreduce",
-    workers: int = 2,
+    workers: int | None = None,
     *,
     out: str | Path | None = None,
     threads: int | None = None,
@@ -90,23 +91,33 @@ def train(
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
+    launcher: DistantLauncher | None = None,
 ) -> dict[str, Any]:
-    """Train a job on local processes and return its result (what `result.json` holds).
+    """Train a job and return its result (what `result.json` holds).
+
+    On processes here, two unless told; with a launcher on other machines, as many as it places.
 
     Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
     ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
     """
     from paceline.report.show import make_show
 
+    if launcher is not None:
+        if workers not in (None, launcher.workers):
+            raise UsageError(
+                f"workers is {workers}, the launcher places {launcher.workers}: say it once"
+            )
+        workers = launcher.workers
     folder = Path(out) if out is not None else Path("runs") / new_run_name(str(strategy))
     with make_show(str(strategy), quiet=not progress) as show:
         options = RunOptions(
             out=folder,
-            workers=workers,
+            workers=2 if workers is None else workers,
             threads=threads,
             timeout_s=timeout_s,
             resume=resume,
             force=force,
+            launcher=launcher or LocalLauncher(),
             show=show,
         )
         return run_job(job, read_strategy(strategy), options)
@@ -134,6 +145,7 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
         from paceline.worker.spawn import pack_live
 
         live = pack_live(resolved)
+    options.launcher.pack(reference.file if reference is not None else None, options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
     template = {"job": reference}

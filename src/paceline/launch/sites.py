@@ -47,8 +47,14 @@ class Site:
     """Where the project is kept there; None where it runs in place."""
     folder: str = ""
     python: str = "python3"
+    node: str = ""
     part: int | None = None
     """Several places on one machine keep their files apart by number."""
+
+    @property
+    def title(self) -> str:
+        """For people: the machine, and what an engine calls it."""
+        return f"{self.host.host} ({self.node})" if self.node else self.host.host
 
     @property
     def label(self) -> str:

@@ -75,7 +75,7 @@ def read_history(path: Path) -> list[Record]:
             if not all(w.samples > 0 and w.busy_s > 0 for w in work) or not record.step_s > 0:
                 raise ValueError("figures must be above 0")
             records.append(record)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
                 f"{path}, line {number} is no record of a run ({error}): remove the line"
             ) from None

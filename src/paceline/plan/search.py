@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
 from paceline.plan.estimate import Estimate, Ints, Machines, estimate
 from paceline.specs.strategy import Strategy, read_strategy
@@ -152,6 +153,33 @@ def search_strategy(machines: Machines, wish: Wish) -> Found:
         _frontier(tried),
         min(alone, key=lambda e: wish.score(e, best)),
     )
+
+
+def choose_by_speed(pool: Pool) -> tuple[list[Host], str]:
+    """Machines for a program of which nothing is known but that its processes keep in step.
+
+    Each computes as much as the slowest, so a machine is worth having only if all together are then
+    faster than the others alone. What exchanging costs is not known, and left out. The second value
+    says why.
+    """
+    speed = {h.host: h.gflops * h.speed / h.workers for h in pool.hosts}
+    order = sorted(pool.hosts, key=lambda h: -speed[h.host])
+    totals = []
+    processes = 0
+    for host in order:
+        processes += host.workers
+        totals.append(processes * speed[host.host])
+    size = 1 + max(range(len(order)), key=lambda i: (totals[i], i))
+    inside = {h.host for h in order[:size]}
+    chosen = [h for h in pool.hosts if h.host in inside]
+    why = f"{size} of {len(order)} machines, {totals[size - 1]:.4g} GFLOP/s in step"
+    if size < len(order):
+        next_best = order[size]
+        why += (
+            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s a process) all would "
+            f"compute {totals[size]:.4g}"
+        )
+    return chosen, why
 
 
 def seat_servers(machines: Machines, chosen: Sequence[int], servers: int) -> list[int]:
