@@ -172,6 +172,52 @@ def test_own_model_from_a_file_as_a_regression(frame: Any, tmp_path: Path) -> No
 
 
 @needs_spark
+@pytest.mark.slow
+def test_compiled_keras_model(frame: Any, tmp_path: Path) -> None:
+    """Architecture, optimizer, rate and loss are the model's own."""
+    pytest.importorskip(
+        "keras", reason="Keras is not installed: its models on Spark are not tested"
+    )
+    from keras_models import cnn_small
+
+    model = cnn_small()
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+    made = estimator(tmp_path, model=model, strategy="ps", shape="8x8x1", epochs=2)
+    fitted = made.fit(frame)
+    assert fitted.result["status"] == "done"
+    assert (
+        json.loads((Path(fitted.run) / "run.json").read_text())["job"]["optimizer"] == "keras_adam"
+    )
+    predicted = fitted.transform(frame)
+    right = predicted.where("prediction = label").count() / frame.count()
+    assert right > 0.3
+
+
+@needs_spark
+@pytest.mark.slow
+def test_data_written_to_hdfs_by_spark(session: Any, frame: Any, tmp_path: Path) -> None:
+    """Workers read it there; run folder and saved model are kept there too."""
+    from paceline.spark import PacelineModel
+    from stores import NotHere, run_hdfs
+
+    try:
+        with run_hdfs(tmp_path / "hdfs") as store:
+            made = estimator(tmp_path, store=f"{store.url}/paceline", validation=0.2)
+            model = made.fit(frame)
+            assert model.result["status"] == "done"
+            assert model.run.startswith("hdfs://")
+            model.write().overwrite().save(f"{store.url}/saved")
+            loaded = PacelineModel.load(f"{store.url}/saved")
+            names = ["prediction", "rawPrediction"]
+            expected = model.transform(frame).select(names).collect()
+            assert loaded.transform(frame).select(names).collect() == expected
+            listed = session.read.format("binaryFile").load(f"{model.run}/result.json").count()
+            assert listed == 1
+    except NotHere as missing:
+        pytest.skip(f"no HDFS can be started here: {missing}")
+
+
+@needs_spark
 def test_run_calls_a_function_on_every_executor(session: Any) -> None:
     from paceline.spark import run
 
