@@ -7,7 +7,8 @@ have done is done by the strategy when the step has returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -105,9 +106,6 @@ class Trainee:
             )
         )
         self._stream = agent.work()
-        object.__setattr__(self._optimizer, "apply", self._note_gradients)
-        tracker = self.model._loss_tracker
-        object.__setattr__(tracker, "update_state", self._note_loss(tracker.update_state))
 
     def _check_same_data(self, around: Surroundings) -> None:
         mine = Section(plain={"digest": self._source.digest(), "seed": self._seed})
@@ -154,6 +152,27 @@ class Trainee:
         if validation is not None:
             self._validation = validation
         model.stop_training = False
+        with self._listening():
+            logs = self._run_epochs(epochs, validation_freq)
+        self._give_back()
+        callbacks.on_train_end(logs=logs)
+        return model.history
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """While fit runs, Keras's step hands loss and gradients to us; afterwards it is its own."""
+        tracker = self.model._loss_tracker
+        # Past Keras's own __setattr__, which would track what is set.
+        object.__setattr__(self._optimizer, "apply", self._note_gradients)
+        object.__setattr__(tracker, "update_state", self._note_loss(tracker.update_state))
+        try:
+            yield
+        finally:
+            object.__delattr__(self._optimizer, "apply")
+            object.__delattr__(tracker, "update_state")
+
+    def _run_epochs(self, epochs: Iterable[int], validation_freq: Any) -> dict[str, Any]:
+        model, callbacks = self.model, self._callbacks
         logs: dict[str, Any] = {}
         callbacks.on_train_begin()
         for epoch in epochs:
@@ -170,9 +189,7 @@ class Trainee:
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
-        self._give_back()
-        callbacks.on_train_end(logs=logs)
-        return model.history
+        return logs
 
     def _run_epoch(self) -> None:
         assert self._agent is not None
@@ -181,6 +198,7 @@ class Trainee:
             if isinstance(work, EpochOver):
                 return
             self._set_rate(work.lease)
+            self._torch.zero_grad(set_to_none=True)
             if work.lease.samples == 0:
                 agent.begin(work)
                 agent.finish(work, Measured(0, 0, 0.0, 0))

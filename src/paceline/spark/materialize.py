@@ -51,9 +51,19 @@ def materialize(frame: DataFrame, wish: Wish, store: str) -> Written:
     text = f"{application} {frame.semanticHash()} {wish}"
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     place = f"{store.rstrip('/')}/data/{key}"
-    if place not in _written:
+    if place not in _written or not _is_there(frame, _written[place].train):
         _written[place] = _write(frame, wish, place)
     return _written[place]
+
+
+def _is_there(frame: DataFrame, place: str) -> bool:
+    """Somebody may have cleared the store since."""
+    from pyspark.errors import PySparkException
+
+    try:
+        return bool(frame.sparkSession.read.parquet(_for_spark(place)).columns)
+    except PySparkException:
+        return False
 
 
 def _write(frame: DataFrame, wish: Wish, place: str) -> Written:
