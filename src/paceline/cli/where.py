@@ -126,13 +126,11 @@ def _make_ray(given: dict[str, Any]) -> Any:
 
 
 def _make_spark(given: dict[str, Any]) -> Any:
-    from paceline.spark.session import open_session
+    from paceline.spark.engine import SparkEngine
 
     if given["address"] is not None:
         raise UsageError("--address is for ray: Spark's master is named with --master")
-    from paceline.spark import SparkEngine
-
-    return SparkEngine(open_session(given["master"]), own=True)
+    return SparkEngine(master=given["master"])
 
 
 ENGINES: dict[str, Callable[[dict[str, Any]], Any]] = {"ray": _make_ray, "spark": _make_spark}

@@ -31,21 +31,27 @@ class OnLost(Protocol):
 
 
 class SparkEngine:
-    """Places on the executors of a session."""
+    """Places on the executors of a session; without one, a session is opened and ended with the
+    run, at `master` or as Spark is set up."""
 
     name = "spark"
 
-    def __init__(self, session: SparkSession, *, own: bool = False) -> None:
-        self._session = session
-        self._own = own
-        """Made for this run: ended with it."""
+    def __init__(self, session: SparkSession | None = None, *, master: str | None = None) -> None:
+        self._given = session
+        self._master = master
+        self._session: SparkSession | None = session
         self._job: BarrierJob | None = None
 
     def find_address(self) -> str:
+        if self._session is None:
+            from paceline.spark.session import open_session
+
+            self._session = open_session(self._master)
         check_session(self._session)
         return driver_address(self._session)
 
     def begin(self, tickets: list[str], on_lost: OnLost) -> None:
+        assert self._session is not None
         wait_for_slots(self._session, len(tickets))
 
         def lost(why: str) -> None:
@@ -57,7 +63,7 @@ class SparkEngine:
     def end(self) -> None:
         if self._job is not None:
             self._job.end()
-        if self._own:
+        if self._given is None and self._session is not None:
             self._session.stop()
 
 

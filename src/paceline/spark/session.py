@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.errors import RunFailed, UsageError
+from paceline.spark.engine import explain, is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,11 +31,9 @@ def open_session(master: str | None) -> SparkSession:
     try:
         session = builder.getOrCreate()
     except Exception as error:
-        from paceline.spark.engine import explain
-
         raise RunFailed(
             f"no Spark session at {master or 'the configured master'}: {explain(error)}"
         ) from None
-    if not hasattr(session, "client"):
+    if not is_connect(session):
         session.sparkContext.setLogLevel("ERROR")
     return session
