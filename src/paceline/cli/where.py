@@ -122,6 +122,8 @@ def _on_engine(given: dict[str, Any], workers: int, tell: Callable[[str], None])
 def _make_ray(given: dict[str, Any]) -> Any:
     from paceline.ray import RayEngine
 
+    if given["master"] is not None:
+        raise UsageError("--master is for spark: Ray's head node is named with --address")
     return RayEngine(given["address"], cpus_each=given["threads"] or 1)
 
 

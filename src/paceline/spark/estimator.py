@@ -157,7 +157,13 @@ class PacelineEstimator(
                         out=out,
                         workers=workers,
                         timeout_s=self.told("timeout"),
-                        launcher=EngineLauncher(SparkEngine(session), workers, luggage),
+                        launcher=EngineLauncher(
+                            SparkEngine(session),
+                            workers,
+                            luggage,
+                            # What Spark counts a task for.
+                            threads=int(setting(session, "spark.task.cpus", "1") or 1),
+                        ),
                     ),
                 )
                 weights = (out / "model.safetensors").read_bytes()
