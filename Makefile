@@ -35,7 +35,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) --editable '.[dev,ssh]'
+	$(PIP) --editable '.[dev,ssh,s3,hdfs,sftp,http,images]'
 	touch $@
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -265,7 +266,7 @@ def test_write_that_fails_leaves_the_old_one(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    where = {"save_file": state_room, "replace": state_room.os}.get(at, Path)
+    where = {"save_file": state_room, "replace": os}.get(at, Path)
     with monkeypatch.context() as patch:
         patch.setattr(where, at, fail)
         with pytest.raises(StateError, match=re.escape(f"{saved.parent / name} could not be")):

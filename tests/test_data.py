@@ -506,7 +506,7 @@ def test_archive_members_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def fill_cache(folder: Path) -> tuple[Path, np.ndarray[Any, Any]]:
     write(folder / "cifar10", {"cifar-10-binary.tar.xz": make_tar(make_cifar(), "w:xz")})
     x = rows_of(data.load("cifar10", data_dir=folder).train)[0].numpy()
-    (entry,) = (p for p in cache._root().iterdir() if p.is_dir())
+    (entry,) = (p for p in cache.root().iterdir() if p.is_dir())
     return entry, x
 
 
@@ -539,7 +539,7 @@ def test_broken_cache_is_rebuilt(tmp_path: Path, damage: str) -> None:
     again = rows_of(data.load("cifar10", data_dir=tmp_path).train)[0].numpy()
     np.testing.assert_array_equal(again, x)
     assert path.read_bytes() == sound
-    assert [p.name for p in cache._root().iterdir() if p.is_dir()] == [entry.name]
+    assert [p.name for p in cache.root().iterdir() if p.is_dir()] == [entry.name]
 
 
 @pytest.mark.usefixtures("unpublished")
@@ -799,7 +799,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("obj", "error", "words"),
     [
-        (Stream(), UsageError, "map-style Dataset"),
+        (Stream(), DataError, "Stream has no rows"),
         (7, UsageError, "int is not data to train on"),
         (np.zeros((3, 2)), UsageError, "expected a pair"),
         ([], DataError, "empty table"),

@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "protocol": {"errors", "specs"},
     "telemetry.events": set(),
     # Materials: they know nothing of strategies, of workers or of how a run is started.
-    "state": {"errors"},
+    "state": {"errors", "telemetry"},
     "models": {"errors"},
     "cluster.remote": set(),
     "cluster": {"errors"},
@@ -47,6 +47,17 @@ ROOMS: dict[str, set[str]] = {
         "telemetry",
         "telemetry.events",
     },
+    "keras": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "job",
+        "strategies",
+        "telemetry",
+        "worker",
+    },
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
     "launch": {
@@ -59,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
         "telemetry",
         "worker",
         "cluster",
+        "cluster.remote",
     },
     "plan": {"errors", "specs", "cluster"},
     "twin": {
@@ -77,8 +89,33 @@ ROOMS: dict[str, set[str]] = {
         "cluster",
         "plan",
     },
+    "spark": {
+        "errors",
+        "specs",
+        "data",
+        "models",
+        "job",
+        "keras",
+        "launch",
+        "report",
+        "worker",
+    },
+    "ray": {"errors", "cluster", "cluster.remote", "launch", "worker"},
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"cluster", "errors", "job", "launch", "load", "plan", "report", "specs", "twin"},
+    "cli": {
+        "cluster",
+        "data",
+        "errors",
+        "job",
+        "launch",
+        "load",
+        "plan",
+        "ray",
+        "report",
+        "spark",
+        "specs",
+        "twin",
+    },
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
@@ -92,19 +129,41 @@ TORCH_FREE = (
     "cluster",
     "plan",
     "launch",
+    "ray",
     "cli",
 )
 
 LIGHT = {
     # Of rooms with torch, what a process without it uses.
-    "worker": {"__init__", "__main__", "main", "assignment", "spawn"},
+    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "spawn"},
     "comm": {"__init__", "wire", "control"},
-    "data": {"__init__", "catalog", "dataset", "shelf"},
+    "data": {
+        "__init__",
+        "background",
+        "blocks",
+        "cache",
+        "catalog",
+        "columns",
+        "dataset",
+        "delimited",
+        "examples_proto",
+        "fixed",
+        "formats",
+        "keeping",
+        "lines",
+        "looking",
+        "parquet",
+        "pictures",
+        "pipeline",
+        "places",
+        "shelf",
+        "tfrecord",
+    },
     "models": {"__init__", "catalog"},
 }
 """Modules of other rooms that launch, job and the command line import before torch is needed."""
 
-WORKER_FROM_LAUNCH = {"assignment", "main", "spawn"}
+WORKER_FROM_LAUNCH = {"assignment", "main", "outpost", "spawn"}
 """All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
 
 PICKLE_ALLOWED = {"worker/spawn.py"}

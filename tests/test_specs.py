@@ -58,6 +58,19 @@ OPTIMIZER_FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "adadelta": {"rho": share, "eps": positive, "weight_decay": decay},
     "rmsprop": {"alpha": share, "eps": positive, "momentum": share, "weight_decay": decay},
 }
+_keras = {"weight_decay": decay, "clipnorm": decay, "clipvalue": decay}
+_betas = {"beta_1": share, "beta_2": share}
+OPTIMIZER_FIELDS |= {
+    "keras_sgd": {**_keras, "momentum": share, "nesterov": st.booleans()},
+    "keras_adam": {**_keras, **_betas, "epsilon": positive, "amsgrad": st.booleans()},
+    "keras_adamw": {**_keras, **_betas, "epsilon": positive, "amsgrad": st.booleans()},
+    "keras_adamax": {**_keras, **_betas, "epsilon": positive},
+    "keras_nadam": {**_keras, **_betas, "epsilon": positive},
+    "keras_rmsprop": {**_keras, "rho": share, "momentum": share, "centered": st.booleans()},
+    "keras_adagrad": {**_keras, "initial_accumulator_value": decay, "epsilon": positive},
+    "keras_adadelta": {**_keras, "rho": share, "epsilon": positive},
+    "keras_lion": {**_keras, **_betas},
+}
 SCHEDULE_FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "constant": {"warmup": marks},
     "cosine": {"warmup": marks, "floor": share},

@@ -13,16 +13,37 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.errors import PacelineError, UsageError
-from paceline.specs.optimizer import Optimizer, read_optimizer
+from paceline.specs.optimizer import read_optimizer
+from paceline.specs.optimizer_base import Optimizer
 from paceline.specs.point import Point, read_point
 from paceline.specs.schedule import Schedule, read_schedule
 from paceline.specs.text import parse
 from paceline.specs.until import Until, read_until
+
+if TYPE_CHECKING:
+    from paceline.data.pipeline import Pipeline
+
+FOR_URLS = (
+    "features",
+    "label",
+    "val_data",
+    "format",
+    "shape",
+    "classes",
+    "fill",
+    "skip_empty",
+    "shard",
+    "shuffle",
+    "cache",
+    "prefetch",
+    "memory",
+)
+"""Fields that say how data by URL is read."""
 
 DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "adadelta": 1.0}
 """Where no learning rate is given; 0.001 for all others."""
@@ -32,9 +53,12 @@ class Job(BaseModel):
     """What to train. Strings are names or expressions; `model` and `data` may be live objects.
 
     model: a name, a torch module, or a function without arguments that builds one (seeded).
-    data: a name, or (train, val, test) of tables, torch datasets or (inputs, targets) pairs, or
-        a function without arguments that gives them; val and test may be None.
+    data: a name, a URL, or (train, val, test) of pipelines (`paceline.data.read`), tables, torch
+        datasets, DataLoaders or (inputs, targets) pairs, or a function without arguments that
+        gives them; val and test may be None.
+    features ... memory: how data by URL is read, see docs/data.md.
     loss: a function of (output, target) that gives the mean loss; cross-entropy by default.
+    schedule: an expression, or an object with the methods `factor` and `drops` of one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -42,10 +66,23 @@ class Job(BaseModel):
     model: Any = "mlp-128"
     data: Any = "digits"
     data_dir: Path | None = None
+    features: str | None = None
+    label: str | None = None
+    val_data: str | None = None
+    format: str | None = None
+    shape: str | None = None
+    classes: int | None = Field(default=None, ge=2)
+    fill: float | None = None
+    skip_empty: bool = False
+    shard: Literal["auto", "file", "row_group", "sample", "off"] = "auto"
+    shuffle: int = Field(default=50_000, ge=0)
+    cache: Literal["auto", "memory", "disk", "none"] = "auto"
+    prefetch: int | None = Field(default=None, ge=0)
+    memory: int = Field(default=512, ge=16)
     loss: Callable[..., Any] | None = None
     optimizer: str = "sgd(momentum=0.9)"
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    schedule: str = "constant"
+    schedule: Any = "constant"
     clip: float | None = Field(default=None, gt=0)
     batch: int = Field(default=128, ge=1)
     epochs: int = Field(default=10, ge=1)
@@ -64,6 +101,13 @@ class Job(BaseModel):
             raise ValueError("it is empty: name one")
         return value
 
+    @field_validator("schedule")
+    @classmethod
+    def _check_schedule(cls, value: Any) -> Any:
+        if isinstance(value, str) or callable(getattr(value, "factor", None)):
+            return value
+        raise ValueError("write an expression such as 'cosine(warmup=5%)'")
+
     def check(self) -> None:
         """Read every expression and name now; raises UsageError before anything is started."""
         _ = self.optimizer_spec, self.schedule_spec, self.until_spec, self.checkpoint_point
@@ -73,8 +117,46 @@ class Job(BaseModel):
             models.find(self.model)
         if isinstance(self.data, str):
             from paceline import data
+            from paceline.data.places import is_place
 
+            if is_place(self.data):
+                from paceline.data.looking import check_place
+
+                for pipeline in self.pipelines():
+                    if pipeline is not None:
+                        check_place(pipeline)
+                return
             data.locate(self.data, self.data_dir)
+        for name in FOR_URLS:
+            if getattr(self, name) != Job.model_fields[name].default:
+                raise UsageError(
+                    f"{name} is for data by URL, and data is {name_of(self.data)!r}: leave it out"
+                )
+
+    def pipelines(self) -> tuple[Pipeline, Pipeline | None]:
+        """How training and validation data by URL are read; raises UsageError."""
+        from paceline.data.pipeline import read, read_shape
+
+        def make(url: str) -> Pipeline:
+            pipeline = read(
+                url,
+                features=self.features or (),
+                label=self.label,
+                format=self.format,
+                shape=read_shape(self.shape) if self.shape else None,
+                classes=self.classes,
+                fill=self.fill,
+                skip_empty=self.skip_empty,
+            )
+            return (
+                pipeline.shuffle(self.shuffle)
+                .cache(self.cache)
+                .prefetch(self.prefetch)
+                .shard(self.shard)
+                .memory(self.memory)
+            )
+
+        return make(self.data), make(self.val_data) if self.val_data else None
 
     @property
     def optimizer_spec(self) -> Optimizer:
@@ -82,7 +164,10 @@ class Job(BaseModel):
 
     @property
     def schedule_spec(self) -> Schedule:
-        return read_schedule(self.schedule)
+        if isinstance(self.schedule, str):
+            return read_schedule(self.schedule)
+        live: Schedule = self.schedule
+        return live
 
     @property
     def until_spec(self) -> Until | None:
@@ -108,13 +193,15 @@ class Job(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Made of names only, so that it can be written as JSON."""
-        return isinstance(self.model, str) and isinstance(self.data, str) and self.loss is None
+        named = (self.model, self.data, self.schedule)
+        return all(isinstance(value, str) for value in named) and self.loss is None
 
     def describe(self) -> dict[str, Any]:
         """JSON-able facts for the run folder; live objects are named, not stored."""
         facts = {name: getattr(self, name) for name in type(self).model_fields}
         for name in ("model", "data", "loss"):
             facts[name] = name_of(facts[name])
+        facts["schedule"] = str(self.schedule)
         facts["data_dir"] = str(self.data_dir) if self.data_dir else None
         return facts
 
@@ -158,9 +245,11 @@ class JobRef(BaseModel):
         """The job; raises UsageError when the file is missing, broken or has changed."""
         if self.file is None:
             return make_job(**self.fields)
-        if self.hash is not None and hash_file(self.file) != self.hash:
-            raise UsageError(f"{self.file} has changed since the run was started: start it anew")
-        job = _read_job_file(self.file, self.function)
+        # Relative where a project was copied: to the folder that the process was started in.
+        file = self.file.absolute()
+        if self.hash is not None and hash_file(file) != self.hash:
+            raise UsageError(f"{file} has changed since the run was started: start it anew")
+        job = _read_job_file(file, self.function)
         if not self.fields:
             return job
         return make_job(**{**{n: getattr(job, n) for n in Job.model_fields}, **self.fields})

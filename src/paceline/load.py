@@ -13,7 +13,7 @@ from safetensors.torch import load_model
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.telemetry.folder import RunFolder
-from paceline.worker.build import Tables, build_loss, build_model, read_data
+from paceline.worker.build import Tables, build_loss, build_model, read_data, read_test
 from paceline.worker.evaluate import evaluate_share
 
 
@@ -47,7 +47,7 @@ def evaluate(
     if changes:
         job = job.model_copy(update=changes)
         job.check()
-    table = read_data(job).test
+    table = read_test(job, whole=data is not None)
     if table is None:
         raise UsageError("the job's data has no test part: name another with --data")
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as tensors_to_bytes
 
 from paceline.errors import CheckpointError, StateError
+from paceline.telemetry.folder import list_checkpoints as list_checkpoints
+from paceline.telemetry.folder import partial_checkpoint, place_checkpoint
 
 FORMAT = 1
 
@@ -174,8 +175,7 @@ def checksum(section: Section) -> str:
 
 def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2) -> Path:
     """Write a checkpoint whole or not at all, then drop all but the newest `keep`."""
-    final = folder / name
-    partial = folder / f".{name}.partial"
+    partial = partial_checkpoint(folder, name)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -189,39 +189,10 @@ def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2
             "plain": state.shared.plain,
         }
         (partial / "state.json").write_text(json.dumps(head), encoding="utf-8")
-        for path in partial.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        _put_in_place(partial, final)
+        return place_checkpoint(folder, name, keep=keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StateError(f"checkpoint {final} could not be written: {error}") from None
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    """A checkpoint of the same name goes only when the new one is there."""
-    if not final.exists():
-        os.replace(partial, final)
-        return
-    aside = final.with_name(f".{final.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(final, aside)
-    try:
-        os.replace(partial, final)
-    except OSError:
-        os.replace(aside, final)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())
+        raise StateError(f"checkpoint {folder / name} could not be written: {error}") from None
 
 
 def load_checkpoint(path: Path) -> TrainState:

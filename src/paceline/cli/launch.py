@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli import options as opt
+
+if TYPE_CHECKING:
+    from paceline.cluster.pool import Host, Pool
 
 
 def launch(
@@ -28,7 +32,12 @@ def launch(
         Path | None, typer.Option(metavar="POOL", help="Run on these machines, over SSH.")
     ] = None,
     select: Annotated[
-        list[str] | None, typer.Option(help="Of the pool: all, gpu, cpu or energy. [all]")
+        list[str] | None,
+        typer.Option(help="Of the pool: all, gpu, cpu, energy, or auto (planned). [all]"),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(help="For --select auto: a job file like what the script trains."),
     ] = None,
     roles: Annotated[
         str | None,
@@ -57,27 +66,11 @@ def launch(
 
     folder = out if out is not None else Path("runs") / new_run_name(script.stem)
     if pool is not None:
-        refuse_together("--pool", given, "workers", "strategy", "threads")
+        opt.refuse_together("--pool", given, "workers", "strategy", "threads")
         launch_on_pool({**given, "folder": folder})
     else:
-        refuse_without("--pool", given, "select", "roles", "project", "venv", "dry_run")
+        opt.refuse_without("--pool", given, "select", "job", "roles", "project", "venv", "dry_run")
         launch_here({**given, "folder": folder})
-
-
-def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
-    from paceline.errors import UsageError
-
-    for name in others:
-        if given[name] not in (None, False):
-            raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
-
-
-def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
-    from paceline.errors import UsageError
-
-    for name in others:
-        if given[name] not in (None, False):
-            raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
 
 
 def launch_here(given: dict[str, Any]) -> None:
@@ -119,10 +112,16 @@ def launch_on_pool(given: dict[str, Any]) -> None:
         raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
     found = load_pool(given["pool"])
     tell_repairs(found.repairs)
+    if given["select"] == ["auto"]:
+        hosts = plan_machines(given["pool"], found.pool, given["job"])
+    elif given["job"] is not None:
+        raise UsageError("--job needs --select auto: it is what machines are planned for")
+    else:
+        hosts = select_hosts(found.pool, given["select"] or [])
     run = ScriptRun(
         script=given["script"],
         args=tuple(given["args"] or ()),
-        hosts=select_hosts(found.pool, given["select"] or []),
+        hosts=tuple(hosts),
         out=given["folder"],
         roles=read_roles(given["roles"]),
         project=given["project"],
@@ -137,3 +136,21 @@ def launch_on_pool(given: dict[str, Any]) -> None:
         return
     result = launch_script(run)
     typer.echo(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")
+
+
+def plan_machines(path: Path, pool: Pool, job: Path | None) -> Sequence[Host]:
+    """Machines for a script: by a job like it, or by how fast each of them computes."""
+    from paceline.cli.where import plan_job
+    from paceline.job import refer_to_job
+    from paceline.plan.search import choose_by_speed
+    from paceline.specs.strategy import read_strategy
+
+    if job is None:
+        hosts, why = choose_by_speed(pool)
+        typer.echo(f"plan: {why}")
+        return hosts
+    # Scripts keep in step, as a rule; which machines are worth having depends on that.
+    strategy = read_strategy("allreduce")
+    plan = plan_job(path, pool, pool.hosts, refer_to_job(job, {}), strategy, choosing=True)
+    plan.show()
+    return plan.hosts

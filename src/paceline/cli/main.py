@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli import (
     compare,
+    data,
     demo,
     doctor,
     evaluate,
@@ -56,6 +57,7 @@ app.command("doctor", help="Examine every machine of a pool, and say what mends 
     doctor.doctor
 )
 app.add_typer(pool.app)
+app.add_typer(data.app)
 
 INTERRUPTED = 130
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.data.places import is_place, make_absolute
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef, refer_to_job
 from paceline.specs.trouble import Trouble, read_trouble
@@ -16,8 +17,23 @@ JobFile = Annotated[
     typer.Argument(help="A job file: job.py with a function job(), or YAML.", show_default=False),
 ]
 Model = Annotated[str | None, typer.Option(help="A model by name. [mlp-128]")]
-Data = Annotated[str | None, typer.Option(help="A data set by name. [digits]")]
+Data = Annotated[str | None, typer.Option(help="A data set by name, or a URL. [digits]")]
 DataDir = Annotated[Path | None, typer.Option(help="Holds DIR/<data set>/<original files>.")]
+Features = Annotated[str | None, typer.Option(help="By URL: columns, parted by commas.")]
+Label = Annotated[str | None, typer.Option(help="By URL: the label's column.")]
+ValData = Annotated[str | None, typer.Option(help="By URL: validation data. [a tenth]")]
+Format = Annotated[str | None, typer.Option(help="By URL: parquet, tfrecord ... [by suffix]")]
+Shape = Annotated[str | None, typer.Option(help="By URL: of a row of features, e.g. 1x28x28.")]
+Classes = Annotated[int | None, typer.Option(help="By URL: number of classes. [read off]")]
+Fill = Annotated[float | None, typer.Option(help="By URL: in place of nulls. [refused]")]
+SkipEmpty = Annotated[bool | None, typer.Option(help="By URL: leave files without rows out.")]
+Shard = Annotated[
+    str | None, typer.Option(help="By URL: file, row_group, sample, off or auto. [auto]")
+]
+Shuffle = Annotated[int | None, typer.Option(help="By URL: rows mixed at a time, 0: none. [50000]")]
+Cache = Annotated[str | None, typer.Option(help="By URL: memory, disk, none or auto. [auto]")]
+Prefetch = Annotated[int | None, typer.Option(help="By URL: batches made ahead. [tuned]")]
+Memory = Annotated[int | None, typer.Option(help="By URL: MB a worker's data may take. [512]")]
 Epochs = Annotated[int | None, typer.Option(help="Times through the training data. [10]")]
 Batch = Annotated[int | None, typer.Option(help="The global batch, shared by all workers. [128]")]
 BatchPerWorker = Annotated[int | None, typer.Option(help="In place of --batch: a worker's share.")]
@@ -58,6 +74,18 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the run in the out
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
+def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
+
+
+def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
+    for name in others:
+        if given[name] not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
+
+
 def read_troubles(
     slow: list[str] | None, delay: list[str] | None, workers: int
 ) -> tuple[Trouble, ...]:
@@ -77,6 +105,9 @@ def make_reference(
         if batch_per_worker < 1:
             raise UsageError(f"--batch-per-worker is {batch_per_worker}: at least 1 is needed")
         given["batch"] = batch_per_worker * workers
+    for name in ("data", "val_data"):
+        if isinstance(given.get(name), str) and is_place(given[name]):
+            given[name] = make_absolute(given[name])
     if "data_dir" in given:
         given["data_dir"] = str(Path(given["data_dir"]).resolve())
     return refer_to_job(file, given)

@@ -31,6 +31,19 @@ def plan(
     model: opt.Model = None,
     data: opt.Data = None,
     data_dir: opt.DataDir = None,
+    features: opt.Features = None,
+    label: opt.Label = None,
+    val_data: opt.ValData = None,
+    format: opt.Format = None,
+    shape: opt.Shape = None,
+    classes: opt.Classes = None,
+    fill: opt.Fill = None,
+    skip_empty: opt.SkipEmpty = None,
+    shard: opt.Shard = None,
+    shuffle: opt.Shuffle = None,
+    cache: opt.Cache = None,
+    prefetch: opt.Prefetch = None,
+    memory: opt.Memory = None,
     epochs: opt.Epochs = None,
     batch: opt.Batch = None,
     lr: opt.Lr = None,
@@ -42,8 +55,8 @@ def plan(
 ) -> None:
     given = locals()
     from paceline.cluster import read_pool
-    from paceline.plan.estimate import Machines
     from paceline.plan.explain import describe
+    from paceline.plan.history import history_path, read_history, recalibrate
     from paceline.plan.search import read_wish, search
 
     wish = read_wish(objective, deadline, budget)
@@ -52,14 +65,17 @@ def plan(
     resolved.check()
     from paceline.twin.workload import measure_job
 
-    machines = Machines(machines_of, measure_job(resolved))
+    records = read_history(history_path(pool))
+    machines = recalibrate(machines_of, measure_job(resolved), records)
     plain = describe(machines, search(machines, wish), wish)
+    plain["corrected_by"] = sum(r.model == machines.work.model for r in records)
     if out is not None:
         write_plan(plain, out)
     if json:
         typer.echo(json_form.dumps(plain, indent=1))
         return
     show_plan(plain)
+    tell_corrections(plain["corrected_by"])
     if out is not None:
         typer.echo(f"picture: {out / 'plan.html'}")
 
@@ -92,6 +108,12 @@ def show_plan(plain: dict[str, Any]) -> None:
     console.print(table)
     for reason in plain["left_out"]:
         typer.echo(f"left out: {reason['host']}: {reason['why']}")
+
+
+def tell_corrections(runs: int) -> None:
+    if runs:
+        some = "an earlier run" if runs == 1 else f"{runs} earlier runs"
+        typer.echo(f"corrected by {some} of this model on this pool")
 
 
 def name_machines(names: list[str]) -> str:

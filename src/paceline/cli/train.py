@@ -8,18 +8,45 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as opt
+from paceline.cli import where
 
 
 def train(
     out: Annotated[Path, typer.Option(help="The run folder to write.", show_default=False)],
     job: opt.JobFile = None,
     strategy: Annotated[
-        str, typer.Option(help="E.g. 'ps(sync=bsp, servers=2)', 'switch(allreduce, ps, at=50%)'.")
+        str,
+        typer.Option(
+            help="E.g. 'ps(sync=bsp, servers=2)', 'switch(allreduce, ps, at=50%)'; auto: planned."
+        ),
     ] = "allreduce",
-    workers: opt.Workers = 2,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes in all; servers not counted. [2]")
+    ] = None,
+    pool: where.PoolFile = None,
+    select: where.Select = None,
+    servers_on: where.ServersOn = None,
+    project: where.Project = None,
+    venv: where.Venv = False,
+    engine: where.Engine = None,
+    address: where.Address = None,
+    master: where.Master = None,
     model: opt.Model = None,
     data: opt.Data = None,
     data_dir: opt.DataDir = None,
+    features: opt.Features = None,
+    label: opt.Label = None,
+    val_data: opt.ValData = None,
+    format: opt.Format = None,
+    shape: opt.Shape = None,
+    classes: opt.Classes = None,
+    fill: opt.Fill = None,
+    skip_empty: opt.SkipEmpty = None,
+    shard: opt.Shard = None,
+    shuffle: opt.Shuffle = None,
+    cache: opt.Cache = None,
+    prefetch: opt.Prefetch = None,
+    memory: opt.Memory = None,
     epochs: opt.Epochs = None,
     batch: opt.Batch = None,
     batch_per_worker: opt.BatchPerWorker = None,
@@ -49,26 +76,33 @@ def train(
     from paceline.report.html import write_report
     from paceline.report.show import make_show
     from paceline.report.table import results_table
-    from paceline.specs.strategy import read_strategy
 
     if resume and force:
         raise UsageError("--resume and --force exclude each other: go on, or replace")
-    chosen = read_strategy(strategy)
-    reference = opt.make_reference(job, workers, batch_per_worker, given)
+
+    def tell(line: str) -> None:
+        if not quiet:
+            typer.echo(f"paceline: {line}", err=True)
+
+    place = where.choose_where(given, tell)
+    chosen = place.strategy
     with make_show(str(chosen), quiet=quiet) as show:
         options = RunOptions(
             out=out,
-            workers=workers,
+            workers=place.workers,
             threads=threads,
             timeout_s=timeout,
-            troubles=opt.read_troubles(slow, delay, workers),
+            troubles=opt.read_troubles(slow, delay, place.workers),
             resume=resume,
             force=force,
+            predicted=place.predicted,
+            launcher=place.launcher,
             show=show,
         )
-        result = run_job(reference, chosen, options)
+        result = run_job(place.reference, chosen, options)
     from rich.console import Console
 
     report = write_report([out], out / "report.html", title=f"{result['model']}: {chosen}")
     Console().print(results_table([result]))
+    place.after(result)
     typer.echo(f"report: {report}")

@@ -13,6 +13,8 @@ SELECTIONS: dict[str, tuple[Callable[[Host], bool], str]] = {
     "cpu": (lambda host: host.gpu_count == 0, "is without a GPU"),
     "energy": (lambda host: host.energy_efficient, "is marked energy_efficient"),
 }
+PLANNED = "auto"
+"""Not a selection but a plan, which needs to know what is to be trained."""
 
 
 def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
@@ -22,7 +24,7 @@ def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
     """
     asked = list(dict.fromkeys(words)) or ["all"]
     for word in asked:
-        if word not in SELECTIONS:
+        if word not in SELECTIONS and not (word == PLANNED and len(asked) > 1):
             raise UsageError(f"--select {word} is unknown: {nearest(word, SELECTIONS)}")
     if len(asked) > 1:
         raise UsageError(f"--select {' and --select '.join(asked)} exclude each other: give one")

@@ -60,6 +60,8 @@ class Shell(Protocol):
     host: Host
     address: str | None
     """Where this machine was reached; None for the one that we sit at."""
+    why_lost: str
+    """What is known of why it went away, if it did and anything is."""
 
     async def open(self, python: str | None) -> Streams: ...
 
@@ -237,6 +239,7 @@ class LocalShell:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.address: str | None = None
+        self.why_lost = ""
 
     async def open(self, python: str | None) -> Streams:
         chosen = os.path.expanduser(python) if python else sys.executable

@@ -198,6 +198,7 @@ class SshShell:
         self.host = host
         peer = connection.get_extra_info("peername")
         self.address: str | None = str(peer[0]) if peer else host.host
+        self.why_lost = ""
         self._connections = [connection]
         self._connect = connect
         self._opening = asyncio.Lock()

@@ -22,6 +22,11 @@ class Control:
         self._send_lock = threading.Lock()
         self._channel.send({"who": who, "pid": pid, "role": "member"})
 
+    @property
+    def local_address(self) -> str:
+        """This machine's address on the way to the coordinator, as its routes choose it."""
+        return self._channel.local_address
+
     def tell(self, message: Message) -> None:
         with self._send_lock:
             self._channel.send(to_plain(message))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from paceline.comm.control import StoreClient
+from paceline.errors import UsageError
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
@@ -57,6 +59,15 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
         return datetime.timedelta(seconds=self._timeout_s)
 
 
+def find_interface(address: str) -> str:
+    """The network interface that has this address: Gloo wants its name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        # A link-local address of IPv6 comes with its interface behind a percent sign.
+        if any(found.address.split("%")[0] == address.split("%")[0] for found in addresses):
+            return name
+    raise UsageError(f"no network interface here has the address {address}")
+
+
 _KEPT: list[CoordinatorStore] = []
 
 
@@ -85,12 +96,12 @@ class Group:
 
     @classmethod
     def join(
-        cls, store: StoreClient | None, *, rank: int, size: int, interface: str, timeout_s: float
+        cls, store: StoreClient | None, *, rank: int, size: int, address: str, timeout_s: float
     ) -> Group:
-        """Meet the others; Gloo listens on `interface` only. It knows no token of its own."""
+        """Meet the others; Gloo listens on that address's interface, and knows no token."""
         if size > 1:
             assert store is not None
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
             meeting = CoordinatorStore(store, timeout_s)
             # torch keeps only the C++ half: without this the Python half, which does the work,
             # would be gone when a further group is made.

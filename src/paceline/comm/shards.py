@@ -20,6 +20,12 @@ ELEMENTWISE = frozenset(
 """torch.optim classes whose update of an element depends on that element alone."""
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state can be cut anywhere; an optimizer of our own says so itself."""
+    said = getattr(optimizer, "elementwise", None)
+    return type(optimizer).__name__ in ELEMENTWISE if said is None else bool(said)
+
+
 @dataclass(frozen=True)
 class Slice:
     """Elements [start, stop) of a parameter, at byte `offset` of the whole buffer."""

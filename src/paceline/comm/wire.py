@@ -99,6 +99,10 @@ class Channel:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def local_address(self) -> str:
+        return str(self._sock.getsockname()[0])
+
     @classmethod
     def connect(cls, host: str, port: int, *, token: str, peer: str, timeout_s: float) -> Channel:
         """Connect and greet; retries until the deadline, for a peer that is still starting."""
@@ -120,9 +124,13 @@ class Channel:
         """Greet a peer that connected; raises WireError if it does not know the token."""
         channel = cls(sock, peer, min(timeout_s, GREET_TIMEOUT_S))
         channel.greet(token, "server", "client")
-        channel.timeout_s = timeout_s
-        sock.settimeout(timeout_s)
+        channel.set_timeout(timeout_s)
         return channel
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a peer may be silent from now on."""
+        self.timeout_s = timeout_s
+        self._sock.settimeout(timeout_s)
 
     def greet(self, token: str, my_role: str, their_role: str) -> None:
         greeting, mine = make_greeting()

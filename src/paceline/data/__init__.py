@@ -17,6 +17,7 @@ from paceline.data.catalog import check_name, kind, names
 from paceline.data.dataset import DataSet, Table
 
 if TYPE_CHECKING:
+    from paceline.data.pipeline import Pipeline, read
     from paceline.data.table import ArrayTable, WindowTable
     from paceline.data.wrapped import DatasetTable, TensorTable, as_table
 
@@ -24,6 +25,7 @@ __all__ = [
     "ArrayTable",
     "DataSet",
     "DatasetTable",
+    "Pipeline",
     "Table",
     "TensorTable",
     "WindowTable",
@@ -33,12 +35,15 @@ __all__ = [
     "load",
     "locate",
     "names",
+    "read",
 ]
 
 _LAZY = {
     "ArrayTable": "table",
     "WindowTable": "table",
     "DatasetTable": "wrapped",
+    "Pipeline": "pipeline",
+    "read": "pipeline",
     "TensorTable": "wrapped",
     "as_table": "wrapped",
 }

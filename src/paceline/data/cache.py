@@ -39,11 +39,11 @@ def fetch_or_build(
     Of several processes that ask at once, one builds and the others wait for it. Raises only what
     `build` raises.
     """
-    folder = _root() / entry
+    folder = root() / entry
     arrays = _fetch(folder, names, fits)
     if arrays is not None:
         return arrays
-    with _hold_lock(folder):
+    with hold_lock(folder):
         arrays = _fetch(folder, names, fits)
         if arrays is not None:
             return arrays
@@ -54,7 +54,7 @@ def fetch_or_build(
     return _fetch(folder, names, fits) or built
 
 
-def _root() -> Path:
+def root() -> Path:
     return Path(os.path.expanduser("~/.cache/paceline/decoded"))
 
 
@@ -92,7 +92,7 @@ def _store(folder: Path, arrays: Arrays) -> None:
 
 
 @contextmanager
-def _hold_lock(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path) -> Iterator[None]:
     """Let one process at a time build an entry; where no lock can be had, go on without."""
     with ExitStack() as stack:
         with suppress(OSError):

@@ -38,9 +38,10 @@ class DataSet:
 
     name: str
     input_shape: tuple[int, ...]
-    classes: int
+    classes: int | None
+    """None where labels are no classes, or only reading all of them would tell."""
     kind: Kind
     train: Table
-    val: Table
-    test: Table
+    val: Table | None
+    test: Table | None
     notes: tuple[str, ...] = ()

@@ -30,18 +30,58 @@ class Scaling:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as one multiplication and one addition, shaped (C, 1, 1)."""
-        mean = torch.tensor(self.mean, dtype=torch.float64).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float64).view(-1, 1, 1)
+    def factors(self, dtype: torch.dtype, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as one multiplication and one addition, for rows of so many dimensions."""
+        around = (-1, *[1] * (dimensions - 1))
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(around)
+        std = torch.tensor(self.std, dtype=torch.float64).view(around)
         return (1 / (self.full * std)).to(dtype), (-mean / std).to(dtype)
+
+
+class Finish:
+    """The last step to a batch, the same for every table: augment, scale, convert.
+
+    `dimensions` are those of a row of features. Integer labels become int64, others `dtype`.
+    Raises UsageError for an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        dimensions: int = 1,
+        scaling: Scaling | None = None,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.dtype = check_dtype(dtype)
+        self._factors = scaling.factors(self.dtype, dimensions) if scaling else None
+        self._augmentation = augmentation
+        self._seed = seed
+
+    def __call__(
+        self,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        rows: npt.NDArray[np.int64],
+        epoch: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored rows, numbered `rows`, as tensors; both arrays are the caller's to give away."""
+        if epoch is not None and self._augmentation is not None:
+            x = self._augmentation.apply(x, rows, seed=self._seed, epoch=epoch)
+        features = torch.from_numpy(x).to(self.dtype)
+        if self._factors is not None:
+            factor, offset = self._factors
+            features = features.mul_(factor).add_(offset)
+        labels = torch.from_numpy(y)
+        return features, labels.to(self.dtype if labels.is_floating_point() else torch.int64)
 
 
 class ArrayTable:
     """Rows of a NumPy array, made into features when a batch is asked for.
 
-    With `scaling` the array holds images as bytes, (N, C, H, W). `rows` selects and orders rows
-    of a larger array without copying it. Raises DataError if it is empty or x and y differ in
+    With `scaling` the array holds bytes: images (N, C, H, W), or vectors. `rows` selects and orders
+    rows of a larger array without copying it. Raises DataError if it is empty or x and y differ in
     length, and UsageError for an unknown dtype.
     """
 
@@ -60,13 +100,15 @@ class ArrayTable:
             raise DataError(f"table with {len(x):,} rows of features but {len(y):,} labels")
         if len(x) == 0 or (rows is not None and len(rows) == 0):
             raise DataError("empty table: expected at least one row")
-        self._dtype = check_dtype(dtype)
-        self._x = x if scaling else x.astype(dtype, copy=False)
-        self._y = y.astype(np.int64, copy=False)
+        self._x, self._y = x, y
         self._rows = rows
-        self._factors = scaling.factors(self._dtype) if scaling else None
-        self._augmentation = augmentation
-        self._seed = seed
+        self._finish = Finish(
+            dtype,
+            dimensions=x.ndim - 1,
+            scaling=scaling,
+            augmentation=augmentation,
+            seed=seed,
+        )
 
     def __len__(self) -> int:
         return len(self._y) if self._rows is None else len(self._rows)
@@ -74,15 +116,13 @@ class ArrayTable:
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.stored(indices)
+        return self._finish(x, y, indices, epoch)
+
+    def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """A copy of rows as they are stored, neither scaled nor augmented."""
         rows = indices if self._rows is None else self._rows[indices]
-        x = self._x[rows]
-        if epoch is not None and self._augmentation is not None:
-            x = self._augmentation.apply(x, indices, seed=self._seed, epoch=epoch)
-        features = torch.from_numpy(x)
-        if self._factors is not None:
-            factor, offset = self._factors
-            features = features.to(self._dtype).mul_(factor).add_(offset)
-        return features, torch.from_numpy(self._y[rows])
+        return self._x[rows], self._y[rows]
 
 
 class WindowTable:

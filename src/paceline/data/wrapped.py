@@ -8,26 +8,38 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from paceline.data.dataset import Table
+from paceline.data.opened import Taking, open_table
+from paceline.data.pipeline import Pipeline
 from paceline.data.table import check_dtype
 from paceline.errors import DataError, UsageError
 
 Collate = Callable[[list[Any]], Any]
 
+CHUNK = 1024
+MOST_HELD_BYTES = 2 << 30
+"""Of an IterableDataset, which every worker has to hold as a whole."""
+
 
 def as_table(obj: Any, *, dtype: str | None = None, collate: Collate | None = None) -> Table:
     """Wrap a user's data; what already is a table is returned as it is.
 
-    Accepts a pair (x, y) of tensors or NumPy arrays, a TensorDataset of two tensors, and any
-    object with `__len__` and `__getitem__` whose items are (features, label); the items of a
-    batch are joined by `collate`, torch's `default_collate` if not given. Integer labels become
+    Accepts a pipeline (`paceline.data.read`), a pair (x, y) of tensors or NumPy arrays, a
+    TensorDataset of two tensors, any object with `__len__` and `__getitem__` whose items are
+    (features, label), an IterableDataset, which is read at once and held, and a DataLoader of any
+    of these. The items of a batch are joined by `collate`, by the DataLoader's own, or by torch's
+    `default_collate`. Integer labels become
     int64. `dtype` ("float32", "float64") converts features and labels that are floating point;
     without it they stay what they are. Raises UsageError for anything else and DataError for data
     that is empty or of unequal lengths.
     """
     kind = check_dtype(dtype) if dtype is not None else None
+    if isinstance(obj, Pipeline):
+        return open_table(obj, Taking(dtype=dtype or "float32")).table
+    if isinstance(obj, DataLoader):
+        obj, collate = _open_loader(obj, collate)
     if isinstance(obj, TensorDataset) and len(obj.tensors) == 2 and collate is None:
         return TensorTable(obj.tensors[0], obj.tensors[1], dtype=kind)
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and all(map(_is_array, obj)):
@@ -35,10 +47,7 @@ def as_table(obj: Any, *, dtype: str | None = None, collate: Collate | None = No
             raise UsageError("collate is for a data set of single rows, not for a pair (x, y)")
         return TensorTable(obj[0], obj[1], dtype=kind)
     if isinstance(obj, IterableDataset):
-        raise UsageError(
-            f"{type(obj).__name__} is an IterableDataset: rows are fetched by number, "
-            "so a map-style Dataset (with __len__ and __getitem__) is needed"
-        )
+        return _hold_rows(obj, collate, kind)
     # Other libraries' data sets may have a method `batch` too; a table has no __getitem__.
     if callable(getattr(obj, "batch", None)) and not hasattr(obj, "__getitem__"):
         return cast(Table, obj)
@@ -48,6 +57,43 @@ def as_table(obj: Any, *, dtype: str | None = None, collate: Collate | None = No
             "arrays, a map-style Dataset, or a table"
         )
     return DatasetTable(obj, collate=collate, dtype=kind)
+
+
+def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any, Collate | None]:
+    """A loader's data set and how it joins rows; its sampler and threads are not used."""
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "the DataLoader's data set makes its own batches (batch_size=None): rows are leased "
+            "one by one, so give it a batch_size"
+        )
+    given = loader.collate_fn if loader.collate_fn is not default_collate else None
+    return loader.dataset, collate or given
+
+
+def _hold_rows(dataset: Any, collate: Collate | None, kind: torch.dtype | None) -> TensorTable:
+    """An IterableDataset has no numbers for its rows, so that all are read and held."""
+    join = collate or default_collate
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rows: list[Any] = []
+    held = 0
+    for row in dataset:
+        rows.append(row)
+        if len(rows) == CHUNK:
+            parts.append(_check_pair(dataset, join(rows), len(rows)))
+            held += sum(part.numel() * part.element_size() for part in parts[-1])
+            rows = []
+        if held > MOST_HELD_BYTES:
+            raise UsageError(
+                f"{type(dataset).__name__} is an IterableDataset of more than "
+                f"{MOST_HELD_BYTES >> 20:,} MB: rows are fetched by number, so give a map-style "
+                "Dataset, or write it as Parquet and read that"
+            )
+    if rows:
+        parts.append(_check_pair(dataset, join(rows), len(rows)))
+    if not parts:
+        raise DataError(f"empty table: {type(dataset).__name__} has no rows")
+    x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    return TensorTable(x, y, dtype=kind)
 
 
 class TensorTable:
@@ -102,17 +148,21 @@ class DatasetTable:
             rows = self._dataset.__getitems__(numbers)
         else:
             rows = [self._dataset[number] for number in numbers]
-        pair = self._collate(rows)
-        whose = f"a batch of {type(self._dataset).__name__}"
-        if (
-            not isinstance(pair, (tuple, list))
-            or len(pair) != 2
-            or not all(isinstance(part, torch.Tensor) for part in pair)
-        ):
-            raise DataError(f"{whose} is not a pair of tensors (features, labels): {_name(pair)}")
-        if any(part.ndim == 0 or len(part) != len(numbers) for part in pair):
-            raise DataError(f"{whose} of {len(numbers)} rows has the shapes {_name(pair)}")
+        pair = _check_pair(self._dataset, self._collate(rows), len(numbers))
         return _convert(pair[0], pair[1], self._dtype)
+
+
+def _check_pair(dataset: Any, pair: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whose = f"a batch of {type(dataset).__name__}"
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(isinstance(part, torch.Tensor) for part in pair)
+    ):
+        raise DataError(f"{whose} is not a pair of tensors (features, labels): {_name(pair)}")
+    if any(part.ndim == 0 or len(part) != count for part in pair):
+        raise DataError(f"{whose} of {count} rows has the shapes {_name(pair)}")
+    return pair[0], pair[1]
 
 
 def _is_array(obj: Any) -> bool:

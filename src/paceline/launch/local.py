@@ -5,39 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
 
+from paceline.launch.launcher import OnLine, beside_workers
 from paceline.worker.assignment import Assignment, pack_assignment
 from paceline.worker.spawn import COMMAND
 
 MAX_LINE = 1 << 20
-
-
-class Process(Protocol):
-    """What a supervisor needs of a process, wherever it runs."""
-
-    who: str
-    pid: int
-
-    async def wait(self) -> str | None:
-        """Until it ends: None if in order, else how it ended, in words."""
-        ...
-
-    def ask_stacks(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Launcher(Protocol):
-    """Starts the processes of a run; local here, over SSH or on an engine elsewhere."""
-
-    host: str
-    interface: str
-
-    async def start(
-        self, assignment: Assignment, live: bytes | None, on_line: Callable[[str, str], None]
-    ) -> Process: ...
 
 
 class LocalProcess:
@@ -45,10 +19,11 @@ class LocalProcess:
         self,
         who: str,
         process: asyncio.subprocess.Process,
-        on_line: Callable[[str, str], None],
+        on_line: OnLine,
     ) -> None:
         self.who = who
         self.pid = process.pid
+        self.place = f"pid {process.pid}"
         self._process = process
         # Kept, because the event loop itself keeps only weak references to tasks.
         self._reading = asyncio.create_task(_read_lines(process, who, on_line))
@@ -76,11 +51,24 @@ class LocalProcess:
 class LocalLauncher:
     """Spawns `python -m paceline.worker` in sessions of their own, on loopback."""
 
+    engine = "local"
     host = "127.0.0.1"
-    interface = "lo"
+    carries_live = True
+
+    def pack(self, job_file: Path | None, out: Path) -> None:
+        pass
+
+    async def open(self) -> None:
+        pass
+
+    def seat_servers(self, servers: int, workers: int) -> list[int | None]:
+        return beside_workers(servers, workers)
+
+    async def close(self) -> None:
+        pass
 
     async def start(
-        self, assignment: Assignment, live: bytes | None, on_line: Callable[[str, str], None]
+        self, assignment: Assignment, live: bytes | None, on_line: OnLine
     ) -> LocalProcess:
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
@@ -106,9 +94,7 @@ def child_environment(threads: int) -> dict[str, str]:
     }
 
 
-async def _read_lines(
-    process: asyncio.subprocess.Process, who: str, on_line: Callable[[str, str], None]
-) -> None:
+async def _read_lines(process: asyncio.subprocess.Process, who: str, on_line: OnLine) -> None:
     assert process.stdout is not None
     while True:
         try:

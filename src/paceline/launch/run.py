@@ -20,6 +20,8 @@ import psutil
 
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.distant import DistantLauncher
+from paceline.launch.launcher import Launcher
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
 from paceline.protocol.coordinator import RunPlan
@@ -49,6 +51,10 @@ class RunOptions:
     start_from: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
+    predicted: dict[str, Any] | None = None
+    """`step_s`, `seconds` and `seconds_interval` that a plan expects; put beside what came out."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    """Where and how processes are started; child processes of this one if nothing is said."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -64,7 +70,10 @@ class RunOptions:
 
     @property
     def threads_each(self) -> int:
-        return self.threads or max(1, usable_cores() // self.workers)
+        """0 where other machines' cores decide."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, usable_cores() // self.workers) if self.launcher.carries_live else 0
 
 
 def usable_cores() -> int:
@@ -74,7 +83,7 @@ def usable_cores() -> int:
 def train(
     job: Job | JobRef,
     strategy: Strategy | str = "allreduce",
-    workers: int = 2,
+    workers: int | None = None,
     *,
     out: str | Path | None = None,
     threads: int | None = None,
@@ -82,23 +91,33 @@ def train(
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
+    launcher: DistantLauncher | None = None,
 ) -> dict[str, Any]:
-    """Train a job on local processes and return its result (what `result.json` holds).
+    """Train a job and return its result (what `result.json` holds).
+
+    On processes here, two unless told; with a launcher on other machines, as many as it places.
 
     Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
     ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
     """
     from paceline.report.show import make_show
 
+    if launcher is not None:
+        if workers not in (None, launcher.workers):
+            raise UsageError(
+                f"workers is {workers}, the launcher places {launcher.workers}: say it once"
+            )
+        workers = launcher.workers
     folder = Path(out) if out is not None else Path("runs") / new_run_name(str(strategy))
     with make_show(str(strategy), quiet=not progress) as show:
         options = RunOptions(
             out=folder,
-            workers=workers,
+            workers=2 if workers is None else workers,
             threads=threads,
             timeout_s=timeout_s,
             resume=resume,
             force=force,
+            launcher=launcher or LocalLauncher(),
             show=show,
         )
         return run_job(job, read_strategy(strategy), options)
@@ -118,9 +137,15 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
     live = None
     reference = refer_to(job, resolved)
     if reference is None:
+        if not options.launcher.carries_live:
+            raise UsageError(
+                "this job holds live objects, which stay in this process and its children: for "
+                "other machines name model and data, or write a job file with a function job()"
+            )
         from paceline.worker.spawn import pack_live
 
         live = pack_live(resolved)
+    options.launcher.pack(reference.file if reference is not None else None, options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
     template = {"job": reference}
@@ -207,11 +232,13 @@ def _run(
     config = {
         "format": 1,
         "strategy": str(plan.strategy),
+        "engine": options.launcher.engine,
         "workers": options.workers,
         "servers": plan.servers,
         "threads": options.threads_each,
         "timeout_s": options.timeout_s,
         "troubles": [t.to_plain() for t in options.troubles],
+        "predicted": options.predicted,
         "job": facts,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
@@ -233,7 +260,7 @@ def _run(
     async def supervise() -> Outcome:
         supervisor = Supervisor(
             plan=plan,
-            launcher=LocalLauncher(),
+            launcher=options.launcher,
             folder=folder,
             template=template,
             live=live,

@@ -47,6 +47,18 @@ class Site:
     """Where the project is kept there; None where it runs in place."""
     folder: str = ""
     python: str = "python3"
+    node: str = ""
+    part: int | None = None
+    """Several places on one machine keep their files apart by number."""
+
+    @property
+    def title(self) -> str:
+        """For people: the machine, and what an engine calls it."""
+        return f"{self.host.host} ({self.node})" if self.node else self.host.host
+
+    @property
+    def label(self) -> str:
+        return self.host.host if self.part is None else f"{self.host.host}-{self.part}"
 
     @property
     def lock(self) -> str | None:
@@ -61,14 +73,19 @@ async def open_sites(
     for shell in shells:
         if not isinstance(shell, HostError):
             stack.push_async_callback(shell.close)
-    found = _all_or_none(shells)
-    return [Site(host=shell.host, shell=shell) for shell in found]
+    found = all_or_none(shells)
+    return [Site(host=shell.host, shell=shell, python=find_python(shell)) for shell in found]
+
+
+def find_python(shell: Shell) -> str:
+    """What the pool names, else python3 of another machine and our own interpreter here."""
+    return shell.host.python or ("python3" if shell.address else sys.executable)
 
 
 Found = TypeVar("Found")
 
 
-def _all_or_none(results: list[Found | HostError]) -> list[Found]:
+def all_or_none(results: list[Found | HostError]) -> list[Found]:
     wrong = [result for result in results if isinstance(result, HostError)]
     if len(wrong) == 1:
         raise wrong[0]
@@ -106,8 +123,8 @@ async def look_around(sites: list[Site], tasks: Sequence[Task]) -> None:
     # Where the machine that we sit at is reached shows from its own routes: it comes first.
     here = [site for site in sites if site.shell.address is None]
     elsewhere = [site for site in sites if site.shell.address is not None]
-    _all_or_none(await for_all(here, one))
-    _all_or_none(await for_all(elsewhere, one))
+    all_or_none(await for_all(here, one))
+    all_or_none(await for_all(elsewhere, one))
 
 
 async def bring_project(
@@ -116,11 +133,10 @@ async def bring_project(
     """Make every other machine's copy equal to ours; here the project runs where it lies."""
 
     async def one(site: Site) -> tuple[int, int]:
-        site.python = site.host.python or ("python3" if site.shell.address else sys.executable)
         if site.host.is_local:
             site.folder = str(project.folder / inner)
             return 0, 0
-        site.root = project.root_on(site.host.host)
+        site.root = project.root_on(site.label)
         site.folder = str(PurePosixPath(site.root, "files", inner))
         async with run_program(site.shell, "receiver", grace_s=5.0) as receiver:
             files = {path: list(facts) for path, facts in project.files.items()}
@@ -132,7 +148,7 @@ async def bring_project(
             await receiver.answer(CHUNK_S, "copying")
             return len(needed), sent
 
-    copied = _all_or_none(await for_all(sites, one))
+    copied = all_or_none(await for_all(sites, one))
     for site, (count, nbytes) in zip(sites, copied, strict=True):
         if site.root is not None:
             tell(f"{site.host.host}: {count} of {len(project.files)} files copied, {nbytes} bytes")
@@ -185,7 +201,7 @@ async def make_environments(
             raise HostError(site.host.host, "venv", f"its environment cannot be made: {why}")
         site.python = f"{folder}/bin/python"
 
-    _all_or_none(await for_all(sites, one))
+    all_or_none(await for_all(sites, one))
 
 
 def make_spec(
@@ -204,7 +220,10 @@ def make_spec(
 
 
 async def run_kept(
-    site: Site, spec: dict[str, Any], on_line: Callable[[str], None]
+    site: Site,
+    spec: dict[str, Any],
+    on_line: Callable[[str], None],
+    on_start: Callable[[Program], None] = lambda keeper: None,
 ) -> tuple[int | None, str]:
     """Run a command under a keeper to its end: status (None: the machine was lost), and its word.
 
@@ -212,6 +231,7 @@ async def run_kept(
     """
     async with run_program(site.shell, "keeper", grace_s=KEEPER_END_S) as keeper:
         await keeper.tell(spec)
+        on_start(keeper)
         beating = asyncio.create_task(_beat(keeper))
         try:
             async for line in keeper.lines():

@@ -12,12 +12,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.files import FileDesk
 from paceline.launch.hub import Hub
-from paceline.launch.local import Launcher, Process
+from paceline.launch.launcher import Launcher, Process
 from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
 from paceline.protocol.membership import Member
 from paceline.protocol.messages import Failing, Finished, Message, ServerStop
@@ -95,6 +97,8 @@ class Supervisor:
         self._end: End | None = None
         self._finished: set[str] = set()
         self._ended = asyncio.Event()
+        self._desk = FileDesk(folder, template.get("checkpoint"))
+        self._parents = launcher.seat_servers(plan.servers, plan.workers)
         self._logs: dict[str, IO[str]] = {}
         self._stacks: dict[str, list[str]] = {}
         self._stacks_open: set[str] = set()
@@ -133,29 +137,44 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     async def _start(self) -> None:
-        port = await self._hub.listen(self._launcher.host)
-        servers = self._plan.servers
+        try:
+            await self._launcher.open()
+            self._coordinator.members.begin(self._now())
+            port = await self._hub.listen(self._launcher.host)
+            for assignment in self._assign(port):
+                process = await self._launcher.start(assignment, self._live, self._on_line)
+                self._processes.append(process)
+                self._tasks.append(asyncio.create_task(self._watch(process)))
+        except PacelineError as error:
+            usage = isinstance(error, UsageError)
+            details = getattr(error, "details", "")
+            self._fail(Failure("supervisor", str(error), 2, usage, details=details))
+            return
+        self._tasks.append(asyncio.create_task(self._watch_deadlines()))
+
+    def _assign(self, port: int) -> Iterator[Assignment]:
+        """What each process is told; servers without a worker beside them come first."""
+        common = {
+            "workers": self._plan.workers,
+            "token": self._token,
+            "host": self._launcher.host,
+            "port": port,
+            "timeout_s": self._timeout_s,
+            "folder": str(self._folder.path.resolve()),
+            "started_wall_s": self._began,
+            **self._template,
+        }
+        for server, parent in enumerate(self._parents):
+            if parent is None:
+                yield Assignment(kind="server", index=server, **{**common, "job": None})
         for rank in range(self._plan.workers):
-            assignment = Assignment(
+            yield Assignment(
                 kind="worker",
                 index=rank,
-                workers=self._plan.workers,
-                token=self._token,
-                host=self._launcher.host,
-                port=port,
-                interface=self._launcher.interface,
-                bind=self._launcher.host,
-                timeout_s=self._timeout_s,
-                folder=str(self._folder.path.resolve()),
-                started_wall_s=self._began,
-                servers=tuple(range(rank, servers, self._plan.workers)),
+                servers=tuple(s for s, parent in enumerate(self._parents) if parent == rank),
                 has_live_job=self._live is not None,
-                **self._template,
+                **common,
             )
-            process = await self._launcher.start(assignment, self._live, self._on_line)
-            self._processes.append(process)
-            self._tasks.append(asyncio.create_task(self._watch(process)))
-        self._tasks.append(asyncio.create_task(self._watch_deadlines()))
 
     # ---- what comes in ------------------------------------------------------------------------
 
@@ -172,6 +191,11 @@ class Supervisor:
         if isinstance(message, Finished):
             self._finished.add(who)
         try:
+            taken, answer = self._desk.serve(who, message, self._now())
+            if answer is not None:
+                self._hub.tell(who, answer)
+            if taken:
+                return
             self._carry_out(self._coordinator.handle(message, self._now()))
             self._show_progress()
         except Exception as error:
@@ -192,7 +216,9 @@ class Supervisor:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._blame_server, who)
 
     def _blame_server(self, who: str) -> None:
-        parent = int(who.split("-")[1]) % self._plan.workers
+        parent = self._parents[int(who.split("-")[1])]
+        if parent is None:
+            return  # Its process tells.
         told = [f.weight for f in self._failures if f.who == f"worker-{parent}"]
         weight = 2
         if f"worker-{parent}" in self._gone:
@@ -280,7 +306,7 @@ class Supervisor:
         if self._ended.is_set() or told:
             return
         text = (
-            f"{self._name(process.who)} (pid {process.pid}) ended"
+            f"{self._name(process.who)} ({process.place}) ended"
             f"{self._at_step(process.who)}: {how or 'exit status 0 before the run was over'}"
         )
         last = self._last_lines(process.who)
@@ -363,6 +389,8 @@ class Supervisor:
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
         if ends:
             await asyncio.wait(ends, timeout=ORDERLY_S)
+        await self._launcher.close()
         await asyncio.sleep(0)
+        self._desk.close()
         for log in self._logs.values():
             log.close()

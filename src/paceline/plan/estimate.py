@@ -7,6 +7,7 @@ them. The twin plays the same model event by event.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -35,11 +36,23 @@ UNKNOWN_WATTS = (60.0, 120.0)
 """Idle and busy, of a machine that does not say."""
 
 
+@dataclass(frozen=True)
+class Correction:
+    """What past runs say of predictions for one kind of strategy."""
+
+    factor: float
+    """Actual over predicted."""
+    doubt: float | None
+    """How far they lay around it; None while they are too few."""
+
+
 class Machines:
     """A pool as arrays, one place a machine; worked out once for a job."""
 
     def __init__(self, pool: Pool, work: Workload) -> None:
         work = with_stand_in(work, pool.hosts[0])
+        self.corrections: Mapping[str, Correction] = {}
+        """By the strategy's word, for several machines."""
         self.pool, self.work = pool, work
         self.hosts: list[Host] = list(pool.hosts)
         costs = [compute_on(h, work, pool) for h in self.hosts]
@@ -94,6 +107,9 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
         step_s, busy, staleness = _served(machines, chosen, strategy)
     else:
         step_s, busy, staleness = _planned(machines, chosen, strategy)
+    correction = machines.corrections.get(strategy.word) if len(chosen) > 1 else None
+    if correction is not None:
+        step_s *= correction.factor
     rate = work.batch / step_s
     evaluated = work.evaluated.get("val", 0) * work.epochs + work.evaluated.get("test", 0)
     slowest = float(machines.per_sample[chosen].max())
@@ -106,6 +122,8 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
     # Machines drift from probe to probe; what is not measured is known worse.
     known = all("any" in h.measured or work.model in h.measured for h in _pick(machines, chosen))
     doubt = 0.10 if known else 0.35
+    if correction is not None and correction.doubt is not None:
+        doubt = correction.doubt
     return Estimate(
         strategy=str(strategy),
         machines=tuple(int(i) for i in chosen),

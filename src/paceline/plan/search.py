@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
 from paceline.plan.estimate import Estimate, Ints, Machines, estimate
 from paceline.specs.strategy import Strategy, read_strategy
@@ -123,6 +124,74 @@ def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATE
     return Found(
         ranked[0], _runners_up(ranked), _frontier(list(tried.values())), _alone(tried, wish, best)
     )
+
+
+def search_strategy(machines: Machines, wish: Wish) -> Found:
+    """The best strategy on all of these machines; raises UsageError as `search` does."""
+    everybody = np.arange(len(machines.hosts))
+    unfit = np.flatnonzero(~machines.fits)
+    if len(unfit):
+        host = machines.hosts[int(unfit[0])]
+        raise UsageError(
+            f"machine {host.host} does not fit the model: it needs {machines.needed_gb:.1f} GB, "
+            f"the machine has {host.memory_gb:g} GB; --select auto leaves such machines out"
+        )
+    alone = [estimate(machines, np.array([i]), read_strategy("single")) for i in everybody]
+    tried = [
+        estimate(machines, everybody, spec)
+        for spec in map(read_strategy, CANDIDATES)
+        if _possible(spec, len(everybody), machines.work.batch)
+    ] or alone
+    allowed = [e for e in tried if wish.allows(e)]
+    if not allowed:
+        raise UsageError("nothing on these machines keeps within the limits: use --select auto")
+    best = {o: min(e.value(o) for e in [*tried, *alone]) for o in OBJECTIVES}
+    ranked = sorted(allowed, key=lambda e: wish.score(e, best))
+    return Found(
+        ranked[0],
+        _runners_up(ranked),
+        _frontier(tried),
+        min(alone, key=lambda e: wish.score(e, best)),
+    )
+
+
+def choose_by_speed(pool: Pool) -> tuple[list[Host], str]:
+    """Machines for a program of which nothing is known but that its processes keep in step.
+
+    Each computes as much as the slowest, so a machine is worth having only if all together are then
+    faster than the others alone. What exchanging costs is not known, and left out. The second value
+    says why.
+    """
+    speed = {h.host: h.gflops * h.speed / h.workers for h in pool.hosts}
+    order = sorted(pool.hosts, key=lambda h: -speed[h.host])
+    totals = []
+    processes = 0
+    for host in order:
+        processes += host.workers
+        totals.append(processes * speed[host.host])
+    size = 1 + max(range(len(order)), key=lambda i: (totals[i], i))
+    inside = {h.host for h in order[:size]}
+    chosen = [h for h in pool.hosts if h.host in inside]
+    why = f"{size} of {len(order)} machines, {totals[size - 1]:.4g} GFLOP/s in step"
+    if size < len(order):
+        next_best = order[size]
+        why += (
+            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s a process) all would "
+            f"compute {totals[size]:.4g}"
+        )
+    return chosen, why
+
+
+def seat_servers(machines: Machines, chosen: Sequence[int], servers: int) -> list[int]:
+    """Which machines serve parameters: those with the best links, as the cost model has it.
+
+    Empty where all links are alike: then servers go round the machines.
+    """
+    links = machines.bandwidth[list(chosen)]
+    if not servers or len(set(links.tolist())) == 1:
+        return []
+    order = np.argsort(-links, kind="stable")
+    return [int(chosen[int(place)]) for place in order[: min(servers, len(chosen))]]
 
 
 def _possible(spec: Strategy, size: int, batch: int) -> bool:

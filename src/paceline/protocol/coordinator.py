@@ -42,6 +42,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.pace import Order, Pace, Tell, make_pace
 from paceline.protocol.policies import make_policy
+from paceline.protocol.shards import fingerprint, to_memory
 from paceline.protocol.switch import Decision, Policy, Stay
 from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.strategy import Grouped, Single, Strategy
@@ -104,6 +105,9 @@ class Coordinator:
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than it had.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
+        before = (memory or {}).get("shards") or {"layout": None, "left": ()}
+        self._layout_before: str | None = before["layout"]
+        self._left = tuple((int(lo), int(hi)) for lo, hi in before["left"])
         self.members = Membership(plan.workers, now)
         self.totals: dict[int, dict[str, Any]] = {}
         self.final: dict[str, float | None] = {}
@@ -287,10 +291,16 @@ class Coordinator:
                 usage=True,
             )
             return
+        why = self._why_not_resumed(ready, position)
+        if why is not None:
+            self._end("failed", why, usage=True)
+            return
         ledger = Ledger(
             ready.samples,
             epoch=history.epoch,
             position=position,
+            layout=ready.layout,
+            left=self._left if position else None,
         )
         last_saved = history.samples
         self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
@@ -317,7 +327,7 @@ class Coordinator:
                 self._decision = None
             reason = self._why_finished(ready) if epoch_ended else None
             if self._checkpoint_due(ready, epoch_ended, last_saved, reason):
-                yield from self._save()
+                yield from self._save(ledger)
                 last_saved = history.samples
             if reason is not None:
                 break
@@ -384,7 +394,7 @@ class Coordinator:
             batch=ready.batch,
             ledger=ledger,
             history=history,
-            clip=self.plan.clip,
+            clip=self.plan.clip if self.plan.clip is not None else ready.clip,
         )
         if decision is not None:
             self._resumed = {}
@@ -455,9 +465,22 @@ class Coordinator:
         right = [p.correct for p in parts if p.correct is not None]
         return loss, sum(right) / count if right else None
 
-    def _save(self) -> _Script:
+    def _why_not_resumed(self, ready: Ready, position: int) -> str | None:
+        """In the middle of an epoch only who reads in the same blocks knows what is left of it."""
+        now = fingerprint(ready.layout) if ready.layout is not None else None
+        if not position or now == self._layout_before:
+            return None
+        return (
+            f"the checkpoint was made in the middle of an epoch, after {position} samples of it, "
+            "with data divided otherwise: resume with the same files, --shard, --shuffle and "
+            "--memory"
+        )
+
+    def _save(self, ledger: Ledger) -> _Script:
         name = f"{self.history.samples:012d}"
         memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
+        if ledger.layout is not None:
+            memory["shards"] = to_memory(ledger.layout, ledger.left())
         saved: list[Saved] = yield from self._ask(Save(name, memory), Saved)
         self._note("checkpoint", samples=self.history.samples, path=saved[0].path)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
+from paceline.protocol.shards import Allotment, EpochPlan, Layout, Piece, Pieces
 from paceline.protocol.value import value
 
 EVERYBODY = -1
@@ -26,13 +28,29 @@ class Ledger:
     lease that was taken back, is refused.
     """
 
-    def __init__(self, samples: int, *, epoch: int = 0, position: int = 0) -> None:
+    def __init__(
+        self,
+        samples: int,
+        *,
+        epoch: int = 0,
+        position: int = 0,
+        layout: Layout | None = None,
+        left: Sequence[Piece] | None = None,
+    ) -> None:
+        """`layout`: the blocks that workers read; `left`: what an epoch begun before has left."""
         self.samples = samples
+        self.layout = layout
         self._next_id = 1
-        self.begin_epoch(epoch, position)
+        self.begin_epoch(epoch, position, left)
 
-    def begin_epoch(self, epoch: int, position: int = 0) -> None:
+    def begin_epoch(
+        self, epoch: int, position: int = 0, left: Sequence[Piece] | None = None
+    ) -> None:
         assert 0 <= position <= self.samples
+        self._allotment = None
+        self._drawn: dict[int, list[Piece]] = {}
+        if self.layout is not None:
+            self._allotment = Allotment(EpochPlan(self.layout, epoch), left)
         self.epoch = epoch
         self._next = position
         self._out: dict[int, Entry] = {}
@@ -80,6 +98,8 @@ class Ledger:
     def acknowledge(self, lease_id: int, holder: int) -> Entry:
         """The lease's samples are applied; raises KeyError if `holder` does not hold it."""
         entry = self._drop(lease_id, holder)
+        if self._drawn:
+            self._drawn.pop(lease_id, None)
         if entry.lo != self._frontier:
             self._done_after[entry.lo] = entry.hi
             return entry
@@ -91,12 +111,39 @@ class Ledger:
     def give_back(self, lease_id: int, holder: int) -> None:
         """The lease was not worked on: its positions are leased anew."""
         entry = self._drop(lease_id, holder)
+        if self._allotment is not None:
+            self._allotment.give_back(tuple(self._drawn.pop(lease_id, ())))
         heapq.heappush(self._returned, (entry.lo, entry.hi))
 
     def forget_holder(self, holder: int) -> None:
         """A worker is gone: everything it held is leased anew."""
         for lease_id in sorted(e.id for e in self._out.values() if e.holder == holder):
             self.give_back(lease_id, holder)
+        if self._allotment is not None:
+            self._allotment.forget(holder)
+
+    # ---- data that is read in blocks ----------------------------------------------------------
+
+    @property
+    def deals(self) -> bool:
+        """Whether leases say which rows they are of; otherwise the epoch's order does."""
+        return self._allotment is not None
+
+    def draw(self, lease_id: int, worker: int, count: int) -> Pieces:
+        """The places behind `count` positions of a lease, for one worker."""
+        if self._allotment is None or not count:
+            return ()
+        pieces = self._allotment.draw(worker, count)
+        self._drawn.setdefault(lease_id, []).extend(pieces)
+        return pieces
+
+    def ahead(self, worker: int) -> Pieces:
+        return self._allotment.ahead(worker) if self._allotment is not None else ()
+
+    def left(self) -> list[Piece]:
+        """Places not drawn yet; with no lease out, those not done yet."""
+        assert self._allotment is not None
+        return self._allotment.left()
 
     def _drop(self, lease_id: int, holder: int) -> Entry:
         entry = self._out.get(lease_id)

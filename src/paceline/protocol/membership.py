@@ -22,6 +22,11 @@ class Membership:
     def __init__(self, workers: int, now: float) -> None:
         self._members = [Member(since=now) for _ in range(workers)]
 
+    def begin(self, now: float) -> None:
+        """Processes are started only now: what came before was not theirs."""
+        for member in self._members:
+            member.since = now
+
     def heard(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
         member = self._members[worker]
         since = now if turn != member.turn else member.since

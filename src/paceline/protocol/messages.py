@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from paceline.errors import WireError
+from paceline.protocol.shards import Layout, Pieces
 from paceline.protocol.value import value
 
 Plain = dict[str, Any]
@@ -30,6 +31,10 @@ class Lease:
     stop: int
     lo: int
     hi: int
+    pieces: Pieces = ()
+    """The places of the rows, where workers read in blocks; else positions tell them."""
+    ahead: Pieces = ()
+    """Places that will come next, as things stand."""
 
     @property
     def samples(self) -> int:
@@ -53,6 +58,9 @@ class Steps(Message):
     batch: int
     weights: tuple[int, ...] | None
     """Shares of a batch in proportion to these; None is an even split."""
+    pieces: Pieces = ()
+    """The places behind this worker's shares, one after another, where it reads in blocks."""
+    ahead: Pieces = ()
 
 
 @value
@@ -125,6 +133,10 @@ class Ready(Message):
     """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
     speed: float = 0.0
     """Samples a second in a short probe; 0 where no strategy needs to know."""
+    layout: Layout | None = None
+    """The blocks of the training data, where workers read it in blocks."""
+    clip: float | None = None
+    """Largest norm of the gradient, where the script says it and not the plan."""
 
 
 @value
@@ -253,6 +265,58 @@ class Failing(Message):
     blame: str
 
 
+# ---- a run folder that a process cannot reach by itself -----------------------------------------
+
+
+@value
+class Noted(Message):
+    """A line for the sender's own file of events."""
+
+    line: str
+
+
+@value
+class FilePart(Message):
+    """The next bytes of a file of a checkpoint (`NAME/FILE`), or of the model (`model`)."""
+
+    path: str
+    data: bytes
+
+
+@value
+class FilesDone(Message):
+    """All of a checkpoint, or of the model, has been sent: it takes its place now."""
+
+    path: str
+    keep: int
+
+
+@value
+class FileAsked(Message):
+    """A piece of a file of the checkpoint that the run begins from."""
+
+    name: str
+    offset: int
+
+
+@value
+class FileGiven(Message):
+    data: bytes
+    size: int
+
+
+@value
+class AgeAsked(Message):
+    pass
+
+
+@value
+class AgeGiven(Message):
+    """Seconds since the run began, by the supervisor's clock."""
+
+    seconds: float
+
+
 # ---- servers ---------------------------------------------------------------------------------
 
 
@@ -303,7 +367,7 @@ class ServerStop(Message):
 
 
 KINDS: dict[str, type[Message]] = {c.__name__: c for c in Message.__subclasses__()}
-_NESTED: dict[str, Any] = {"lease": Lease, "measured": Measured}
+_NESTED: dict[str, Any] = {"lease": Lease, "measured": Measured, "layout": Layout}
 
 
 def to_plain(message: Message) -> Plain:
@@ -329,9 +393,13 @@ def from_plain(plain: object) -> Message:
 def _restore(cls: type[Message], name: str, value: Any) -> Any:
     nested = _NESTED.get(name)
     if nested is not None and isinstance(value, dict):
-        return nested(**value)
+        return nested(**{k: _freeze(v) for k, v in value.items()})
     if cls is Apply and name == "parts":
         return tuple(Part(**part) for part in value)
+    return _freeze(value)
+
+
+def _freeze(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(tuple(v) if isinstance(v, list) else v for v in value)
     return value

@@ -6,6 +6,7 @@ workers' reports into further work. The coordinator owns the moments in between.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import pairwise
 from typing import Protocol
@@ -27,6 +28,7 @@ from paceline.protocol.messages import (
     Steps,
     split_batch,
 )
+from paceline.protocol.shards import Piece, join
 from paceline.protocol.value import value
 from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Single, Strategy
 from paceline.specs.sync import Gba
@@ -152,8 +154,24 @@ class PlannedPace:
             self._planned = entry.hi
             weights = self._shares()
             steps = Steps(self._ledger.epoch, entry.lo, entry.hi, self._batch, weights)
-            orders.extend(Tell(worker, steps) for worker in range(self._workers))
+            orders.extend(Tell(w, s) for w, s in enumerate(self._deal(entry, steps)))
         return orders
+
+    def _deal(self, entry: Entry, steps: Steps) -> list[Steps]:
+        """The same steps for everybody; with each worker's own rows where they read in blocks."""
+        if not self._ledger.deals:
+            return [steps] * self._workers
+        drawn: list[list[Piece]] = [[] for _ in range(self._workers)]
+        # Batch by batch, so that it does not matter how many are planned at a time.
+        for start in range(entry.lo, entry.hi, self._batch):
+            count = min(self._batch, entry.hi - start)
+            cuts = split_batch(count, self._workers, steps.weights)
+            for worker, (lo, hi) in enumerate(pairwise(cuts)):
+                drawn[worker].extend(self._ledger.draw(entry.id, worker, hi - lo))
+        return [
+            dataclasses.replace(steps, pieces=join(pieces), ahead=self._ledger.ahead(worker))
+            for worker, pieces in enumerate(drawn)
+        ]
 
     def _shares(self) -> tuple[int, ...] | None:
         weights = self._balance.weights() if self._balance else self._weights
@@ -281,7 +299,7 @@ class ServerPace:
                     if lag > history.max_lag:
                         history.max_lag = lag
                     members = self._units[unit]
-                    if len(members) == 1:
+                    if len(members) == 1 and not self._ledger.deals:
                         orders.append(self._hand_whole(entry, members[0], unit))
                     else:
                         orders.extend(self._hand_out(entry, members))
@@ -306,8 +324,16 @@ class ServerPace:
         orders: list[Order] = []
         cuts = split_batch(entry.hi - entry.lo, len(members))
         for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
+            pieces = self._ledger.draw(entry.id, worker, hi - lo)
             lease = Lease(
-                entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo + lo, entry.lo + hi
+                entry.id,
+                self._ledger.epoch,
+                entry.lo,
+                entry.hi,
+                entry.lo + lo,
+                entry.lo + hi,
+                pieces,
+                self._ledger.ahead(worker),
             )
             self._leases[worker, lease.id] = lease
             staleness = self._last_staleness[self._unit_of[worker]]

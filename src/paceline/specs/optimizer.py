@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from paceline.specs.base import Spec, boolean, numbers, option, read_text, real
+from paceline.specs.base import boolean, numbers, option, read_text, real
+from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
+from paceline.specs.optimizer_base import Optimizer
 
 _decay = real(0.0)
 _share = real(0.0, 1.0)
 _eps = real(0.0, above=True)
-
-
-class Optimizer(Spec):
-    torch_class: ClassVar[str] = ""
-    """Where the implementation lives, as module:Class."""
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the torch class, the learning rate apart."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,8 @@ class RmsProp(Optimizer):
 
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    c.word: c for c in (Sgd, Adam, AdamW, Adagrad, Adadelta, RmsProp)
+    **{c.word: c for c in (Sgd, Adam, AdamW, Adagrad, Adadelta, RmsProp)},
+    **KERAS_OPTIMIZERS,
 }
 
 

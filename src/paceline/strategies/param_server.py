@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
-from paceline.comm.shards import ELEMENTWISE, FlatLayout, Shard, as_memory
+from paceline.comm.shards import FlatLayout, Shard, as_memory, is_elementwise
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
 from paceline.protocol.messages import Failing, Pushed
@@ -40,8 +40,7 @@ class ParameterServerRunner(Runner):
             self._parameters,
             len(around.servers),
             # A part of a matrix is no matrix: powersgd needs them whole.
-            elementwise=type(optimizer).__name__ in ELEMENTWISE
-            and not isinstance(spec.codec, PowerSgd),
+            elementwise=is_elementwise(optimizer) and not isinstance(spec.codec, PowerSgd),
         )
         self._compressors = self._make_compressors()
         self._bytes_before = 0

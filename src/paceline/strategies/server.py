@@ -202,7 +202,8 @@ class Server:
         self._changed = threading.Condition()
         self._answered: set[int] = set()
         self._next_ticket = 0
-        self._listener = socket.create_server((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
 
     def run(self) -> None:
         """Serve until the coordinator says stop; raises what went wrong otherwise."""

@@ -142,6 +142,8 @@ class StepsDone(Event):
     comm_exposed: list[int] = field(default_factory=list)
     optimizer: list[int] = field(default_factory=list)
     wait: list[int] = field(default_factory=list)
+    pieces: list[list[list[int]]] = field(default_factory=list)
+    """Where workers read in blocks: the places [lo, hi) of the epoch's shard plan, by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,22 @@ class StepsSummed(Event):
     count: int
     samples: int
     phases_us: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputDone(Event):
+    """About a second of getting batches.
+
+    `wait_s`: training stood still for want of a batch; `make_s`: making them, in whichever thread;
+    `queue`: how many lay ready on average when one was asked for, of `depth` made ahead.
+    """
+
+    kind: ClassVar[str] = "input"
+    batches: int
+    wait_s: float
+    make_s: float
+    queue: float
+    depth: int
 
 
 @dataclass(frozen=True, kw_only=True)

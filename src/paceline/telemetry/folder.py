@@ -3,7 +3,7 @@
 DIR/run.json                what was asked: configuration, versions, machine
 DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's
 DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
-DIR/result.json  DIR/model.safetensors  DIR/report.html
+DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from paceline.errors import UsageError
 from paceline.telemetry.events import Event
 
+KERAS = "model.keras"
+"""Beside a Keras model's weights: the whole model, as Keras itself keeps it."""
 OURS = (
     "run.json",
     "events",
@@ -25,6 +27,7 @@ OURS = (
     "checkpoints",
     "result.json",
     "model.safetensors",
+    KERAS,
     "report.html",
 )
 
@@ -114,6 +117,12 @@ class RunFolder:
         return sorted((p.stem for p in found), key=lambda stem: int(stem.split("-")[1]))
 
 
+class EventSink(Protocol):
+    """Where events go: a file, or a connection to whoever keeps it."""
+
+    def write(self, event: Event) -> None: ...
+
+
 class EventWriter:
     """Appends events to one file; each line is complete when written."""
 
@@ -123,7 +132,10 @@ class EventWriter:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
-        self._file.write(event.to_line() + "\n")
+        self.write_line(event.to_line())
+
+    def write_line(self, line: str) -> None:
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -155,3 +167,43 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 return
             if isinstance(event, dict):
                 yield event
+
+
+def partial_checkpoint(folder: Path, name: str) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return folder / f".{name}.partial"
+
+
+def place_checkpoint(folder: Path, name: str, *, keep: int) -> Path:
+    """A checkpoint is whole: give it its name, then drop all but the newest `keep`."""
+    partial, final = partial_checkpoint(folder, name), folder / name
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _put_in_place(partial, final)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """A checkpoint of the same name goes only when the new one is there."""
+    if not final.exists():
+        os.replace(partial, final)
+        return
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(final, aside)
+    try:
+        os.replace(partial, final)
+    except OSError:
+        os.replace(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())

@@ -6,7 +6,7 @@ import time
 
 from paceline.protocol.messages import Lease
 from paceline.telemetry.events import STEP_PHASES, StepsDone, StepsSummed
-from paceline.telemetry.folder import EventWriter
+from paceline.telemetry.folder import EventSink
 from paceline.telemetry.phases import PhaseClock
 
 WINDOW_S = 1.0
@@ -20,7 +20,7 @@ _COUNT = len(STEP_PHASES)
 class StepRecorder:
     """One call a step, no input or output but at the end of a window."""
 
-    def __init__(self, writer: EventWriter, clock: PhaseClock, first_step: int = 0) -> None:
+    def __init__(self, writer: EventSink, clock: PhaseClock, first_step: int = 0) -> None:
         self._writer = writer
         self._clock = clock
         self._step = first_step
@@ -70,6 +70,7 @@ class StepRecorder:
                     hi=[lease.hi for lease, _, _ in rows],
                     loss=[None if loss is None else round(loss, 6) for _, loss, _ in rows],
                     staleness=[self._staleness.get(i, -1) for i in range(len(rows))],
+                    pieces=_list_pieces([lease for lease, _, _ in rows]),
                     **dict(zip(STEP_PHASES, columns, strict=True)),
                 )
             )
@@ -87,3 +88,9 @@ class StepRecorder:
             )
         kept = self._staleness.get(len(rows))
         self._staleness = {} if kept is None else {0: kept}
+
+
+def _list_pieces(leases: list[Lease]) -> list[list[list[int]]]:
+    if not any(lease.pieces for lease in leases):
+        return []
+    return [[list(piece) for piece in lease.pieces] for lease in leases]

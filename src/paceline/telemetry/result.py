@@ -68,6 +68,9 @@ def make_result(
         "staleness": describe_staleness(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases_of_workers(totals, None if virtual else folder),
+        "input": {
+            f"worker-{w}": totals[w]["input"] for w in sorted(totals) if totals[w].get("input")
+        },
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
         "parameter_bytes": next((t["parameter_bytes"] for t in totals.values()), None),
         "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),
@@ -75,8 +78,25 @@ def make_result(
             (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),
             default=None,
         ),
+        "predicted": beside_actual(config, totals, history.samples, train_s),
         "virtual": virtual,
         "versions": config["versions"],
+    }
+
+
+def beside_actual(
+    config: dict[str, Any], totals: dict[int, dict[str, Any]], samples: int, train_s: float
+) -> dict[str, Any] | None:
+    """What a plan expected, with what it came to; None where nothing was expected."""
+    expected = config.get("predicted")
+    if expected is None:
+        return None
+    batch = config["job"]["batch"]
+    stages = totals[0]["stages"] if 0 in totals else None
+    return {
+        **expected,
+        "actual_step_s": round(train_s * batch / samples, 9) if samples and train_s > 0 else None,
+        "actual_seconds": round(stages["train"] + stages["evaluate"], 6) if stages else None,
     }
 
 

@@ -96,6 +96,23 @@ def fit_step(steps: list[dict[str, Any]]) -> StepCost:
     return StepCost(fixed_s=0.0, per_sample_s=per_sample, update_s=update_s)
 
 
+def measure_shares(path: Path, workers: int) -> list[tuple[float, float]] | None:
+    """Each worker's usual share and its seconds; None of a run too short to learn from."""
+    steps = [read_steps(RunFolder(path), worker) for worker in range(workers)]
+    if any(len(mine) < FEWEST_STEPS for mine in steps):
+        return None
+    return [measure_share(mine) for mine in steps]
+
+
+def measure_share(steps: list[dict[str, Any]]) -> tuple[float, float]:
+    """A worker's usual share of a batch, and the seconds that it computes for it."""
+    worked = [s for s in steps if s["hi"] > s["lo"]]
+    return (
+        statistics.fmean(s["hi"] - s["lo"] for s in worked),
+        steady_mean([busy_s(s) for s in worked]),
+    )
+
+
 def without_edges(values: list[float]) -> list[float]:
     """In order, and without the longest and the shortest fiftieth."""
     each = sorted(values)

@@ -184,7 +184,8 @@ def prepare(
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    tables = read_data(job)
+    # One process computes for all virtual workers, so that rows are leased one by one.
+    tables = read_data(job.model_copy(update={"shard": "sample"}))
     work = measure_workload(job, tables)
     if options.depth == "cost":
         return work, Costs(), tables.splits

@@ -41,7 +41,8 @@ from paceline.worker.build import (
 )
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
-from paceline.worker.session import RANK_STRIDE, save_weights
+from paceline.worker.files import save_weights
+from paceline.worker.session import RANK_STRIDE
 
 
 class Seats:

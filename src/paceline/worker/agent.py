@@ -41,6 +41,7 @@ from paceline.protocol.messages import (
     Steps,
     split_batch,
 )
+from paceline.protocol.shards import Cutter
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Trouble
 from paceline.state import Section, TrainState, checksum, copy_section, persistent_buffers
@@ -117,6 +118,9 @@ class Agent:
         self._began_compute = time.perf_counter()
         self.troubles: tuple[Trouble, ...] = ()
         self.samples_per_epoch = 1
+        self.expecting: Callable[[list[Lease]], None] = lambda leases: None
+        """Told of leases well before they are worked on."""
+        self.input_totals: Callable[[], dict[str, Any]] = dict
         self.finished = False
         self._between_epochs = False
         self._strategy_text = ""
@@ -154,6 +158,11 @@ class Agent:
         for _ in self.work():
             raise PacelineError("work was handed out after the loop had ended")
 
+    def export_state(self) -> Section:
+        """The whole global state; between epochs only, when all workers are settled."""
+        assert self._runner is not None
+        return self._runner.export_state()
+
     def begin(self, work: Work) -> None:
         """Weights are made ready; the forward pass comes next."""
         assert self._runner is not None
@@ -188,17 +197,26 @@ class Agent:
         self._recorder.step_done(work.lease, loss)
 
     def _planned(self, plan: Steps) -> Iterator[Work]:
-        start = plan.start
-        while start < plan.stop:
+        leases = self._cut_leases(plan)
+        self.expecting([lease for lease in leases if lease.samples])
+        for lease in leases:
+            work = Work(lease, self.step)
+            yield work
+            self._add_up(work.measured)
+            if lease.stop == plan.stop or time.monotonic() >= self._report_due:
+                self._report(plan.epoch, lease.stop)
+
+    def _cut_leases(self, plan: Steps) -> list[Lease]:
+        """This worker's share of every batch of a plan."""
+        cutter = Cutter(plan.pieces) if plan.pieces else None
+        leases = []
+        for start in range(plan.start, plan.stop, plan.batch):
             stop = min(start + plan.batch, plan.stop)
             cuts = split_batch(stop - start, self._size, plan.weights)
             lo, hi = start + cuts[self._rank], start + cuts[self._rank + 1]
-            work = Work(Lease(0, plan.epoch, start, stop, lo, hi), self.step)
-            yield work
-            start = stop
-            self._add_up(work.measured)
-            if start == plan.stop or time.monotonic() >= self._report_due:
-                self._report(plan.epoch, start)
+            pieces = cutter.cut(hi - lo) if cutter is not None else ()
+            leases.append(Lease(0, plan.epoch, start, stop, lo, hi, pieces, plan.ahead))
+        return leases
 
     def _add_up(self, measured: Measured) -> None:
         total = self._sum
@@ -378,6 +396,7 @@ class Agent:
                 p.numel() * p.element_size() for _, p in self._around.replica.trained
             ),
             "peak_rss_bytes": peak_rss_bytes(),
+            "input": self.input_totals(),
             "steps": self.step,
         }
 

@@ -25,13 +25,15 @@ class Assignment(BaseModel):
     strategy: str
     token: str
     host: str
-    """Address of the coordinator, and the interface that servers and collectives bind to."""
+    """Address of the coordinator."""
     port: int
-    interface: str
-    bind: str
+    bind: str | None = None
+    """Where servers and collectives listen; None is the address that reaches the coordinator."""
     threads: int
+    """0: as many as the machine's cores allow, which the launcher works out."""
     timeout_s: float
-    folder: str
+    folder: str | None
+    """The run folder; None where only the supervisor sees it, and keeps what it is sent."""
     started_wall_s: float
     """When the run began; a resumed run began earlier by what it had taken before."""
     servers: tuple[int, ...] = ()

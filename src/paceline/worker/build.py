@@ -12,10 +12,12 @@ import torch
 
 from paceline import data as data_room
 from paceline import models
-from paceline.data import DataSet, Table, as_table
+from paceline.data import DataSet, Pipeline, Table, as_table
+from paceline.data.opened import Taking, open_set, open_table
+from paceline.data.places import is_place
 from paceline.errors import UsageError
 from paceline.job import Job, name_of
-from paceline.specs.optimizer import Optimizer
+from paceline.specs.optimizer_base import Optimizer
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -36,12 +38,19 @@ class Tables:
 
 def read_data(job: Job) -> Tables:
     """Read the job's data; raises DataError or UsageError in one clear line."""
-    if isinstance(job.data, str):
+    found: DataSet
+    if isinstance(job.data, str) and not is_place(job.data):
         found = data_room.load(
             job.data, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
         )
         return Tables(found.train, found.val, found.test, found)
+    if isinstance(job.data, str):
+        found = open_job_set(job)
+        return Tables(found.train, found.val, found.test, found)
     given = job.data() if callable(job.data) else job.data
+    if isinstance(given, Pipeline):
+        taking = Taking(dtype=job.dtype, augment=job.augment, seed=job.seed)
+        given = open_set(given.urls[0], given, None, taking)
     if isinstance(given, DataSet):
         return Tables(given.train, given.val, given.test, given)
     if not isinstance(given, list | tuple) or len(given) != 3:
@@ -50,6 +59,21 @@ def read_data(job: Job) -> Tables:
     if train is None or len(train) == 0:
         raise UsageError("data gives no training samples: at least one is needed")
     return Tables(train, val, test)
+
+
+def read_test(job: Job, *, whole: bool) -> Table | None:
+    """The part to evaluate a finished model on; with `whole`, all of data by URL that has none."""
+    table = read_data(job).test
+    if table is None and whole and isinstance(job.data, str):
+        table = open_table(job.pipelines()[0], Taking(dtype=job.dtype)).table
+    return table
+
+
+def open_job_set(job: Job) -> DataSet:
+    """The data set that a job names by URL."""
+    pipeline, val = job.pipelines()
+    taking = Taking(dtype=job.dtype, augment=job.augment, seed=job.seed)
+    return open_set(str(job.data), pipeline, val, taking)
 
 
 def build_model(job: Job, tables: Tables) -> torch.nn.Module:
@@ -81,6 +105,11 @@ def choose_device(job: Job) -> torch.device:
 def input_facts(tables: Tables) -> tuple[tuple[int, ...], int]:
     """Shape of one input and number of classes, for a model that is built by name."""
     if tables.dataset is not None:
+        if tables.dataset.classes is None:
+            raise UsageError(
+                f"{tables.dataset.name}: a model by name needs to know how many classes there are: "
+                "give --classes, or a model of your own where labels are no classes"
+            )
         return tables.dataset.input_shape, tables.dataset.classes
     shape: tuple[int, ...] = ()
     highest = 0

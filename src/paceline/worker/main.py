@@ -65,7 +65,7 @@ def _serve(assignment: Assignment, control: Control, wait_s: float) -> None:
     warm_up()
     server = Server(
         index=assignment.index,
-        host=assignment.bind,
+        host=assignment.bind or control.local_address,
         token=assignment.token,
         control=control,
         timeout_s=wait_s,

@@ -23,7 +23,7 @@ from paceline.strategies.runner import Replica, Work
 from paceline.telemetry.phases import BACKWARD, FORWARD, INPUT
 from paceline.worker.agent import Agent, Duties
 from paceline.worker.feed import epoch_order
-from paceline.worker.session import Session, save_weights
+from paceline.worker.session import Session
 
 current: Session | None = None
 """The session of this process when `paceline launch` started it."""
@@ -60,9 +60,7 @@ def prepare(
     def save(name: str, state: Any) -> str:
         raise AssertionError("a user's own loop keeps its own checkpoints")
 
-    duties = Duties(
-        evaluate=None, save=save, save_model=lambda: save_weights(model, session.folder.model)
-    )
+    duties = Duties(evaluate=None, save=save, save_model=lambda: session.files.save_model(model))
     agent = session.make_agent(around, state, duties, len(dataset))
     session.control.tell(Ready(session.rank, len(dataset), batch, epochs, ()))
     global _loader

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,15 +26,13 @@ from paceline.state import (
     TrainState,
     capture,
     fingerprint_of,
-    load_checkpoint,
     restore,
-    save_checkpoint,
 )
 from paceline.strategies.runner import Replica, Surroundings
-from paceline.telemetry.events import WorkerBegan, WorkerEnded
-from paceline.telemetry.folder import EventWriter, RunFolder
+from paceline.telemetry.events import InputDone, WorkerBegan, WorkerEnded
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
+from paceline.worker.adapters import watch_imports
 from paceline.worker.agent import Agent, Duties, Heart
 from paceline.worker.assignment import Assignment
 from paceline.worker.build import (
@@ -46,6 +45,7 @@ from paceline.worker.build import (
 )
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
+from paceline.worker.files import open_files
 from paceline.worker.loop import train
 from paceline.worker.spawn import unpack_live
 
@@ -62,12 +62,11 @@ class Session:
         self.control = control
         self.rank, self.size = assignment.index, assignment.workers
         self.wait_s = wait_s
-        self.folder = RunFolder(assignment.folder)
-        self.clock = PhaseClock(assignment.started_wall_s)
-        self.stages = PhaseClock(assignment.started_wall_s, STAGES)
+        self.files = open_files(assignment, control)
+        self.clock = PhaseClock(self.files.began_wall_s)
+        self.stages = PhaseClock(self.files.began_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
-        self._writer = EventWriter(self.folder.events(assignment.who))
-        self._writer.write(
+        self.files.events.write(
             WorkerBegan(
                 t=round(self.clock.now_s(), 6),
                 worker=self.rank,
@@ -92,7 +91,7 @@ class Session:
             store,
             rank=self.rank,
             size=self.size,
-            interface=told.interface,
+            address=told.bind or self.control.local_address,
             timeout_s=self.wait_s,
         )
         self.around = Surroundings(
@@ -120,7 +119,7 @@ class Session:
             around=around,
             state=state,
             duties=duties,
-            recorder=StepRecorder(self._writer, self.clock, self._steps_before(state)),
+            recorder=StepRecorder(self.files.events, self.clock, self._steps_before(state)),
             stages=self.stages,
         )
         agent.samples_per_epoch = samples
@@ -144,7 +143,7 @@ class Session:
         state = TrainState(capture(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
             if self.rank == 0:
-                state = load_checkpoint(Path(self.assignment.checkpoint))
+                state = self.files.load(self.assignment.checkpoint)
                 self._check_model(state, replica)
             workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
             state = TrainState(broadcast_section(state.shared, around.group), workers)
@@ -165,6 +164,9 @@ class Session:
                 "resume with the model it was made with"
             )
 
+    def write_input(self, facts: dict[str, Any]) -> None:
+        self.files.events.write(InputDone(t=round(self.clock.now_s(), 6), **facts))
+
     def seed_worker(self, seed: int) -> None:
         if self.rank > 0:
             torch.manual_seed(seed + self.rank * RANK_STRIDE)
@@ -172,7 +174,7 @@ class Session:
     def close(self) -> None:
         assert self.agent is not None
         totals = self.agent.totals()
-        self._writer.write(
+        self.files.events.write(
             WorkerEnded(
                 t=round(self.clock.now_s(), 6),
                 phases=totals["phases"],
@@ -196,14 +198,6 @@ def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section
     ]
 
 
-def save_weights(model: torch.nn.Module, path: Path) -> None:
-    from safetensors.torch import save_model
-
-    partial = path.with_name(path.name + ".partial")
-    save_model(model, str(partial))
-    os.replace(partial, path)
-
-
 def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
     """Train a job: read, build, meet, train, until the coordinator says that it is done."""
     session = Session(assignment, control, wait_s)
@@ -219,6 +213,9 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     around = session.surround(replica)
     session.start_heart(around)
     session.seed_worker(job.seed)
+    set_worker = getattr(model, "set_worker", None)
+    if set_worker is not None:
+        set_worker(session.rank)
     state = session.share_state(around)
 
     def evaluate(split: str) -> tuple[float, int | None, int]:
@@ -234,17 +231,31 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
 
     duties = Duties(
         evaluate=evaluate,
-        save=lambda name, whole: _save(session, name, whole),
-        save_model=lambda: save_weights(model, session.folder.model),
+        save=session.files.save,
+        save_model=lambda: session.files.save_model(model),
     )
-    feed = Feed(tables.train, job.seed, device)
+    feed = Feed(
+        tables.train,
+        job.seed,
+        device,
+        rank=session.rank,
+        workers=session.size,
+        tell=session.write_input,
+    )
+    if assignment.checkpoint is None:
+        session.stages.enter(READ)
+        feed.warm_up()
     agent = session.make_agent(around, state, duties, feed.samples)
+    agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0
     if needs_speeds(read_strategy(assignment.strategy)):
         slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
-    control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed))
+    control.tell(
+        Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)
+    )
     train(job, agent, replica, feed, loss_of, session.clock)
+    feed.close()
     session.close()
 
 
@@ -273,13 +284,6 @@ def _resolve(assignment: Assignment) -> Job:
     return assignment.job.resolve()
 
 
-def _save(session: Session, name: str, state: TrainState) -> str:
-    path = save_checkpoint(
-        session.folder.checkpoints, name, state, keep=session.assignment.keep_checkpoints
-    )
-    return str(path.relative_to(session.folder.path))
-
-
 def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
     """Run a user's own loop; `paceline.prepare` in it finds this session."""
     from paceline.worker import own_loop
@@ -288,6 +292,7 @@ def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
     session = Session(assignment, control, wait_s)
     session.stages.enter(PREPARE)
     own_loop.current = session
+    watch_imports()
     sys.argv = [assignment.script, *assignment.script_args]
     sys.path.insert(0, str(Path(assignment.script).parent))
     try:
@@ -297,7 +302,8 @@ def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
             raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
     if session.agent is None:
         raise UsageError(
-            f"{assignment.script} never called paceline.prepare(model, optimizer, loader)"
+            f"{assignment.script} never called paceline.prepare(model, optimizer, loader), "
+            "nor fit() of a Keras model"
         )
     session.agent.end_of_loop()
     session.close()

@@ -2,12 +2,14 @@
 
 First line of input: what to run, as JSON. Every further line says that the other side is still
 there; the word "stop", the end of the input, or silence for `beat_s` ends the command and all that
-it started, also what detached itself. The command's output is this program's output, its exit
-status is this one's; 128 + n if signal n ended it.
+it started, also what detached itself. Where `input` is given the command reads those bytes, and
+then what follows on lines that begin with "say". The command's output is this program's output, its
+exit status is this one's; 128 + n if signal n ended it.
 """
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import os
@@ -42,7 +44,7 @@ def main() -> None:
     except OSError as error:
         sys.stderr.write(f"{spec['argv'][0]} cannot be run: {error}\n")
         sys.exit(NOT_STARTED)
-    threading.Thread(target=listen, args=(events,), daemon=True).start()
+    threading.Thread(target=listen, args=(events, child, spec), daemon=True).start()
     threading.Thread(target=wait, args=(child, events), daemon=True).start()
     ended = watch(events, spec["beat_s"])
     end_all(AFTERWARDS_S if ended else spec["grace_s"])
@@ -63,7 +65,7 @@ def start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
         [os.path.expanduser(encode(spec["argv"][0])), *map(encode, spec["argv"][1:])],
         cwd=os.path.expanduser(encode(spec["cwd"])),
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if "input" in spec else subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
@@ -102,10 +104,22 @@ def hold(path: str | None) -> int | None:
     return file
 
 
-def listen(events: Events) -> None:
+def listen(events: Events, child: subprocess.Popen[bytes], spec: dict[str, Any]) -> None:
+    give(child, base64.b64decode(spec.get("input", "")))
     for line in sys.stdin.buffer:
         events.put("stop" if line.strip() == b"stop" else "beat")
+        if line.startswith(b"say "):
+            give(child, line[4:])
     events.put("stop")
+
+
+def give(child: subprocess.Popen[bytes], data: bytes) -> None:
+    try:
+        if child.stdin is not None:
+            child.stdin.write(data)
+            child.stdin.flush()
+    except OSError:
+        pass  # It has ended, and is not interested.
 
 
 def wait(child: subprocess.Popen[bytes], events: Events) -> None:

@@ -1,0 +1,360 @@
+"""What getting batches costs: preparing them, waiting for them, and the memory they take.
+
+    python bench/data.py prepare --data-dir DIR     rows a second, beside other readers
+    python bench/data.py wait --data-dir DIR        share of a step, from disk, HDFS and S3
+    python bench/data.py memory                     4 GB of Parquet, and a worker's peak
+
+Each writes its part of bench/results/data.json. HDFS and S3 are real servers, started and ended
+here (tests/stores.py says what they need); what is not installed is left out and told. The large
+set is made in a temporary folder and deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "data.json"
+BATCH = 64
+ROUNDS = 3
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def save(part: str, figures: Any) -> None:
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known[part] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "figures": figures}
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+
+
+# ---- preparing batches -----------------------------------------------------------------------
+
+
+def scale(pixels: torch.Tensor) -> torch.Tensor:
+    return (pixels.float() / 255 - 0.1307) / 0.3081
+
+
+def by_row(files: list[Path]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """As estimators over DataFrames did: rows as Python values, one after another."""
+    import pyarrow.parquet as pq
+
+    images: list[Any] = []
+    labels: list[int] = []
+    for file in files:
+        for group in pq.ParquetFile(file).iter_batches(1000):
+            for row in group.to_pylist():
+                images.append(np.array(row["image"], np.uint8).reshape(1, 28, 28))
+                labels.append(row["label"])
+                if len(labels) == BATCH:
+                    yield scale(torch.from_numpy(np.stack(images))), torch.tensor(labels)
+                    images, labels = [], []
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """All columns in memory as arrays; one row at a time, as a map-style data set gives them."""
+
+    def __init__(self, files: list[Path]) -> None:
+        import pyarrow.parquet as pq
+
+        from paceline.data.columns import to_array
+
+        table = pq.read_table(files)
+        self._images = torch.from_numpy(to_array(table.column("image")).copy())
+        self._labels = to_array(table.column("label"))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return scale(self._images[index].reshape(1, 28, 28)), int(self._labels[index])
+
+
+def by_loader(files: list[Path], workers: int) -> Iterator[Any]:
+    loader = torch.utils.data.DataLoader(
+        Rows(files), batch_size=BATCH, shuffle=True, drop_last=True, num_workers=workers
+    )
+    yield from loader
+
+
+def by_paceline(files: list[Path], shard: str) -> Iterator[Any]:
+    from paceline.data import read
+    from paceline.data.opened import Taking, open_table
+    from paceline.protocol.messages import Lease
+    from paceline.protocol.shards import Allotment, EpochPlan
+    from paceline.worker.feed import Feed
+
+    pipeline = read(
+        [str(f) for f in files],
+        features="image",
+        label="label",
+        shape=(1, 28, 28),
+        scale=(255, (0.1307,), (0.3081,)),
+    ).shard(shard)
+    feed = Feed(open_table(pipeline, Taking()).table, 0, torch.device("cpu"))
+    try:
+        allotment = Allotment(EpochPlan(feed.layout, 0)) if feed.layout is not None else None
+        for lo in range(0, feed.samples - BATCH + 1, BATCH):
+            pieces = allotment.draw(0, BATCH) if allotment else ()
+            ahead = allotment.ahead(0) if allotment else ()
+            yield feed.batch(Lease(0, 0, lo, lo + BATCH, lo, lo + BATCH, pieces, ahead))
+    finally:
+        feed.close()
+
+
+def by_ray(files: list[Path]) -> Iterator[Any]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        for batch in ray.data.read_parquet([str(f) for f in files]).iter_torch_batches(
+            batch_size=BATCH, drop_last=True
+        ):
+            yield scale(batch["image"].reshape(-1, 1, 28, 28)), batch["label"]
+    finally:
+        ray.shutdown()
+
+
+def time_rows(make: Callable[[], Iterator[Any]], most_s: float = 20.0) -> dict[str, float]:
+    """Rows a second from the first row read to the last batch made, opening the files included."""
+    began = time.perf_counter()
+    rows = 0
+    batches = make()
+    for x, _ in batches:
+        rows += len(x)
+        if time.perf_counter() - began > most_s:
+            break
+    close = getattr(batches, "close", None)
+    if close:
+        close()
+    seconds = time.perf_counter() - began
+    return {"rows": rows, "seconds": round(seconds, 4), "rows_per_s": round(rows / seconds, 1)}
+
+
+def write_mnist(folder: Path, data_dir: Path | None, files: int = 8) -> list[Path]:
+    from paceline.data.convert import convert
+
+    convert("mnist", str(folder), files=files, data_dir=data_dir)
+    return sorted(folder.glob("train-*.parquet"))
+
+
+def prepare(data_dir: Path | None) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        files = write_mnist(Path(temporary), data_dir)
+        readers: dict[str, Callable[[], Iterator[Any]]] = {
+            "row-wise Python generator": lambda: by_row(files),
+            "torch DataLoader, in process": lambda: by_loader(files, 0),
+            "torch DataLoader, 2 processes": lambda: by_loader(files, 2),
+            "paceline, by sample": lambda: by_paceline(files, "sample"),
+            "paceline, by row group": lambda: by_paceline(files, "row_group"),
+        }
+        with contextlib.suppress(ImportError):
+            import ray  # noqa: F401
+
+            readers["Ray Data"] = lambda: by_ray(files)
+        figures: dict[str, Any] = {}
+        for name, make in readers.items():
+            runs = [time_rows(make) for _ in range(ROUNDS)]
+            middle = statistics.median(run["rows_per_s"] for run in runs)
+            figures[name] = {"rows_per_s": middle, "runs": runs}
+        slowest = figures["row-wise Python generator"]["rows_per_s"]
+        for facts in figures.values():
+            facts["times_the_generator"] = round(facts["rows_per_s"] / slowest, 1)
+        if "Ray Data" not in figures:
+            figures["Ray Data"] = "not installed: left out"
+        save("prepare", figures)
+
+
+# ---- waiting for batches ---------------------------------------------------------------------
+
+
+def run_once(url: str, shard: str, strategy: str, out: Path, **fields: Any) -> dict[str, Any]:
+    from paceline.job import Job
+    from paceline.launch.run import train
+
+    job = Job(
+        model="cnn-small",
+        data=url,
+        shard=shard,
+        epochs=1,
+        batch=128,
+        lr=0.05,
+        checkpoint_every="never",
+        **fields,
+    )
+    result = train(job, strategy, 2, out=out, force=True)
+    steps = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+    shares = {}
+    for worker, phases in result["phases"].items():
+        whole = sum(phases[name] for name in steps)
+        shares[worker] = {
+            "input_s": round(phases["input"], 4),
+            "step_s": round(whole, 4),
+            "input_share": round(phases["input"] / whole, 5),
+            **result["input"][worker],
+        }
+    return {
+        "samples": result["samples"],
+        "samples_per_s": result["samples_per_s"],
+        "val_acc": result["val_acc"],
+        "workers": shares,
+    }
+
+
+@contextlib.contextmanager
+def in_environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def wait(data_dir: Path | None, stores: list[str]) -> None:
+    from paceline.data.convert import convert
+    from stores import NotHere, run_hdfs, run_s3
+
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    figures: dict[str, Any] = known.get("wait", {}).get("figures", {})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in stores:
+            try:
+                with contextlib.ExitStack() as stack:
+                    if name == "disk":
+                        url, environment = str(folder / "mnist"), {}
+                    elif name == "s3":
+                        store = stack.enter_context(run_s3(folder / "s3"))
+                        url, environment = f"{store.url}/mnist", store.environment
+                    else:
+                        store = stack.enter_context(run_hdfs(folder / "hdfs", 2))
+                        url, environment = f"{store.url}/mnist", store.environment
+                    stack.enter_context(in_environment(environment))
+                    convert("mnist", url, files=8, data_dir=data_dir)
+                    for shard, strategy in (
+                        ("row_group", "allreduce"),
+                        ("sample", "allreduce"),
+                        ("row_group", "ps"),
+                    ):
+                        figures[f"{name}, {shard}, {strategy}"] = run_once(
+                            url, shard, strategy, folder / "run"
+                        )
+            except NotHere as error:
+                figures[name] = f"left out: {error}"
+    save("wait", figures)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+SHAPE = (3, 64, 64)
+ROW = 3 * 64 * 64
+
+
+def write_large(folder: Path, gigabytes: float, files: int = 8, group: int = 1024) -> int:
+    """Random pixels, which no compression makes smaller; written a row group at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    groups = max(files, round(gigabytes * 1e9 / (ROW * group)))
+    written = 0
+    for number in range(files):
+        schema = pa.schema([("image", pa.list_(pa.uint8(), ROW)), ("label", pa.int64())])
+        with pq.ParquetWriter(
+            folder / f"part-{number:02}.parquet", schema, compression="none", use_dictionary=False
+        ) as writer:
+            for _ in range(groups // files):
+                pixels = np.frombuffer(rng.bytes(group * ROW), np.uint8)
+                labels = rng.integers(0, 10, group)
+                column = pa.FixedSizeListArray.from_arrays(pa.array(pixels), ROW)
+                writer.write_table(pa.table({"image": column, "label": labels}), group)
+                written += group
+    return written
+
+
+def memory(gigabytes: float) -> None:
+    from paceline.job import Job
+    from paceline.launch.run import train
+
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_large(folder / "small", 0.05, files=1)
+        began = time.perf_counter()
+        rows = write_large(folder / "large", gigabytes)
+        figures["written_s"] = round(time.perf_counter() - began, 1)
+        size = sum(path.stat().st_size for path in (folder / "large").iterdir())
+        figures["large"] = {"rows": rows, "bytes": size}
+        for name, shard in (("small", "sample"), ("large", "row_group"), ("large", "file")):
+            job = Job(
+                model="mlp-128",
+                data=str(folder / name),
+                shape="x".join(map(str, SHAPE)),
+                shard=shard,
+                epochs=1,
+                batch=256,
+                lr=0.01,
+                checkpoint_every="never",
+                classes=10,
+                val_data=str(folder / "small"),
+            )
+            result = train(job, "allreduce", 2, out=folder / "run", force=True)
+            figures[f"{name}, {shard}"] = {
+                "peak_rss_bytes": result["peak_rss_bytes"],
+                "samples": result["samples"],
+                "samples_per_s": result["samples_per_s"],
+                "seconds": result["seconds"],
+                "input": result["input"],
+            }
+        base = figures["small, sample"]["peak_rss_bytes"]
+        for name in ("large, row_group", "large, file"):
+            figures[name]["above_small_bytes"] = figures[name]["peak_rss_bytes"] - base
+    save("memory", figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("prepare", "wait", "memory"))
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--gigabytes", type=float, default=4.2)
+    parser.add_argument("--stores", default="disk,hdfs,s3")
+    options = parser.parse_args()
+    if options.what == "prepare":
+        prepare(options.data_dir)
+    elif options.what == "wait":
+        wait(options.data_dir, options.stores.split(","))
+    else:
+        memory(options.gigabytes)
+
+
+if __name__ == "__main__":
+    main()

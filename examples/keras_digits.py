@@ -1,0 +1,32 @@
+"""An ordinary Keras script: nothing in it knows of Paceline.
+
+KERAS_BACKEND=torch python examples/keras_digits.py                        # one process
+paceline launch examples/keras_digits.py --strategy allreduce --workers 2  # the same on two
+"""
+
+import keras
+from keras import layers
+from sklearn.datasets import load_digits
+
+digits = load_digits()
+images = digits.images.astype("float32")[..., None] / 16
+x_train, y_train = images[:1500], digits.target[:1500]
+x_test, y_test = images[1500:], digits.target[1500:]
+
+model = keras.Sequential(
+    [
+        keras.Input(shape=(8, 8, 1)),
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.MaxPooling2D(2),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+        layers.Dense(10, activation="softmax"),
+    ]
+)
+model.compile(
+    optimizer=keras.optimizers.SGD(0.1),
+    loss="sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+model.fit(x_train, y_train, batch_size=50, epochs=5, validation_data=(x_test, y_test))
+model.save("digits.keras")

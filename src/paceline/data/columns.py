@@ -1,0 +1,146 @@
+"""Arrow columns as arrays: the buffers themselves wherever their layout allows, no loop over rows.
+
+| column | array of n rows |
+|---|---|
+| integers, floats, booleans | (n,) |
+| fixed-size lists, also nested, and fixed-shape tensors | (n, size, ...) |
+| lists of one length throughout | (n, length) |
+| binary of one length throughout | (n, length) bytes |
+| dense vectors as Spark stores them | (n, size) |
+| decimals | as float64 |
+
+A null is refused, or replaced by `fill` where that is given. Strings have no numbers to train on
+and are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class ColumnError(ValueError):
+    """What is wrong with a column, in words; `row` counts within what was converted."""
+
+    def __init__(self, text: str, row: int | None = None) -> None:
+        super().__init__(text)
+        self.row = row
+
+
+def to_array(column: Any, fill: float | None = None) -> Array:
+    """A pyarrow Array or ChunkedArray as one NumPy array; raises ColumnError."""
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks == 1:
+            return to_array(column.chunk(0), fill)
+        parts = []
+        before = 0
+        for chunk in column.chunks:
+            try:
+                parts.append(to_array(chunk, fill))
+            except ColumnError as error:
+                raise ColumnError(
+                    str(error), None if error.row is None else error.row + before
+                ) from None
+            before += len(chunk)
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise ColumnError("lists of unequal length")
+        return np.concatenate(parts) if parts else to_array(pa.array([], column.type), fill)
+    if isinstance(column, pa.ExtensionArray):
+        shape = getattr(column.type, "shape", None)
+        flat = to_array(column.storage, fill)
+        return flat.reshape(len(flat), *shape) if shape else flat
+    return _convert(column, fill)
+
+
+def _convert(column: Any, fill: float | None) -> Array:
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_dictionary(kind):
+        return to_array(column.dictionary_decode(), fill)
+    if types.is_struct(kind) and {"type", "values"} <= {field.name for field in kind}:
+        return _convert_vectors(column, fill)
+    nested = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
+    binary = types.is_binary(kind) or types.is_large_binary(kind)
+    if column.null_count:
+        if fill is None or nested or binary or types.is_fixed_size_binary(kind):
+            row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+            remedy = "" if nested or binary else ", or give a value to fill in"
+            raise ColumnError(f"a null: leave such rows out{remedy}", row)
+        if types.is_decimal(kind):
+            column = column.cast(pa.float64())
+        try:
+            column = column.fill_null(pa.scalar(fill).cast(column.type))
+        except pa.ArrowInvalid:
+            raise ColumnError(f"nulls of {kind} cannot be filled with {fill!r}") from None
+        return _convert(column, None)
+    if types.is_fixed_size_list(kind):
+        # `values` would ignore the offset of a slice; `flatten` does not, and copies nothing.
+        inner = _convert_inner(column, kind.list_size, fill)
+        return inner.reshape(len(column), kind.list_size, *inner.shape[1:])
+    if types.is_list(kind) or types.is_large_list(kind):
+        offsets = column.offsets.to_numpy()
+        length = _one_length(np.diff(offsets))
+        inner = _convert_inner(column, length, fill)
+        return inner.reshape(len(column), length, *inner.shape[1:])
+    if types.is_fixed_size_binary(kind):
+        width = kind.byte_width
+        start = column.offset * width
+        data = column.buffers()[1]
+        whole = np.frombuffer(data, np.uint8)[start : start + len(column) * width]
+        return whole.reshape(len(column), width)
+    if binary:
+        return _convert_binary(column, np.int64 if types.is_large_binary(kind) else np.int32)
+    if types.is_boolean(kind):
+        return np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.uint8)
+    if types.is_decimal(kind):
+        return np.asarray(column.cast(pa.float64()).to_numpy())
+    if types.is_integer(kind) or types.is_floating(kind):
+        return np.asarray(column.to_numpy())
+    raise ColumnError(f"of type {kind}, which has no numbers to train on")
+
+
+def _convert_inner(column: Any, length: int, fill: float | None) -> Array:
+    try:
+        return to_array(column.flatten(), fill)
+    except ColumnError as error:
+        raise ColumnError(
+            str(error), None if error.row is None else error.row // max(1, length)
+        ) from None
+
+
+def _convert_binary(column: Any, width: type[np.int32] | type[np.int64]) -> Array:
+    _, offsets, data = column.buffers()
+    size = np.dtype(width).itemsize
+    ends = np.frombuffer(offsets, width, count=len(column) + 1, offset=column.offset * size)
+    length = _one_length(np.diff(ends))
+    if not length:
+        return np.empty((len(column), 0), np.uint8)
+    whole = np.frombuffer(data, np.uint8)[int(ends[0]) : int(ends[-1])]
+    return whole.reshape(len(column), length)
+
+
+def _one_length(lengths: Array) -> int:
+    if len(lengths) == 0:
+        return 0
+    odd = lengths != lengths[0]
+    if odd.any():
+        row = int(np.argmax(odd))
+        raise ColumnError(
+            f"{int(lengths[row]):,} values where others have {int(lengths[0]):,}", row
+        )
+    return int(lengths[0])
+
+
+def _convert_vectors(column: Any, fill: float | None) -> Array:
+    sparse = to_array(column.field("type"), fill) != 1
+    if sparse.any():
+        raise ColumnError("a sparse vector: store dense ones", int(np.argmax(sparse)))
+    return to_array(column.field("values"), fill)

@@ -1,0 +1,76 @@
+"""The forms data comes in: how each is recognised, and who opens it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from paceline.data.places import File
+from paceline.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from paceline.data.blocks import Source, Wanted
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+@dataclass(frozen=True)
+class Format:
+    """`opener` is "module:function" of (files, wanted); suffixes are tried on lower-case names."""
+
+    opener: str
+    suffixes: tuple[str, ...]
+
+
+FORMATS: dict[str, Format] = {
+    "parquet": Format("parquet:open_parquet", (".parquet", ".pq")),
+    "tfrecord": Format(
+        "tfrecord:open_tfrecords",
+        (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
+    ),
+    "csv": Format("delimited:open_csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "idx": Format("fixed:open_idx", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")),
+    "cifar": Format("fixed:open_cifar", (".bin",)),
+    "images": Format("pictures:open_pictures", PICTURES),
+    "text": Format("lines:open_text", (".txt",)),
+}
+
+
+def check_format(name: str) -> str:
+    if name not in FORMATS:
+        raise UsageError(f"unknown format {name!r}: {nearest(name, FORMATS)}")
+    return name
+
+
+def guess_format(url: str, files: tuple[File, ...]) -> str:
+    """The format of files by their names; raises UsageError if there is none, or several."""
+    found = {_guess(file.name.lower()) for file in files}
+    if len(found) == 1:
+        (name,) = found
+        if name is not None:
+            return name
+    known = sorted(name for name in found if name is not None)
+    if len(known) > 1:
+        raise UsageError(
+            f"{url}: files of several formats ({', '.join(known)}): give a pattern such as "
+            f"'*{FORMATS[known[0]].suffixes[0]}', or --format"
+        )
+    raise UsageError(
+        f"{url}: {files[0].name} does not tell its format: give --format "
+        f"({', '.join(sorted(FORMATS))})"
+    )
+
+
+def _guess(name: str) -> str | None:
+    for known, form in FORMATS.items():
+        if name.endswith(form.suffixes):
+            return known
+    return None
+
+
+def open_source(form: str, files: tuple[File, ...], wanted: Wanted) -> Source:
+    module, function = FORMATS[check_format(form)].opener.split(":")
+    opener = getattr(import_module(f"paceline.data.{module}"), function)
+    source: Source = opener(files, wanted)
+    return source

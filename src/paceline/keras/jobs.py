@@ -1,0 +1,166 @@
+"""A compiled Keras model with its data as a Job, and a run's Keras model back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.errors import UsageError
+from paceline.job import Job, make_job
+from paceline.keras.backend import check_backend, import_keras
+from paceline.keras.feeding import as_array
+from paceline.keras.module import KerasModule
+from paceline.keras.translate import KerasSchedule, schedule_of, translate
+from paceline.telemetry.folder import KERAS
+
+
+def job(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    batch_size: int = 32,
+    epochs: int = 1,
+    validation_data: Any = None,
+    validation_split: float = 0.0,
+    test_data: Any = None,
+    **fields: Any,
+) -> Job:
+    """What `model.fit(x, y, ...)` would train, as a Job for every strategy.
+
+    The model must be compiled, with one input and one output; its optimizer, learning-rate
+    schedule, loss and regularisation are kept. `validation_data` and `test_data` are pairs
+    (x, y); `fields` are further fields of a Job (seed, until, checkpoint_every, ...). Raises
+    UsageError for what a Job cannot hold: a script with `model.fit` can do more.
+    """
+    keras = import_keras()
+    check_model(keras, model)
+    optimizer = translate(model.optimizer)
+    lr = float(model.optimizer.learning_rate)
+    schedule = schedule_of(model.optimizer)
+    if schedule is not None:
+        fields.setdefault("schedule", KerasSchedule(schedule, batch_size, lr))
+    loss = KerasLoss(keras, model.loss)
+    train = loss.prepare(x, y)
+    if validation_split and validation_data is None:
+        if not 0 < validation_split < 1:
+            raise UsageError(f"validation_split is {validation_split}: between 0 and 1 is needed")
+        # The last rows, as Keras has it.
+        cut = int(len(train[0]) * (1 - validation_split))
+        if not 0 < cut < len(train[0]):
+            raise UsageError(f"validation_split {validation_split} leaves nothing on one side")
+        train, validation_data = _cut(train, 0, cut), _cut(train, cut, len(train[0]))
+    elif validation_data is not None:
+        validation_data = loss.prepare(*_pair(validation_data, "validation_data"))
+    if test_data is not None:
+        test_data = loss.prepare(*_pair(test_data, "test_data"))
+    _build(model, train[0])
+    return make_job(
+        model=KerasModule(model),
+        data=(train, validation_data, test_data),
+        loss=loss,
+        optimizer=str(optimizer.spec),
+        lr=lr,
+        clip=optimizer.clip,
+        batch=batch_size,
+        epochs=epochs,
+        **fields,
+    )
+
+
+def load(folder: str | Path) -> Any:
+    """The trained Keras model of a finished run, compiled as it was."""
+    path = Path(folder) / KERAS
+    if not path.exists():
+        raise UsageError(f"{folder} has no {KERAS}: name the folder of a finished run of Keras")
+    return import_keras().models.load_model(str(path))
+
+
+def check_model(keras: Any, model: Any) -> None:
+    check_backend(keras)
+    if not isinstance(model, keras.Model):
+        raise UsageError(f"{type(model).__name__} is no Keras model: pass a compiled keras.Model")
+    if not model.compiled or model.optimizer is None:
+        raise UsageError("the Keras model is not compiled: call model.compile(...) first")
+
+
+def _build(model: Any, x: Any) -> None:
+    if not model.built:
+        model.build((None, *x.shape[1:]))
+    if not model.trainable_variables:
+        raise UsageError("the Keras model has no trainable weights: nothing to train")
+
+
+def _pair(given: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise UsageError(f"{what} must be a pair (x, y): for sample weights run a script with fit")
+    return given[0], given[1]
+
+
+def _cut(pair: tuple[Any, Any], lo: int, hi: int) -> tuple[Any, Any]:
+    return pair[0][lo:hi], pair[1][lo:hi]
+
+
+class KerasLoss:
+    """A Keras loss as a function of (output, target); travels as its configuration.
+
+    One-hot targets of categorical_crossentropy are kept as class numbers, so that right
+    predictions can be counted, and made one-hot again for the loss itself.
+    """
+
+    def __init__(self, keras: Any, loss: Any) -> None:
+        if isinstance(loss, dict | list | tuple):
+            raise UsageError("the model has several losses: run a script with model.fit instead")
+        made = keras.losses.get(loss)
+        if made is None:
+            raise UsageError("the model was compiled without a loss: name one in compile()")
+        self.name = getattr(made, "name", None) or getattr(made, "__name__", "loss")
+        self._sparse = self.name == "sparse_categorical_crossentropy"
+        self._one_hot = self.name == "categorical_crossentropy"
+        self._classes = 0
+        self._text = json.dumps(keras.saving.serialize_keras_object(made))
+        self._made: Any = made
+        self.__qualname__ = f"keras {self.name}"
+
+    def prepare(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Inputs and targets as a table takes them."""
+        if isinstance(x, dict | list | tuple) or isinstance(y, dict | list | tuple):
+            raise UsageError(
+                "a job takes one input array and one target array: "
+                "for several inputs or outputs run a script with model.fit"
+            )
+        x, y = as_array(x), as_array(y)
+        if (self._sparse or self._one_hot) and y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if self._one_hot and y.ndim == 2:
+            self._classes = y.shape[1]
+            whole = np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all()
+            if not whole:
+                raise UsageError(
+                    "targets of categorical_crossentropy are not one-hot: use kl_divergence"
+                )
+            y = y.argmax(1)
+        if self._sparse or self._one_hot:
+            y = y.astype(np.int64)
+        elif not np.issubdtype(y.dtype, np.floating):
+            y = y.astype(np.float32)
+        return x, y
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self._made is None:
+            keras = import_keras()
+            self._made = keras.losses.deserialize(json.loads(self._text))
+        if self._one_hot:
+            classes = self._classes or output.shape[-1]
+            target = torch.nn.functional.one_hot(target, classes).to(output.dtype)
+        elif target.dim() == output.dim() - 1 and not self._sparse:
+            target = target.unsqueeze(-1)
+        value: torch.Tensor = self._made(target, output)
+        return value.mean() if value.dim() else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}

@@ -1,0 +1,247 @@
+"""Spark as an engine: one barrier task a worker, started by a single DataFrame operation.
+
+`mapInArrow(..., barrier=True)` works in classic sessions and over Spark Connect alike; nothing of
+the JVM is touched where there is none.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SLOTS_S = 60.0
+"""Executors may still be registering; so long they are waited for."""
+LEAVE_S = 20.0
+"""Tasks end by themselves when a run is over; then they are cancelled."""
+MARK = "paceline says: "
+
+
+class OnLost(Protocol):
+    def __call__(self, index: int, why: str) -> None: ...
+
+
+class SparkEngine:
+    """Places on the executors of a session; without one, a session is opened and ended with the
+    run, at `master` or as Spark is set up."""
+
+    name = "spark"
+
+    def __init__(self, session: SparkSession | None = None, *, master: str | None = None) -> None:
+        self._given = session
+        self._master = master
+        self._session: SparkSession | None = session
+        self._job: BarrierJob | None = None
+
+    def find_address(self) -> str:
+        if self._session is None:
+            from paceline.spark.session import open_session
+
+            self._session = open_session(self._master)
+        check_session(self._session)
+        return driver_address(self._session)
+
+    def begin(self, tickets: list[str], on_lost: OnLost) -> None:
+        assert self._session is not None
+        wait_for_slots(self._session, len(tickets))
+
+        def lost(why: str) -> None:
+            for index in range(len(tickets)):
+                on_lost(index, why)
+
+        self._job = BarrierJob(self._session, len(tickets), make_place(tickets), lost)
+
+    def end(self) -> None:
+        if self._job is not None:
+            self._job.end()
+        if self._given is None and self._session is not None:
+            self._session.stop()
+
+
+def make_place(tickets: list[str]) -> Callable[[int], str]:
+    """What runs in a task. It travels by value: where Paceline is missing, it can still say so."""
+
+    def place(index: int) -> str:
+        import socket
+
+        try:
+            from paceline.worker.outpost import serve
+        except ModuleNotFoundError as error:
+            import sys
+
+            raise RuntimeError(
+                f"paceline says: package {error.name} is missing for {sys.executable} on executor "
+                f"{socket.gethostname()}: install paceline there, or set PYSPARK_PYTHON to "
+                "an environment that has it"
+            ) from None
+        try:
+            serve(tickets[index], socket.gethostname())
+        except Exception as error:
+            raise RuntimeError(
+                f"paceline says: executor {socket.gethostname()} cannot reach the driver "
+                f"({error}): open the driver's ports to the executors, or set spark.driver.host "
+                "to an address that they reach"
+            ) from None
+        return ""
+
+    return place
+
+
+class BarrierJob:
+    """`function(index)` in as many tasks at the same time, in a thread beside the caller."""
+
+    def __init__(
+        self,
+        session: SparkSession,
+        count: int,
+        function: Callable[[int], str],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._session = session
+        self._tag = f"paceline-{secrets.token_hex(4)}"
+        self._on_failure = on_failure
+        self._ending = False
+        self.results: list[str] | None = None
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(
+            target=self._run, args=(count, function), name=self._tag, daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, count: int, function: Callable[[int], str]) -> None:
+        try:
+            self._session.addTag(self._tag)
+            frame = self._session.range(0, count, 1, count)
+            rows = frame.mapInArrow(
+                make_task(function), "place long, answer string", barrier=True
+            ).collect()
+            self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["place"])]
+        except BaseException as error:
+            self.error = error
+            if not self._ending:
+                self._on_failure(explain(error))
+
+    def end(self) -> None:
+        self._ending = True
+        self.thread.join(LEAVE_S)
+        if self.thread.is_alive():
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._ending = True
+        self._session.interruptTag(self._tag)
+        self.thread.join(LEAVE_S)
+
+
+def make_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        assert context is not None
+        index = context.partitionId()
+        if context.attemptNumber() > 0:
+            raise RuntimeError("paceline says: a barrier task was started a second time")
+        answer = function(index)
+        yield pyarrow.RecordBatch.from_pydict({"place": [index], "answer": [answer]})
+
+    return task
+
+
+# ---- before ----------------------------------------------------------------------------------
+
+
+def setting(session: SparkSession, name: str, default: str | None = None) -> str | None:
+    value: str | None = session.conf.get(name, default)
+    return value
+
+
+def is_connect(session: SparkSession) -> bool:
+    return "connect" in type(session).__module__
+
+
+def check_session(session: SparkSession) -> None:
+    """Raises UsageError for settings under which workers cannot all run at the same time."""
+    if (setting(session, "spark.dynamicAllocation.enabled", "false") or "").lower() == "true":
+        raise UsageError(
+            "spark.dynamicAllocation.enabled is true: workers must all run at the same time, "
+            "so set it to false and ask for enough executors (spark.executor.instances)"
+        )
+
+
+def driver_address(session: SparkSession) -> str:
+    """This process as executors reach it."""
+    if is_connect(session):
+        host, port = _connect_server(session)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    host = setting(session, "spark.driver.host") or "127.0.0.1"
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        raise UsageError(
+            f"spark.driver.host {host} has no address: set it to one that executors reach"
+        ) from None
+
+
+def _connect_server(session: Any) -> tuple[str, int]:
+    where = str(session.client.host) if hasattr(session.client, "host") else "127.0.0.1"
+    host, _, port = where.removeprefix("sc://").partition(":")
+    return host or "127.0.0.1", int(port.split("/")[0]) if port else 15002
+
+
+def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_S) -> None:
+    """A barrier stage needs all its tasks at once; Spark itself would wait ten minutes."""
+    if is_connect(session):
+        return
+    context = session.sparkContext._jsc.sc()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        slots = int(context.maxNumConcurrentTasks(profile))
+        if slots >= needed:
+            return
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"{needed} workers need {needed} task slots at the same time, and the cluster has "
+                f"{slots}: ask for fewer workers, or for more executors or cores"
+            )
+        time.sleep(0.5)
+
+
+# ---- after -----------------------------------------------------------------------------------
+
+
+def explain(error: BaseException) -> str:
+    """Of Spark's pages of stack traces, the line that says what is wrong."""
+    text = str(error)
+    ours = re.search(re.escape(MARK) + r"(.+)", text)
+    if ours:
+        return ours.group(1).strip()
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", text)
+    if missing:
+        return (
+            f"package {missing.group(1)} is missing on the executors: install paceline there, or "
+            "set PYSPARK_PYTHON to an environment that has it"
+        )
+    gone = re.search(r"ExecutorLostFailure \((executor \S+) exited[^)]*\) Reason: ([^\n]+)", text)
+    if gone:
+        return f"{gone.group(1)} was lost: {gone.group(2).strip()}"
+    lost = re.search(r"(Executor|Worker|Task) \S+ (?:lost|is lost|from barrier)[^\n]*", text)
+    if lost:
+        return lost.group(0).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,232 @@
+"""PacelineEstimator: training as a stage of a pyspark.ml pipeline."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark import keyword_only
+from pyspark.ml.base import Estimator
+from pyspark.ml.param import Param, TypeConverters
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasLabelCol,
+    HasPredictionCol,
+    HasRawPredictionCol,
+    HasSeed,
+)
+from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
+
+from paceline.errors import UsageError
+from paceline.job import JobRef, hash_file
+from paceline.launch.distant import Luggage
+from paceline.launch.outposts import EngineLauncher
+from paceline.launch.project import read_project
+from paceline.launch.run import RunOptions, new_run_name, run_job
+from paceline.spark.engine import SparkEngine, setting
+from paceline.spark.materialize import FEATURES, LABEL, Wish, Written, materialize
+from paceline.spark.model import PacelineModel
+from paceline.spark.store import LocalCopy, as_store
+from paceline.spark.travel import pack
+from paceline.specs.strategy import read_strategy
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+CROSS_ENTROPY = "cross_entropy"
+TEXT, WHOLE, REAL = TypeConverters.toString, TypeConverters.toInt, TypeConverters.toFloat
+TRAINING: dict[str, tuple[Any, Any, str]] = {
+    # name: (converter, default, meaning); None stands for "not said"
+    "model": (TypeConverters.identity, "mlp-128", "a name, a function or class, or a Keras model"),
+    "strategy": (TEXT, "allreduce", "how the workers keep in step, as on the command line"),
+    "num_workers": (WHOLE, 2, "barrier tasks that train"),
+    "batch": (WHOLE, 128, "the global batch, shared by all workers"),
+    "epochs": (WHOLE, 10, "times through the training data"),
+    "optimizer": (TEXT, None, "e.g. sgd(momentum=0.9)"),
+    "lr": (REAL, None, "learning rate of the global batch"),
+    "schedule": (TEXT, None, "e.g. cosine(warmup=5%)"),
+    "clip": (REAL, None, "largest norm of the gradient"),
+    "loss": (
+        TypeConverters.identity,
+        CROSS_ENTROPY,
+        "a function of torch.nn.functional by name, or one of your own",
+    ),
+    "shape": (TEXT, None, "of a row of features, e.g. 1x28x28"),
+    "classes": (WHOLE, None, "number of classes; read off the labels if not said"),
+    "validation": (TypeConverters.identity, None, "a share of the rows, or a column of booleans"),
+    "until": (TEXT, None, "stop early, e.g. val_acc>=0.97"),
+    "patience": (WHOLE, None, "stop after so many epochs without a better val_loss"),
+    "store": (TEXT, None, "a folder or URL that driver and executors reach"),
+    "timeout": (REAL, 300.0, "seconds a worker may stay in one phase"),
+    "verbose": (WHOLE, 1, "0: no progress on the driver"),
+}
+JOB_FIELDS = ("batch", "epochs", "optimizer", "lr", "schedule", "clip", "until", "patience")
+
+
+class _TrainingParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasRawPredictionCol, HasSeed):
+    """The estimator's Params; the columns and the seed have the names that all of Spark has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (converter, default, meaning) in TRAINING.items():
+            setattr(self, name, Param(self, name, meaning, converter))
+            if default is not None:
+                self._setDefault(**{name: default})
+        self._setDefault(
+            featuresCol="features",
+            labelCol="label",
+            predictionCol="prediction",
+            rawPredictionCol="rawPrediction",
+            seed=0,
+        )
+
+    def told(self, name: str) -> Any:
+        """A Param's value, None where nothing is said."""
+        param = self.getParam(name)
+        return self.getOrDefault(param) if self.isDefined(param) else None
+
+
+class PacelineEstimator(
+    Estimator[PacelineModel],
+    _TrainingParams,
+    DefaultParamsReadable["PacelineEstimator"],
+    DefaultParamsWritable,
+):
+    """Trains a network on a DataFrame, in barrier tasks on the executors.
+
+        estimator = PacelineEstimator(model="cnn-small", strategy="switch(allreduce, ps, at=50%)",
+                                      num_workers=4, shape="1x28x28", store="hdfs://...")
+        model = estimator.fit(train)
+        model.transform(test)
+
+    The DataFrame's features and labels are written once to the store as Parquet, and read from
+    there by the workers. Raises UsageError before anything runs for what cannot be; RunFailed or
+    Diverged when the run ends early, as `paceline.train` does.
+    """
+
+    @keyword_only
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        self.setParams(**self._input_kwargs)
+
+    @keyword_only
+    def setParams(self, **params: Any) -> PacelineEstimator:  # noqa: N802
+        """Set several Params by name; None leaves one as it is."""
+        from paceline.errors import nearest
+
+        given = self._input_kwargs
+        for name in given:
+            if not self.hasParam(name):
+                known = [param.name for param in self.params]
+                raise UsageError(f"PacelineEstimator has no {name!r}: {nearest(name, known)}")
+        try:
+            self._set(**given)
+        except TypeError as error:
+            raise UsageError(f"PacelineEstimator: {error}") from None
+        return self
+
+    def write(self) -> Any:
+        for name in ("model", "loss"):
+            value = self.told(name)
+            if not isinstance(value, str):
+                raise UsageError(
+                    f"an estimator whose {name} is a {type(value).__name__} cannot be saved: name "
+                    "it as 'file.py:function' (a fitted model can be saved in any case)"
+                )
+        return super().write()
+
+    def _fit(self, dataset: DataFrame) -> PacelineModel:
+        session = dataset.sparkSession
+        strategy = read_strategy(self.told("strategy"))
+        workers = self.told("num_workers")
+        store = as_store(self.told("store"), setting(session, "spark.master") or "")
+        model, loss = self.told("model"), self.told("loss")
+        loss = None if loss == CROSS_ENTROPY else loss
+        written = materialize(dataset, self._wish(model, loss), store.url)
+        traveller = pack(model, loss, self._fields(written))
+        with tempfile.TemporaryDirectory(prefix="paceline-job-") as folder:
+            file = traveller.write(Path(folder))
+            luggage = Luggage(project=read_project(Path(folder)))
+            copy = LocalCopy(store, new_run_name(str(strategy)))
+            with copy as out:
+                result = self._train(
+                    JobRef(file=file, hash=hash_file(file)),
+                    strategy,
+                    RunOptions(
+                        out=out,
+                        workers=workers,
+                        timeout_s=self.told("timeout"),
+                        launcher=EngineLauncher(
+                            SparkEngine(session),
+                            workers,
+                            luggage,
+                            # What Spark counts a task for.
+                            threads=int(setting(session, "spark.task.cpus", "1") or 1),
+                        ),
+                    ),
+                )
+                weights = (out / "model.safetensors").read_bytes()
+        files = {**traveller.files, "model.safetensors": weights}
+        facts = {
+            "shape": list(self._shape(written)),
+            "classes": written.classes,
+            "result": result,
+            "run": copy.url,
+        }
+        fitted: PacelineModel = self._copyValues(PacelineModel(files, facts))
+        return fitted
+
+    def _train(self, job: JobRef, strategy: Any, options: RunOptions) -> dict[str, Any]:
+        from dataclasses import replace
+
+        from paceline.report.show import make_show
+
+        with make_show(str(strategy), quiet=not self.told("verbose")) as show:
+            return run_job(job, strategy, replace(options, show=show))
+
+    def _wish(self, model: Any, loss: Any) -> Wish:
+        validation = self.told("validation")
+        if isinstance(validation, int | float) and not 0 <= validation < 1:
+            raise UsageError(f"validation is {validation}: a share in [0, 1) or a column is needed")
+        keras_loss = getattr(model, "loss", None) if not isinstance(model, str) else None
+        integer = loss is None or loss == "nll_loss"
+        if keras_loss is not None:
+            name = keras_loss if isinstance(keras_loss, str) else getattr(keras_loss, "name", "")
+            integer = str(name).endswith("categorical_crossentropy")
+        return Wish(
+            features=self.getFeaturesCol(),
+            label=self.getLabelCol(),
+            integer_label=integer,
+            validation=validation,
+            seed=self.getSeed(),
+        )
+
+    def _shape(self, written: Written) -> tuple[int, ...]:
+        from math import prod
+
+        from paceline.data.pipeline import read_shape
+
+        text = self.told("shape")
+        shape = tuple(read_shape(text)) if text else (written.width,)
+        if prod(shape) != written.width:
+            raise UsageError(
+                f"shape {text} has {prod(shape)} numbers, features have {written.width}"
+            )
+        return shape
+
+    def _fields(self, written: Written) -> dict[str, Any]:
+        """The job's fields as JSON has them."""
+        shape = self._shape(written)
+        fields = {name: self.told(name) for name in JOB_FIELDS}
+        fields |= {
+            "data": f"{written.train}/*.parquet",
+            "val_data": f"{written.val}/*.parquet" if written.val else None,
+            "features": FEATURES,
+            "label": LABEL,
+            "format": "parquet",
+            "shape": "x".join(map(str, shape)),
+            "classes": self.told("classes") or written.classes,
+            "seed": self.getSeed(),
+        }
+        return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,157 @@
+"""PacelineModel: a trained network as a Transformer that adds predictions to a DataFrame."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml.base import Model
+from pyspark.ml.param.shared import HasFeaturesCol, HasPredictionCol, HasRawPredictionCol
+from pyspark.ml.util import (
+    DefaultParamsReader,
+    DefaultParamsWriter,
+    MLReadable,
+    MLReader,
+    MLWritable,
+    MLWriter,
+)
+
+from paceline.errors import UsageError
+from paceline.spark.materialize import as_array
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pyspark.sql import DataFrame
+
+FACTS = "facts.json"
+
+
+class PacelineModel(
+    Model,
+    HasFeaturesCol,
+    HasPredictionCol,
+    HasRawPredictionCol,
+    MLReadable["PacelineModel"],
+    MLWritable,
+):
+    """What `fit` returns. `result` is the run's `result.json`, `run` the run folder's place."""
+
+    def __init__(self, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+        super().__init__()
+        self._files = files
+        self._facts = facts
+        self._setDefault(
+            featuresCol="features", predictionCol="prediction", rawPredictionCol="rawPrediction"
+        )
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return dict(self._facts["result"])
+
+    @property
+    def run(self) -> str:
+        return str(self._facts["run"])
+
+    @property
+    def torch_module(self) -> Any:
+        """The network itself, on the driver."""
+        return load_predictor(self._files, self._facts)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """`prediction`: the class, or the value of a regression; `rawPrediction`: all outputs."""
+        from pyspark.ml.functions import array_to_vector
+        from pyspark.sql import functions as F
+        from pyspark.sql.types import ArrayType, FloatType
+
+        predict: Any = F.pandas_udf(
+            make_predict(self._files, self._facts), returnType=ArrayType(FloatType())
+        )
+        hidden = "__paceline_output"
+        made = dataset.withColumn(hidden, predict(as_array(dataset, self.getFeaturesCol())))
+        if self._facts["classes"] is not None:
+            # The first of the largest, as argmax has it; Spark's arrays count from 1.
+            best = F.array_position(hidden, F.array_max(hidden)) - 1
+        else:
+            best = F.element_at(hidden, 1)
+        made = made.withColumn(self.getPredictionCol(), best.cast("double"))
+        if self.getRawPredictionCol():
+            raw = array_to_vector(F.col(hidden).cast("array<double>"))
+            made = made.withColumn(self.getRawPredictionCol(), raw)
+        return made.drop(hidden)
+
+    def write(self) -> MLWriter:
+        return _Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[PacelineModel]:
+        return _Reader(cls)
+
+
+def make_predict(
+    files: dict[str, bytes], facts: dict[str, Any]
+) -> Callable[[Iterator[pd.Series[Any]]], Iterator[pd.Series[Any]]]:
+    import pandas as pd
+
+    def predict(batches: Iterator[pd.Series]) -> Iterator[pd.Series]:
+        import numpy as np
+        import torch
+
+        module = load_predictor(files, facts)
+        shape = facts["shape"]
+        with torch.no_grad():
+            for batch in batches:
+                if not len(batch):
+                    yield pd.Series([], dtype=object)
+                    continue
+                rows = np.stack(batch.to_numpy()).astype("float32").reshape(-1, *shape)
+                output = module(torch.from_numpy(rows)).reshape(len(rows), -1)
+                yield pd.Series(list(output.float().numpy()))
+
+    # The form of a pandas UDF is read from its types, and names in strings would not be found.
+    predict.__annotations__ = {"batches": Iterator[pd.Series], "return": Iterator[pd.Series]}
+    return predict
+
+
+def load_predictor(files: dict[str, bytes], facts: dict[str, Any]) -> Any:
+    import tempfile
+    from pathlib import Path
+
+    from paceline.spark.travel import build_trained
+
+    with tempfile.TemporaryDirectory(prefix="paceline-model-") as folder:
+        return build_trained(files, Path(folder), tuple(facts["shape"]), facts["classes"])
+
+
+class _Writer(MLWriter):
+    """Metadata as all of Spark has it; files as rows of Parquet, so that any store will do."""
+
+    def __init__(self, model: PacelineModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def saveImpl(self, path: str) -> None:  # noqa: N802
+        session = self.sparkSession
+        DefaultParamsWriter.saveMetadata(self._model, path, session)
+        files = {**self._model._files, FACTS: json.dumps(self._model._facts).encode()}
+        rows = [(name, bytearray(data)) for name, data in files.items()]
+        frame = session.createDataFrame(rows, "name string, data binary")
+        frame.coalesce(1).write.mode("overwrite").parquet(f"{path}/files")
+
+
+class _Reader(MLReader[PacelineModel]):
+    def __init__(self, cls: type[PacelineModel]) -> None:
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> PacelineModel:
+        session = self.sparkSession
+        metadata = DefaultParamsReader.loadMetadata(path, session)
+        rows = session.read.parquet(f"{path}/files").collect()
+        files = {row["name"]: bytes(row["data"]) for row in rows}
+        if FACTS not in files:
+            raise UsageError(f"{path} holds no model that PacelineModel has saved")
+        model = self._cls(files, json.loads(files.pop(FACTS)))
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model

@@ -1,0 +1,165 @@
+"""What an engine runs on its machines for us: calls back, and runs the programs it is told to.
+
+An engine (Ray, Spark, later others) can start a Python function somewhere; that is all that is
+asked of it: `serve(ticket)` in as many places as there are workers. From there on the supervisor
+speaks to the place as it does to a machine over SSH: programs, bytes in, bytes out. When the
+connection ends, or the supervisor falls silent, every program is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+from paceline.comm.wire import Channel
+from paceline.errors import PacelineError
+
+BEAT_S = 2.0
+SILENT_S = 10.0
+"""A side that hears nothing from the other for so long gives it up."""
+MAX_PART = 1 << 20
+CHUNK = 1 << 16
+CALL_S = 60.0
+END_S = 8.0
+"""Programs end themselves when their input does; this is how long they may take."""
+
+
+def make_ticket(host: str, port: int, token: str, index: int) -> str:
+    """What `serve` needs; it holds a token, so it travels only inside the engine."""
+    return json.dumps({"host": host, "port": port, "token": token, "index": index})
+
+
+def serve(ticket: str, node: str = "") -> None:
+    """Call the supervisor and do as it says, until it says that all is over or is gone."""
+    told = json.loads(ticket)
+    channel = Channel.connect(
+        told["host"], told["port"], token=told["token"], peer="the supervisor", timeout_s=CALL_S
+    )
+    channel.set_timeout(SILENT_S)
+    outpost = _Outpost(channel)
+    outpost.send(
+        {
+            "index": told["index"],
+            "address": channel.local_address,
+            "hostname": socket.gethostname(),
+            "node": node,
+            "python": sys.executable,
+            "pid": os.getpid(),
+        }
+    )
+    try:
+        outpost.obey()
+    except PacelineError:
+        pass  # The supervisor is gone: whoever asked for the run knows.
+    finally:
+        outpost.end()
+
+
+class _Outpost:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._programs: dict[int, subprocess.Popen[bytes]] = {}
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def send(self, head: dict[str, Any]) -> None:
+        with self._lock:
+            self._channel.send(head)
+
+    def obey(self) -> None:
+        while True:
+            head, _ = self._channel.receive()
+            do = head["do"]
+            if do == "leave":
+                return
+            if do == "open":
+                self._start(head["id"], head["argv"])
+            elif do in ("in", "eof", "kill"):
+                self._pass_on(do, self._programs.get(head["id"]), head)
+
+    def _pass_on(self, do: str, program: subprocess.Popen[bytes] | None, head: Any) -> None:
+        if program is None or program.stdin is None:
+            return
+        try:
+            if do == "in":
+                program.stdin.write(head["data"])
+                program.stdin.flush()
+            elif do == "eof":
+                program.stdin.close()
+            else:
+                _kill(program)
+        except (OSError, ValueError):
+            pass  # It has ended: its status is on the way.
+
+    def _start(self, number: int, argv: list[str]) -> None:
+        argv = [os.path.expanduser(argv[0]), *argv[1:]]
+        try:
+            program = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.send({"id": number, "end": None, "why": f"{argv[0]}: {error.strerror}"})
+            return
+        self._programs[number] = program
+        threading.Thread(target=self._watch, args=(number, program), daemon=True).start()
+
+    def _watch(self, number: int, program: subprocess.Popen[bytes]) -> None:
+        def pump(kind: str, stream: IO[bytes]) -> None:
+            read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
+            while piece := read(CHUNK):
+                self.send({"id": number, kind: piece})
+
+        assert program.stdout is not None
+        assert program.stderr is not None
+        try:
+            aside = threading.Thread(target=pump, args=("err", program.stderr), daemon=True)
+            aside.start()
+            pump("out", program.stdout)
+            aside.join()
+            self.send({"id": number, "end": program.wait(), "why": ""})
+        except PacelineError:
+            pass  # Nobody listens any more; `end` sees to the rest.
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            try:
+                self.send({"beat": True})
+            except PacelineError:
+                return
+
+    def end(self) -> None:
+        self._over.set()
+        for program in self._programs.values():
+            try:
+                assert program.stdin is not None
+                program.stdin.close()
+            except OSError:
+                pass
+        deadline = time.monotonic() + END_S
+        for program in self._programs.values():
+            try:
+                program.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(program)
+                program.wait()
+        self._channel.close()
+
+
+def _kill(program: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(program.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,166 @@
+"""A real Ray cluster of two nodes: the same job to the same result, and a node that goes away."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import RunCli, StartCli, read_events, read_result, wait_until
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install 'paceline[ray]' to test it",
+)
+CLUSTER = Path(__file__).parent / "scripts" / "ray_cluster.py"
+START_S = 120.0
+RUN_S = 170.0
+OPTIONS = ("--seed", "3", "--batch", "64", "--dtype", "float64", "--threads", "1")
+
+
+@dataclass
+class Cluster:
+    address: str
+    process: subprocess.Popen[str]
+
+    def remove_node(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("remove\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == "removed"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, no_leaks: None) -> Iterator[Cluster]:
+    with (tmp_path / "cluster.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(CLUSTER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=tmp_path,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address, (tmp_path / "cluster.log").read_text()
+        yield Cluster(address, process)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.timeout(400)
+def test_same_job_to_the_same_result(cluster: Cluster, run_cli: RunCli, tmp_path: Path) -> None:
+    args = ("train", "--epochs", "2", *OPTIONS)
+    ray = ("--engine", "ray", "--address", cluster.address)
+    there = run_cli(*args, *ray, "--out", "there", timeout=RUN_S)
+    assert there.code == 0, there.stderr
+    here = run_cli(*args, "--out", "here")
+    assert here.code == 0, here.stderr
+    mine, theirs = (load_file(tmp_path / p / "model.safetensors") for p in ("here", "there"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    results = [read_result(tmp_path / place) for place in ("here", "there")]
+    assert set(results[0]) == set(results[1])
+    for name in ("status", "samples", "updates", "val_loss", "val_acc", "test_loss", "test_acc"):
+        assert results[0][name] == results[1][name], name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ps(sync=bsp)", "switch(allreduce, ps, at=50%)"])
+def test_strategies_with_servers(
+    cluster: Cluster, run_cli: RunCli, tmp_path: Path, strategy: str
+) -> None:
+    ray = ("--engine", "ray", "--address", cluster.address)
+    done = run_cli(
+        "train", "--epochs", "2", *OPTIONS, *ray, "--strategy", strategy, "--out", "run",
+        timeout=RUN_S,
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert read_result(tmp_path / "run")["servers"] > 0
+
+
+PROGRAM = """
+import sys
+from paceline import Job, train
+from paceline.ray import RayLauncher
+
+launcher = RayLauncher(workers=1, address=sys.argv[1], server_places=1)
+result = train(Job(epochs=1, batch=64), "ps", out="run", launcher=launcher)
+print(result["status"], result["workers"], result["servers"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_from_python_with_a_server_in_a_place_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, cluster.address],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done", "1", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_removed_node_is_named(cluster: Cluster, start_cli: StartCli, tmp_path: Path) -> None:
+    ray = ("--engine", "ray", "--address", cluster.address)
+    command = start_cli("train", "--epochs", "100000", *OPTIONS, *ray, "--out", "run")
+
+    def trains() -> bool:
+        if command.ended():
+            pytest.fail(command.so_far())
+        return any(event["kind"] == "steps" for event in read_events(tmp_path / "run", "worker-1"))
+
+    wait_until(trains, "it trains on both nodes", RUN_S)
+    cluster.remove_node()
+    began = time.monotonic()
+    done = command.wait(30)
+    assert done.code == 1, done.stderr
+    assert "Ray node " in done.last_line, done.stderr
+    assert "was lost" in done.last_line, done.stderr
+    assert time.monotonic() - began < 20
+    assert read_result(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_too_many_workers_are_told_at_once(
+    cluster: Cluster, run_cli: RunCli, tmp_path: Path
+) -> None:
+    ray = ("--engine", "ray", "--address", cluster.address, "--workers", "3")
+    done = run_cli("train", *OPTIONS, *ray, "--out", "run", timeout=RUN_S)
+    assert done.code == 2, done.stderr
+    assert "3 places of 1 CPU are asked for, the Ray cluster has 2 in all" in done.last_line
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_cluster_is_told(run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli(
+        "train", *OPTIONS, "--engine", "ray", "--address", "127.0.0.1:1", "--out", "run",
+        timeout=RUN_S,
+    )  # fmt: skip
+    assert done.code == 2, done.stderr
+    assert "no Ray cluster is reached at 127.0.0.1:1" in done.last_line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,259 @@
+"""Paceline's own jobs on the machines of a pool: over real SSH, and `localhost` without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from conftest import RunCli, StartCli, read_result, wait_until
+from lab import Lab
+from paceline.telemetry.folder import read_events
+
+JOB = """\
+from parts import EPOCHS
+from paceline import Job
+
+def job():
+    return Job(epochs=EPOCHS, batch=96, seed=3, dtype="float64")
+"""
+LIMIT_S = 15.0
+"""A lost machine ends the job within this."""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    (folder / "job.py").write_text(JOB)
+    (folder / "parts.py").write_text("EPOCHS = 2\n")
+    (folder / ".pacelineignore").write_text("")
+    return folder
+
+
+def write_local_pool(path: Path, **more: Any) -> Path:
+    path.write_text(yaml.safe_dump({"hosts": [{"host": "localhost", "cores": 2, **more}]}))
+    return path
+
+
+# ---- without SSH -----------------------------------------------------------------------------
+
+
+def test_localhost_needs_no_ssh_and_history_recalibrates(
+    run_cli: RunCli, project: Path, tmp_path: Path
+) -> None:
+    """The pool says 1 GFLOP/s; after one run the plan knows what a step really takes."""
+    pool = write_local_pool(tmp_path / "pool.yaml", gflops=0.001)
+    errors = []
+    for number in (1, 2):
+        out = tmp_path / f"run{number}"
+        args = ("--pool", pool, "--strategy", "auto", "--out", out, "--quiet")
+        done = run_cli("train", project / "job.py", *args)
+        assert done.code == 0, done.stderr
+        assert "plan: use one machine, localhost" in done.stdout
+        assert "predicted" in done.stdout
+        assert "actual" in done.stdout
+        found = read_result(out)["predicted"]
+        low, high = found["seconds_interval"]
+        assert low < found["seconds"] < high
+        errors.append(abs(found["step_s"] / found["actual_step_s"] - 1))
+    assert "corrected by 1 earlier runs of this model" in done.stdout
+    assert errors[0] > 10, "a pool that is a thousand times wrong"
+    assert errors[1] < 2
+    lines = (tmp_path / "pool.history.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0])["machines"] == ["localhost"]
+
+
+def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
+    pool = write_local_pool(tmp_path / "pool.yaml")
+    (tmp_path / "pool.history.jsonl").write_text("{}\n")
+    done = run_cli("train", "--pool", pool, "--strategy", "auto", "--out", tmp_path / "run")
+    assert done.code == 2
+    assert "pool.history.jsonl, line 1 is no record of a run" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--pool", "POOL", "--workers", "2"], "--pool and --workers exclude each other"),
+        (["--select", "gpu"], "--select needs --pool"),
+        (["--servers-on", "x"], "--servers-on needs --pool"),
+        (["--strategy", "auto"], "--strategy auto needs --pool"),
+        (["--venv"], "--venv needs --pool or --engine"),
+        (["--pool", "POOL", "--servers-on", "x"], "--servers-on x: the pool has no such machine"),
+        (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine of the pool has a GPU"),
+        (["--pool", "POOL", "--venv"], "--venv needs --project"),
+        (
+            ["--pool", "POOL", "--select", "auto", "--batch-per-worker", "8"],
+            "--select auto needs --batch",
+        ),
+        (["--engine", "sparkle"], "--engine sparkle"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    run_cli: RunCli, tmp_path: Path, args: list[str], told: str
+) -> None:
+    pool = write_local_pool(tmp_path / "pool.yaml")
+    given = [str(pool) if arg == "POOL" else arg for arg in args]
+    done = run_cli("train", *given, "--out", tmp_path / "run")
+    assert done.code == 2, done.stderr
+    assert told in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---- over SSH --------------------------------------------------------------------------------
+
+
+ONE = ("--threads", "1")
+"""The machines of the lab share this one's cores, and would each take all of them."""
+
+
+def write_pool(lab: Lab, tmp_path: Path, **changes: Any) -> Path:
+    return lab.write_pool(tmp_path / "pool.yaml", all={"python": sys.executable}, **changes)
+
+
+def all_gone(lab: Lab) -> bool:
+    return not lab.find_left()
+
+
+def find_hosts(out: Path, workers: int) -> list[str]:
+    return [next(read_events(out / "events" / f"worker-{k}.jsonl"))["host"] for k in range(workers)]
+
+
+def test_job_file_on_three_machines_trains_as_here(
+    lab: Lab, run_cli: RunCli, project: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "there"
+    pool = write_pool(lab, tmp_path)
+    done = run_cli("train", project / "job.py", "--pool", pool, "--out", out, *ONE)
+    assert done.code == 0, done.stderr
+    assert find_hosts(out, 3) == [machine.namespace for machine in lab.machines]
+    assert "predicted" in done.stdout
+    assert all_gone(lab)
+    here = tmp_path / "here"
+    again = run_cli("train", project / "job.py", "--workers", "3", "--out", here, *ONE)
+    assert again.code == 0, again.stderr
+    mine, theirs = load_file(here / "model.safetensors"), load_file(out / "model.safetensors")
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert set(read_result(here)) == set(read_result(out))
+
+
+def test_servers_on_a_machine_of_their_own(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path
+) -> None:
+    (project / "parts.py").write_text("EPOCHS = 10\n")
+    server = lab.machines[2]
+    pool = write_pool(lab, tmp_path, h3={"gpus": [{"count": 1}]})
+    out = tmp_path / "run"
+    command = start_cli(
+        *("train", project / "job.py", "--pool", pool, "--select", "cpu", "--out", out),
+        *("--strategy", "ps(sync=bsp)", "--servers-on", server.name, *ONE),
+    )
+    wait_until(
+        lambda: any("paceline.worker" in line for line in server.commands()),
+        "a server runs on the third machine",
+        60,
+    )
+    done = command.wait(90)
+    assert done.code == 0, done.stderr
+    assert f"parameters are served on {server.name}" in done.stderr
+    assert find_hosts(out, 2) == [machine.namespace for machine in lab.machines[:2]]
+    assert read_result(out)["workers"] == 2
+    assert all_gone(lab)
+
+
+def test_planned_run_leaves_the_slow_machine_out(
+    lab: Lab, run_cli: RunCli, project: Path, tmp_path: Path
+) -> None:
+    slow = {"gflops": 0.0001}
+    pool = write_pool(lab, tmp_path, h1={"gflops": 0.01}, h2={"gflops": 0.01}, h3=slow)
+    out = tmp_path / "run"
+    args = ("--pool", pool, "--select", "auto", "--strategy", "auto", "--out", out)
+    done = run_cli("train", project / "job.py", *args, *ONE)
+    assert done.code == 0, done.stderr
+    assert f"left out: {lab.machines[2].name}" in done.stdout
+    result = read_result(out)
+    assert result["workers"] == 2
+    assert result["predicted"]["actual_step_s"] > 0
+    assert (
+        json.loads((tmp_path / "pool.history.jsonl").read_text())["strategy"]
+        == (result["strategy"])
+    )
+
+
+@pytest.mark.parametrize("how", ["power", "cable"])
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_lost_machine_ends_the_job_and_is_named(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, how: str, strategy: str
+) -> None:
+    (project / "parts.py").write_text("EPOCHS = 100000\n")
+    pool = write_pool(lab, tmp_path)
+    out = tmp_path / "run"
+    command = start_cli(
+        *("train", project / "job.py", "--pool", pool, "--out", out, "--strategy", strategy, *ONE)
+    )
+    events = out / "events" / "worker-1.jsonl"
+    wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "it trains", 90)
+    victim = lab.machines[1]
+    if how == "power":
+        victim.kill()
+    else:
+        victim.cut_off()
+    began = time.monotonic()
+    try:
+        done = command.wait(LIMIT_S + 10)
+        took = time.monotonic() - began
+        assert done.code == 1, done.stderr
+        assert f"host {victim.name} was lost" in done.last_line, done.stderr
+        assert took < LIMIT_S, done.stderr
+        wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
+    finally:
+        victim.cut_off(cut=False)
+        if how == "power":
+            victim.start()
+    assert read_result(out)["status"] == "failed"
+
+
+def test_ctrl_c_leaves_nothing(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path
+) -> None:
+    (project / "parts.py").write_text("EPOCHS = 100000\n")
+    out = tmp_path / "run"
+    command = start_cli(
+        "train", project / "job.py", "--pool", write_pool(lab, tmp_path), "--out", out
+    )
+    events = out / "events" / "worker-0.jsonl"
+    wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "it trains", 90)
+    os.kill(command.pid, signal.SIGINT)
+    done = command.wait(30)
+    assert done.code == 130, done.stderr
+    assert read_result(out)["status"] == "cancelled"
+    wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
+
+
+def test_missing_packages_are_named_with_their_remedy(
+    lab: Lab, run_cli: RunCli, tmp_path: Path
+) -> None:
+    pool = lab.write_pool(tmp_path / "pool.yaml", h1={"python": "/usr/bin/python3"})
+    document = yaml.safe_load(pool.read_text())
+    for host in document["hosts"][1:]:
+        host["python"] = sys.executable
+    pool.write_text(yaml.safe_dump(document))
+    done = run_cli("train", "--pool", pool, "--out", tmp_path / "run")
+    assert done.code == 1
+    last = done.last_line
+    assert f"host {lab.machines[0].name}: " in last
+    assert "is not installed for" in last or "there and" in last
+    assert "pip install" in last
+    assert all_gone(lab)
