@@ -204,3 +204,15 @@ def test_no_other_choice_computes_more_in_step(speeds: list[float]) -> None:
     for size in range(1, len(speeds) + 1):
         best = size * sorted(speeds, reverse=True)[size - 1]
         assert together >= best * (1 - 1e-12)
+
+
+def test_a_strategy_for_several_is_not_answered_with_one() -> None:
+    """Exchanging over such a link costs more than it saves."""
+    slow = Link(mbit_s=0.1, latency_ms=100)
+    machines = Machines(make_pool(1e-4, 1e-4, 1e-4, link=slow), WORK)
+    wish = read_wish("time", None, None)
+    assert len(search(machines, wish, ["allreduce"]).chosen.machines) == 1
+    several = search(machines, wish, ["allreduce"], may_be_alone=False)
+    assert len(several.chosen.machines) == 2
+    only = Machines(make_pool(1e-4), WORK)
+    assert search(only, wish, ["allreduce"], may_be_alone=False).chosen.machines == (0,)

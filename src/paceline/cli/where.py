@@ -219,7 +219,7 @@ def plan_job(
         if not choosing:
             found = search_strategy(machines, wish)
         elif strategy is not None:
-            found = search(machines, wish, [str(strategy)])
+            found = search(machines, wish, [str(strategy)], may_be_alone=_may_be_alone(strategy))
         else:
             found = search(machines, wish)
         best = found.chosen
@@ -233,6 +233,14 @@ def plan_job(
         plain=plain,
         earlier=earlier,
     )
+
+
+def _may_be_alone(strategy: Strategy) -> bool:
+    try:
+        strategy.check_workers(1)
+    except UsageError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,8 @@ def recalibrate(pool: Pool, work: Workload, records: Sequence[Record]) -> Machin
 
 def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[Record]) -> Host:
     """Scale what the model says of this machine to what it took, at the shares it had."""
+    if not any(done.host == host.host for record in records for done in record.work):
+        return host
     base = compute_on(host, work, pool)
     ratios = [
         done.busy_s / base.step_s(done.samples)
@@ -109,8 +111,6 @@ def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[Record]) 
         for done in record.work
         if done.host == host.host
     ][-LAST:]
-    if not ratios:
-        return host
     factor = statistics.median(ratios) * host.speed
     cost = StepCost(
         fixed_s=base.fixed_s * factor,
