@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -54,9 +55,9 @@ def write_local_pool(path: Path, **more: Any) -> Path:
 def test_localhost_needs_no_ssh_and_history_recalibrates(
     run_cli: RunCli, project: Path, tmp_path: Path
 ) -> None:
-    """The pool says 1 GFLOP/s; after one run the plan knows what a step really takes."""
+    """The pool is a thousand times wrong; after one run the plan knows what a step takes."""
     pool = write_local_pool(tmp_path / "pool.yaml", gflops=0.001)
-    errors = []
+    steps = []
     for number in (1, 2):
         out = tmp_path / f"run{number}"
         args = ("--pool", pool, "--strategy", "auto", "--out", out, "--quiet")
@@ -68,10 +69,11 @@ def test_localhost_needs_no_ssh_and_history_recalibrates(
         found = read_result(out)["predicted"]
         low, high = found["seconds_interval"]
         assert low < found["seconds"] < high
-        errors.append(abs(found["step_s"] / found["actual_step_s"] - 1))
-    assert "corrected by 1 earlier runs of this model" in done.stdout
-    assert errors[0] > 10, "a pool that is a thousand times wrong"
-    assert errors[1] < 2
+        steps.append((found["step_s"], found["actual_step_s"]))
+    assert "corrected by an earlier run of this model" in done.stdout
+    (said, took), (said_next, _) = steps
+    # Not beside the second run, which may find the machine busier: beside what was learnt from.
+    assert abs(math.log(said_next / took)) < 0.5 * abs(math.log(said / took))
     lines = (tmp_path / "pool.history.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0])["machines"] == ["localhost"]
