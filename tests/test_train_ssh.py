@@ -198,8 +198,15 @@ def test_planned_run_leaves_the_slow_machine_out(
     )
 
 
-@pytest.mark.parametrize("how", ["power", "cable"])
-@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("allreduce", "cable"),
+        ("ps", "power"),
+        pytest.param("allreduce", "power", marks=pytest.mark.slow),
+        pytest.param("ps", "cable", marks=pytest.mark.slow),
+    ],
+)
 def test_lost_machine_ends_the_job_and_is_named(
     lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, how: str, strategy: str
 ) -> None:
@@ -231,7 +238,9 @@ def test_lost_machine_ends_the_job_and_is_named(
     assert read_result(out)["status"] == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_ended_supervisor_leaves_nothing(
     lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
