@@ -111,6 +111,17 @@ def test_exchanging_is_corrected_for_each_strategy_by_itself() -> None:
     assert predict(taught, [0], "single") == predict(plain, [0], "single")
 
 
+def test_what_a_step_takes_beside_computing_is_learnt_for_one_machine_too() -> None:
+    import dataclasses
+
+    pool = make_pool(1e-3, 1e-3)
+    record = dataclasses.replace(play(pool, "single", ("h0",)), step_s=0.25)
+    machines = recalibrate(pool, WORK, [record])
+    assert predict(machines, [0], "single") == pytest.approx(0.25)
+    plain = recalibrate(pool, WORK, [])
+    assert predict(machines, [0, 1], "allreduce") == predict(plain, [0, 1], "allreduce")
+
+
 def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
     said, slow = make_pool(1e-3, 1e-3), make_pool(5e-3, 5e-3)
     import dataclasses
