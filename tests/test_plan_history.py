@@ -111,6 +111,17 @@ def test_exchanging_is_corrected_for_each_strategy_by_itself() -> None:
     assert predict(taught, [0], "single") == predict(plain, [0], "single")
 
 
+def test_what_a_step_takes_beside_computing_is_learnt_for_one_machine_too() -> None:
+    import dataclasses
+
+    pool = make_pool(1e-3, 1e-3)
+    record = dataclasses.replace(play(pool, "single", ("h0",)), step_s=0.25)
+    machines = recalibrate(pool, WORK, [record])
+    assert predict(machines, [0], "single") == pytest.approx(0.25)
+    plain = recalibrate(pool, WORK, [])
+    assert predict(machines, [0, 1], "allreduce") == predict(plain, [0, 1], "allreduce")
+
+
 def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
     said, slow = make_pool(1e-3, 1e-3), make_pool(5e-3, 5e-3)
     import dataclasses
@@ -204,3 +215,15 @@ def test_no_other_choice_computes_more_in_step(speeds: list[float]) -> None:
     for size in range(1, len(speeds) + 1):
         best = size * sorted(speeds, reverse=True)[size - 1]
         assert together >= best * (1 - 1e-12)
+
+
+def test_a_strategy_for_several_is_not_answered_with_one() -> None:
+    """Exchanging over such a link costs more than it saves."""
+    slow = Link(mbit_s=0.1, latency_ms=100)
+    machines = Machines(make_pool(1e-4, 1e-4, 1e-4, link=slow), WORK)
+    wish = read_wish("time", None, None)
+    assert len(search(machines, wish, ["allreduce"]).chosen.machines) == 1
+    several = search(machines, wish, ["allreduce"], may_be_alone=False)
+    assert len(several.chosen.machines) == 2
+    only = Machines(make_pool(1e-4), WORK)
+    assert search(only, wish, ["allreduce"], may_be_alone=False).chosen.machines == (0,)

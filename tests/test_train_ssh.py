@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ from safetensors.torch import load_file
 
 from conftest import RunCli, StartCli, read_result, wait_until
 from lab import Lab
+from paceline.cluster.pool import Host
+from paceline.launch.distant import Luggage
+from paceline.launch.ssh import SshLauncher
 from paceline.telemetry.folder import read_events
 
 JOB = """\
@@ -51,9 +55,9 @@ def write_local_pool(path: Path, **more: Any) -> Path:
 def test_localhost_needs_no_ssh_and_history_recalibrates(
     run_cli: RunCli, project: Path, tmp_path: Path
 ) -> None:
-    """The pool says 1 GFLOP/s; after one run the plan knows what a step really takes."""
+    """The pool is a thousand times wrong; after one run the plan knows what a step takes."""
     pool = write_local_pool(tmp_path / "pool.yaml", gflops=0.001)
-    errors = []
+    steps = []
     for number in (1, 2):
         out = tmp_path / f"run{number}"
         args = ("--pool", pool, "--strategy", "auto", "--out", out, "--quiet")
@@ -65,10 +69,11 @@ def test_localhost_needs_no_ssh_and_history_recalibrates(
         found = read_result(out)["predicted"]
         low, high = found["seconds_interval"]
         assert low < found["seconds"] < high
-        errors.append(abs(found["step_s"] / found["actual_step_s"] - 1))
-    assert "corrected by 1 earlier runs of this model" in done.stdout
-    assert errors[0] > 10, "a pool that is a thousand times wrong"
-    assert errors[1] < 2
+        steps.append((found["step_s"], found["actual_step_s"]))
+    assert "corrected by an earlier run of this model" in done.stdout
+    (said, took), (said_next, _) = steps
+    # Not beside the second run, which may find the machine busier: beside what was learnt from.
+    assert abs(math.log(said_next / took)) < 0.5 * abs(math.log(said / took))
     lines = (tmp_path / "pool.history.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0])["machines"] == ["localhost"]
@@ -99,6 +104,7 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
             "--select auto needs --batch",
         ),
         (["--engine", "sparkle"], "--engine sparkle"),
+        (["--pool", "POOL", "--objective", "energy"], "--objective needs --strategy auto or"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(
@@ -192,8 +198,15 @@ def test_planned_run_leaves_the_slow_machine_out(
     )
 
 
-@pytest.mark.parametrize("how", ["power", "cable"])
-@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("allreduce", "cable"),
+        ("ps", "power"),
+        pytest.param("allreduce", "power", marks=pytest.mark.slow),
+        pytest.param("ps", "cable", marks=pytest.mark.slow),
+    ],
+)
 def test_lost_machine_ends_the_job_and_is_named(
     lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, how: str, strategy: str
 ) -> None:
@@ -225,20 +238,23 @@ def test_lost_machine_ends_the_job_and_is_named(
     assert read_result(out)["status"] == "failed"
 
 
-def test_ctrl_c_leaves_nothing(
-    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
+def test_ended_supervisor_leaves_nothing(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     (project / "parts.py").write_text("EPOCHS = 100000\n")
     out = tmp_path / "run"
-    command = start_cli(
-        "train", project / "job.py", "--pool", write_pool(lab, tmp_path), "--out", out
-    )
+    pool = write_pool(lab, tmp_path)
+    command = start_cli("train", project / "job.py", "--pool", pool, "--out", out, *ONE)
     events = out / "events" / "worker-0.jsonl"
     wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "it trains", 90)
-    os.kill(command.pid, signal.SIGINT)
+    os.kill(command.pid, number)
     done = command.wait(30)
-    assert done.code == 130, done.stderr
-    assert read_result(out)["status"] == "cancelled"
+    if number == signal.SIGINT:
+        assert done.code == 130, done.stderr
+        assert read_result(out)["status"] == "cancelled"
     wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
 
 
@@ -257,3 +273,56 @@ def test_missing_packages_are_named_with_their_remedy(
     assert "is not installed for" in last or "there and" in last
     assert "pip install" in last
     assert all_gone(lab)
+
+
+# ---- who is where ----------------------------------------------------------------------------
+
+
+def make_launcher(hosts: list[Host], servers_on: list[Host]) -> SshLauncher:
+    return SshLauncher(hosts, Luggage(), servers_on=servers_on)
+
+
+def test_servers_go_to_the_machines_that_are_named() -> None:
+    a, b, c = Host(host="a", workers=2), Host(host="b"), Host(host="c")
+    assert make_launcher([a, b], []).seat_servers(4, 3) == [0, 1, 2, 0]
+    assert make_launcher([a, b], [b]).seat_servers(2, 3) == [2, 2]
+    assert make_launcher([a, b], [a]).seat_servers(3, 3) == [0, 1, 0]
+    assert make_launcher([a, b], [b, a]).seat_servers(3, 3) == [2, 0, 2]
+    alone = make_launcher([a, b], [c])
+    assert alone.seat_servers(2, 3) == [None, None]
+    assert [host.host for host in alone.hosts] == ["a", "b", "c"]
+    assert [host.host for host in alone.seats] == ["a", "a", "b"]
+
+
+def test_a_machine_is_one_machine_whatever_is_known_of_it() -> None:
+    """Plans carry corrected figures of the same machines."""
+    known = Host(host="a", gflops=3.0)
+    launcher = make_launcher([known, Host(host="b")], [Host(host="a")])
+    assert len(launcher.hosts) == 2
+    assert launcher.seat_servers(1, 2) == [0]
+
+
+# ---- planned machines for any script ---------------------------------------------------------
+
+
+def test_launch_plans_by_speed_or_by_a_job(run_cli: RunCli, project: Path, tmp_path: Path) -> None:
+    hosts = [{"host": f"10.9.9.{i}", "gflops": g} for i, g in enumerate((10.0, 0.01, 9.0), start=1)]
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(yaml.safe_dump({"hosts": hosts}))
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    args = ("launch", "train.py", "--pool", pool, "--select", "auto", "--dry-run")
+    done = run_cli(*args)
+    assert done.code == 0, done.stderr
+    assert "plan: 2 of 3 machines, 18 GFLOP/s in step; with 10.9.9.2" in done.stdout
+    assert "worker 1 on 10.9.9.3, rank 1:" in done.stdout
+    assert "on 10.9.9.2, rank" not in done.stdout
+    planned = run_cli(*args, "--job", project / "job.py")
+    assert planned.code == 0, planned.stderr
+    assert "plan: " in planned.stdout
+    assert "left out: 10.9.9.2" in planned.stdout
+    both = run_cli(*args[:-1], "--select", "gpu")
+    assert both.code == 2
+    assert "exclude each other" in both.last_line
+    odd = run_cli("launch", "train.py", "--pool", pool, "--job", project / "job.py")
+    assert odd.code == 2
+    assert "--job needs --select auto" in odd.last_line

@@ -25,6 +25,7 @@ def train(
     ] = None,
     pool: where.PoolFile = None,
     select: where.Select = None,
+    objective: where.Objective = None,
     servers_on: where.ServersOn = None,
     project: where.Project = None,
     venv: where.Venv = False,

@@ -31,6 +31,10 @@ ServersOn = Annotated[
     str | None,
     typer.Option(metavar="HOST", help="The machine that serves parameters. [by the plan]"),
 ]
+Objective = Annotated[
+    str | None,
+    typer.Option(help="What a plan makes small: time, energy, cost, or a mix as in plan. [time]"),
+]
 Project = Annotated[
     Path | None, typer.Option(help="The folder to copy. [the project around the job file]")
 ]
@@ -66,7 +70,7 @@ def choose_where(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     if given["pool"] is not None:
         opt.refuse_together("--pool", given, "workers", "engine", "address", "master")
         return _on_pool(given, tell)
-    opt.refuse_without("--pool", given, "select", "servers_on")
+    opt.refuse_without("--pool", given, "select", "servers_on", "objective")
     workers = LOCAL_WORKERS if given["workers"] is None else given["workers"]
     if given["engine"] is not None:
         return _on_engine(given, workers, tell)
@@ -155,6 +159,8 @@ def _on_pool(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     planned = given["strategy"] == "auto"
     words = given["select"] or (["auto"] if planned else ["all"])
     choosing = words == ["auto"]
+    if given["objective"] is not None and not (planned or choosing):
+        raise UsageError("--objective needs --strategy auto or --select auto: nothing is planned")
     hosts = pool.hosts if choosing else select_hosts(pool, words)
     servers_on = given["servers_on"] and find_host(pool.hosts, given["servers_on"], "--servers-on")
     if choosing and given["batch_per_worker"] is not None:
@@ -162,7 +168,11 @@ def _on_pool(given: dict[str, Any], tell: Callable[[str], None]) -> Where:
     workers = len(hosts) if choosing else sum(host.workers for host in hosts)
     reference = opt.make_reference(given["job"], workers, given["batch_per_worker"], given)
     strategy = None if planned else read_strategy(given["strategy"])
-    plan = plan_job(given["pool"], pool, hosts, reference, strategy, choosing=choosing)
+    plan = plan_job(
+        *(given["pool"], pool, hosts, reference, strategy),
+        choosing=choosing,
+        objective=given["objective"] or "time",
+    )
     if planned or choosing:
         plan.show()
         hosts = tuple(plan.hosts)
@@ -199,6 +209,7 @@ def plan_job(
     strategy: Strategy | None,
     *,
     choosing: bool,
+    objective: str = "time",
 ) -> PoolPlan:
     """What is expected of the job on the pool, corrected by what earlier runs there took."""
     from paceline.plan.history import history_path, read_history, recalibrate
@@ -213,7 +224,7 @@ def plan_job(
     used = [h.model_copy(update={"workers": 1}) for h in hosts] if single else list(hosts)
     smaller = pool.model_copy(update={"hosts": tuple(used)})
     machines = recalibrate(smaller, measure_job(job), records)
-    wish = read_wish("time", None, None)
+    wish = read_wish(objective, None, None)
     plain = None
     everybody = tuple(range(len(machines.hosts)))
     best: Estimate | None = None
@@ -223,7 +234,7 @@ def plan_job(
         if not choosing:
             found = search_strategy(machines, wish)
         elif strategy is not None:
-            found = search(machines, wish, [str(strategy)])
+            found = search(machines, wish, [str(strategy)], may_be_alone=_may_be_alone(strategy))
         else:
             found = search(machines, wish)
         best = found.chosen
@@ -237,6 +248,14 @@ def plan_job(
         plain=plain,
         earlier=earlier,
     )
+
+
+def _may_be_alone(strategy: Strategy) -> bool:
+    try:
+        strategy.check_workers(1)
+    except UsageError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,6 @@ class DistantLauncher:
         self.luggage = luggage
         self.sites: list[Site] = []
         self._stack = AsyncExitStack()
-        self._on_line: OnLine = lambda who, line: None
 
     def pack(self, job_file: Path | None, out: Path) -> None:
         if job_file is not None and self.luggage.project is None:
@@ -115,7 +114,7 @@ class DistantLauncher:
     def seat_servers(self, servers: int, workers: int) -> list[int | None]:
         return beside_workers(servers, workers)
 
-    async def open(self) -> None:
+    async def open(self, on_line: OnLine) -> None:
         luggage = self.luggage
         self.sites = sites = await self.reach(self._stack)
         await look_around(sites, ())
@@ -123,9 +122,7 @@ class DistantLauncher:
             await bring_project(sites, luggage.project, ".", luggage.tell)
         if luggage.requirements is not None:
             luggage.tell("making the environments")
-            await make_environments(
-                sites, luggage.requirements, luggage.venv_timeout_s, lambda *_: None
-            )
+            await make_environments(sites, luggage.requirements, luggage.venv_timeout_s, on_line)
         await check_packages(sites)
         self.host = find_own_address(sites)
 
@@ -157,11 +154,11 @@ class DistantLauncher:
         """Cores divided by the workers there, where the user has not said how many."""
         if assignment.threads > 0 or self.threads > 0:
             return assignment.threads or self.threads
-        here = sum(
-            self.sites[self.site_of(assignment.model_copy(update={"index": rank}))].host
-            == site.host
+        others = [
+            assignment.model_copy(update={"kind": "worker", "index": rank})
             for rank in range(assignment.workers)
-        )
+        ]
+        here = sum(self.sites[self.site_of(other)].host == site.host for other in others)
         return max(1, int(site.facts["cores"]) // max(1, here))
 
     def _move_job(self, assignment: Assignment) -> Any:

@@ -32,6 +32,9 @@ from paceline.telemetry.folder import (
 )
 
 GIVE_BYTES = 1 << 20
+SYNC_BYTES = 32 << 20
+"""Written through piece by piece: one long wait for the disk at the end would keep the event loop
+from telling the machines that it is still there."""
 FILE = re.compile(r"state\.json|state\.safetensors|worker-\d{1,6}\.safetensors")
 MODELS = {"model": "model.safetensors", KERAS: KERAS}
 """What is known of a model, and its name in the run folder."""
@@ -74,7 +77,10 @@ class FileDesk:
                 shutil.rmtree(target.parent, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             self._open[part.path] = target.open("wb")
-        self._open[part.path].write(part.data)
+        file = self._open[part.path]
+        file.write(part.data)
+        if file.tell() // SYNC_BYTES != (file.tell() - len(part.data)) // SYNC_BYTES:
+            os.fsync(file.fileno())
 
     def _find_place(self, path: str) -> Path:
         if path in MODELS:

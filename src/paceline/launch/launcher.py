@@ -49,8 +49,11 @@ class Launcher(Protocol):
         """What must go along with the job; called before anything starts, raises UsageError."""
         ...
 
-    async def open(self) -> None:
-        """Make everything ready to start processes; raises HostError or UsageError if it cannot."""
+    async def open(self, on_line: OnLine) -> None:
+        """Make everything ready to start processes; raises HostError or UsageError if it cannot.
+
+        `on_line` gets what preparing prints, for the run's logs.
+        """
         ...
 
     def seat_servers(self, servers: int, workers: int) -> list[int | None]:

@@ -58,7 +58,7 @@ class LocalLauncher:
     def pack(self, job_file: Path | None, out: Path) -> None:
         pass
 
-    async def open(self) -> None:
+    async def open(self, on_line: OnLine) -> None:
         pass
 
     def seat_servers(self, servers: int, workers: int) -> list[int | None]:

@@ -21,17 +21,19 @@ class SshLauncher(DistantLauncher):
     def __init__(
         self,
         hosts: Sequence[Host],
-        luggage: Luggage,
+        luggage: Luggage | None = None,
         *,
         servers_on: Sequence[Host] = (),
         patience: Patience | None = None,
     ) -> None:
-        super().__init__(luggage)
+        super().__init__(luggage or Luggage())
         self.hosts = list(hosts)
         self._patience = patience or Patience()
         self._seats = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
-        self.hosts += [host for host in servers_on if host not in self.hosts]
-        self._server_sites = [self.hosts.index(host) for host in servers_on]
+        names = [host.host for host in self.hosts]
+        self.hosts += [host for host in servers_on if host.host not in names]
+        names = [host.host for host in self.hosts]
+        self._server_sites = [names.index(host.host) for host in servers_on]
 
     @property
     def workers(self) -> int:

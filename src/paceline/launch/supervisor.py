@@ -138,7 +138,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         try:
-            await self._launcher.open()
+            await self._launcher.open(self._on_line)
             self._coordinator.members.begin(self._now())
             port = await self._hub.listen(self._launcher.host)
             for assignment in self._assign(port):

@@ -52,7 +52,7 @@ class Machines:
     def __init__(self, pool: Pool, work: Workload) -> None:
         work = with_stand_in(work, pool.hosts[0])
         self.corrections: Mapping[str, Correction] = {}
-        """By the strategy's word, for several machines."""
+        """By kind of run, as `kind_of` has it."""
         self.pool, self.work = pool, work
         self.hosts: list[Host] = list(pool.hosts)
         costs = [compute_on(h, work, pool) for h in self.hosts]
@@ -100,6 +100,11 @@ class Estimate:
         return {"time": self.seconds, "energy": self.joules, "cost": self.price}[objective]
 
 
+def kind_of(strategy: Strategy, machines: int) -> str:
+    """Runs that go wrong alike: by the strategy's word; all are the same on one machine."""
+    return strategy.word if machines > 1 else "single"
+
+
 def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
     """What training on these machines, one worker on each, would take."""
     work = machines.work
@@ -107,7 +112,7 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
         step_s, busy, staleness = _served(machines, chosen, strategy)
     else:
         step_s, busy, staleness = _planned(machines, chosen, strategy)
-    correction = machines.corrections.get(strategy.word) if len(chosen) > 1 else None
+    correction = machines.corrections.get(kind_of(strategy, len(chosen)))
     if correction is not None:
         step_s *= correction.factor
     rate = work.batch / step_s

@@ -21,7 +21,7 @@ import numpy as np
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.plan.cost import Workload, compute_on
-from paceline.plan.estimate import Correction, Machines, estimate
+from paceline.plan.estimate import Correction, Machines, estimate, kind_of
 from paceline.specs.strategy import read_strategy
 
 LAST = 5
@@ -93,15 +93,17 @@ def recalibrate(pool: Pool, work: Workload, records: Sequence[Record]) -> Machin
     hosts = tuple(_correct(host, pool, work, mine) for host in pool.hosts)
     machines = Machines(pool.model_copy(update={"hosts": hosts}), work)
     machines.corrections = {
-        word: found
-        for word in {_word(r.strategy) for r in mine}
-        if (found := _compare(machines, word, mine)) is not None
+        kind: found
+        for kind in {_kind(r) for r in mine}
+        if (found := _compare(machines, kind, mine)) is not None
     }
     return machines
 
 
 def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[Record]) -> Host:
     """Scale what the model says of this machine to what it took, at the shares it had."""
+    if not any(done.host == host.host for record in records for done in record.work):
+        return host
     base = compute_on(host, work, pool)
     ratios = [
         done.busy_s / base.step_s(done.samples)
@@ -109,8 +111,6 @@ def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[Record]) 
         for done in record.work
         if done.host == host.host
     ][-LAST:]
-    if not ratios:
-        return host
     factor = statistics.median(ratios) * host.speed
     cost = StepCost(
         fixed_s=base.fixed_s * factor,
@@ -126,13 +126,12 @@ def _gradient_mb(host: Host, work: Workload) -> float | None:
     return known.gradient_mb if known is not None else None
 
 
-def _compare(machines: Machines, word: str, records: Sequence[Record]) -> Correction | None:
+def _compare(machines: Machines, kind: str, records: Sequence[Record]) -> Correction | None:
     """Steps as they were beside steps as the corrected machines would have them."""
     places = {host.host: place for place, host in enumerate(machines.hosts)}
     ratios = []
     for record in records:
-        known = set(record.machines) <= set(places) and len(record.machines) > 1
-        if _word(record.strategy) != word or not known:
+        if _kind(record) != kind or not set(record.machines) <= set(places):
             continue
         then = Machines(machines.pool, dataclasses.replace(machines.work, batch=record.batch))
         chosen = np.array(sorted(places[name] for name in record.machines))
@@ -148,8 +147,8 @@ def _compare(machines: Machines, word: str, records: Sequence[Record]) -> Correc
     return Correction(factor=middle, doubt=doubt)
 
 
-def _word(strategy: str) -> str:
-    return read_strategy(strategy).word
+def _kind(record: Record) -> str:
+    return kind_of(read_strategy(record.strategy), len(record.machines))
 
 
 def describe_actual(predicted: dict[str, Any], result: dict[str, Any]) -> str | None:

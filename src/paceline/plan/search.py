@@ -73,8 +73,17 @@ class Found:
     """The best single machine."""
 
 
-def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATES) -> Found:
-    """Raises UsageError when no machine fits the model, or nothing keeps within the limits."""
+def search(
+    machines: Machines,
+    wish: Wish,
+    strategies: Sequence[str] = CANDIDATES,
+    *,
+    may_be_alone: bool = True,
+) -> Found:
+    """Raises UsageError when no machine fits the model, or nothing keeps within the limits.
+
+    `may_be_alone`: whether one machine is an answer, where there are several to choose from.
+    """
     usable = np.flatnonzero(machines.fits)
     if not len(usable):
         largest = max(h.memory_gb or 0.0 for h in machines.hosts)
@@ -112,7 +121,11 @@ def search(machines: Machines, wish: Wish, strategies: Sequence[str] = CANDIDATE
             if mine:
                 start = min(mine, key=lambda e: (not wish.allows(e), wish.score(e, best)))
                 _climb(machines, usable, spec, start, wish, best, look)
-    allowed = [e for e in tried.values() if wish.allows(e)]
+    allowed = [
+        e
+        for e in tried.values()
+        if wish.allows(e) and (may_be_alone or len(e.machines) > 1 or len(usable) == 1)
+    ]
     if not allowed:
         quickest = min(tried.values(), key=lambda e: e.seconds)
         cheapest = min(tried.values(), key=lambda e: e.price)

@@ -28,6 +28,8 @@ SILENT_S = 10.0
 MAX_PART = 1 << 20
 CHUNK = 1 << 16
 CALL_S = 60.0
+NOT_FOUND = 127
+"""The exit status by which shells tell that there is no such program."""
 END_S = 8.0
 """Programs end themselves when their input does; this is how long they may take."""
 
@@ -111,7 +113,8 @@ class _Outpost:
                 start_new_session=True,
             )
         except OSError as error:
-            self.send({"id": number, "end": None, "why": f"{argv[0]}: {error.strerror}"})
+            why = f"{argv[0]} cannot be run: {error.strerror}"
+            self.send({"id": number, "end": NOT_FOUND, "why": why})
             return
         self._programs[number] = program
         threading.Thread(target=self._watch, args=(number, program), daemon=True).start()
