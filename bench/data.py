@@ -278,6 +278,7 @@ def run_once(url: str, shard: str, strategy: str, out: Path, **fields: Any) -> d
             "input_s": round(phases["input"], 4),
             "step_s": round(whole, 4),
             "input_share": round(phases["input"] / whole, 5),
+            "wait_share": round(result["input"][worker]["wait_s"] / whole, 5),
             **result["input"][worker],
         }
     return {
@@ -302,7 +303,7 @@ def in_environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def wait(data_dir: Path | None, stores: list[str]) -> None:
+def wait(data_dir: Path | None, stores: list[str], shards: list[str]) -> None:
     from paceline.data.convert import convert
     from stores import NotHere, run_hdfs, run_s3
 
@@ -323,16 +324,17 @@ def wait(data_dir: Path | None, stores: list[str]) -> None:
                         url, environment = f"{store.url}/mnist", store.environment
                     stack.enter_context(in_environment(environment))
                     convert("mnist", url, files=8, data_dir=data_dir)
-                    combinations = [("row_group", "allreduce"), ("sample", "allreduce")]
+                    combinations = [(shard, "allreduce") for shard in shards]
                     if name == "disk":
                         combinations.append(("row_group", "ps"))
                     for shard, strategy in combinations:
                         figures[f"{name}, {shard}, {strategy}"] = run_once(
                             url, shard, strategy, folder / "run"
                         )
+                        save("wait", figures)
             except NotHere as error:
                 figures[name] = f"left out: {error}"
-    save("wait", figures)
+                save("wait", figures)
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -410,11 +412,12 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--gigabytes", type=float, default=4.2)
     parser.add_argument("--stores", default="disk,hdfs,s3")
+    parser.add_argument("--shards", default="row_group,sample")
     options = parser.parse_args()
     if options.what == "prepare":
         prepare(options.data_dir)
     elif options.what == "wait":
-        wait(options.data_dir, options.stores.split(","))
+        wait(options.data_dir, options.stores.split(","), options.shards.split(","))
     else:
         memory(options.gigabytes)
 

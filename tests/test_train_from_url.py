@@ -12,6 +12,7 @@ import pytest
 from conftest import RUN_S
 from paceline.job import Job
 from paceline.launch.run import train
+from paceline.load import evaluate
 from paceline.telemetry.folder import RunFolder, read_events
 from test_data_url import SIDE, write_set
 
@@ -60,6 +61,9 @@ def test_a_run_reads_every_row_once_an_epoch(tmp_path: Path, strategy: str, shar
         if shard != "sample":
             # Two workers, two epochs: each block twice in all, and a few more at the ends.
             assert facts["blocks"] <= 2 * 16
+    # The whole of other data by URL, which has no test part.
+    figures = evaluate(tmp_path / "run", data=str(tmp_path / "val"))
+    assert figures["predictions"] == 50
     if shard == "row_group":
         blocks = sum(facts["blocks"] for facts in result["input"].values())
         assert blocks <= 2 * 16 + 8
