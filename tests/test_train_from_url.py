@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import pytest
 from conftest import RUN_S
 from paceline.job import Job
 from paceline.launch.run import train
-from paceline.load import evaluate
 from paceline.telemetry.folder import RunFolder, read_events
 from test_data_url import SIDE, write_set
 
@@ -62,8 +63,17 @@ def test_a_run_reads_every_row_once_an_epoch(tmp_path: Path, strategy: str, shar
             # Two workers, two epochs: each block twice in all, and a few more at the ends.
             assert facts["blocks"] <= 2 * 16
     # The whole of other data by URL, which has no test part.
-    figures = evaluate(tmp_path / "run", data=str(tmp_path / "val"))
-    assert figures["predictions"] == 50
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "evaluate", str(tmp_path / "run")),
+            *("--data", str(tmp_path / "val"), "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["predictions"] == 50
     if shard == "row_group":
         blocks = sum(facts["blocks"] for facts in result["input"].values())
         assert blocks <= 2 * 16 + 8
