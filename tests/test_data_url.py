@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data import as_table, read
+from paceline.data import as_table, places, read
 from paceline.data.columns import ColumnError, to_array
 from paceline.data.looking import check_place
 from paceline.data.opened import Taking, open_set, open_table
@@ -351,6 +351,15 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"sftp://tester@127.0.0.1:{port}"
     loop.call_soon_threadsafe(server.close)
     asyncio.run_coroutine_threadsafe(server.wait_closed(), loop).result(30)
+
+    async def end_connections() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end_connections(), loop).result(30)
+    places._open_store.cache_clear()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     loop.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,18 @@ def test_a_run_reads_every_row_once_an_epoch(tmp_path: Path, strategy: str, shar
         if shard != "sample":
             # Two workers, two epochs: each block twice in all, and a few more at the ends.
             assert facts["blocks"] <= 2 * 16
+    # The whole of other data by URL, which has no test part.
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "evaluate", str(tmp_path / "run")),
+            *("--data", str(tmp_path / "val"), "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["predictions"] == 50
     if shard == "row_group":
         blocks = sum(facts["blocks"] for facts in result["input"].values())
         assert blocks <= 2 * 16 + 8

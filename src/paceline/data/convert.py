@@ -92,12 +92,17 @@ def convert(
 def write_parquet(
     feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
 ) -> bytes:
-    """One file: features as fixed-size lists, in row groups that can be dealt out."""
+    """One file: bytes as binary, other features as fixed-size lists, in many row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     width = features.shape[1]
-    column = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), width)
+    if features.dtype == np.uint8:
+        # Parquet has no bytes but in binary: as numbers each would take four.
+        data = pa.py_buffer(np.ascontiguousarray(features))
+        column = pa.Array.from_buffers(pa.binary(width), len(features), [None, data])
+    else:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), width)
     group = max(1, GROUP_BYTES // max(1, width * features.itemsize))
     stream = io.BytesIO()
     pq.write_table(

@@ -58,9 +58,9 @@ def find_files(pipeline: Pipeline) -> tuple[File, ...]:
 
 def list_parts(pipeline: Pipeline) -> tuple[Pipeline, dict[str, tuple[File, ...]]]:
     """The files of training, validation and test, where the set's description divides them."""
+    files = find_files(pipeline)
     facts = read_facts(pipeline.urls[0])
     pipeline = complete(pipeline, facts)
-    files = find_files(pipeline)
     if facts.get("parts"):
         divided = {part: tuple(f for f in files if f.name.startswith(f"{part}-")) for part in PARTS}
         if divided["train"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.job import Job
 from paceline.protocol.messages import EpochOver, Measured
 from paceline.strategies.runner import Replica
-from paceline.telemetry.phases import BACKWARD, FORWARD, INPUT, PhaseClock
+from paceline.telemetry.phases import BACKWARD, FORWARD, INPUT, OTHER, PhaseClock
 from paceline.worker.agent import Agent
 from paceline.worker.build import Loss, count_correct
 from paceline.worker.feed import Feed
@@ -41,6 +41,7 @@ def train(
             continue
         clock.enter(INPUT)
         inputs, targets = feed.batch(lease)
+        clock.enter(OTHER)
         agent.begin(work)
         clock.enter(FORWARD)
         output = model(inputs)
