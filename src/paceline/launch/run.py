@@ -10,7 +10,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +49,8 @@ class RunOptions:
     start_from: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What a report calls this run: `task`, what it is compared within, and `arm`, its name."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -213,6 +215,7 @@ def _run(
         "timeout_s": options.timeout_s,
         "troubles": [t.to_plain() for t in options.troubles],
         "job": facts,
+        "labels": dict(options.labels),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
         "machine": machine(),

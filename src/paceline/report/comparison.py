@@ -18,7 +18,7 @@ MEASURES = (
     "test_loss",
     "updates",
 )
-SETTINGS = ("model", "data", "workers", "servers", "virtual")
+SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")
 """Runs of one strategy that differ in one of these are not the same thing repeated."""
 
 
@@ -27,7 +27,7 @@ def compare_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A result may carry `dir`, the folder it came from. Only runs that are `done` are averaged; the
     others are kept among the runs and counted in `runs_failed`. Where runs of one strategy differ
-    in model, data, workers, servers or being virtual, they form groups of their own and `label`
+    in model, data, batch, workers, servers or being virtual, they form groups of their own and `label`
     says how they differ; otherwise `label` is the strategy text.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -68,12 +68,16 @@ def label_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def name_strategy(result: Mapping[str, Any]) -> str:
-    return str(result.get("strategy") or "unknown")
+    """What tables call a run: the name that a matrix gave it, else its strategy's text."""
+    arm = as_mapping(result.get("labels")).get("arm")
+    return str(arm or result.get("strategy") or "unknown")
 
 
 def describe_setting(setting: str, value: object) -> str:
     if setting == "virtual":
         return "virtual" if value else "measured"
+    if setting == "batch":
+        return f"batch {value}"
     if setting in ("workers", "servers"):
         return f"{value} {setting if value != 1 else setting[:-1]}"
     return str(value)
@@ -81,7 +85,8 @@ def describe_setting(setting: str, value: object) -> str:
 
 def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]:
     done = [run for run in runs if run.get("status") == "done"]
-    entry: dict[str, Any] = {"label": label, "strategy": name_strategy(runs[0])}
+    strategy = str(runs[0].get("strategy") or "unknown")
+    entry: dict[str, Any] = {"label": label, "strategy": strategy}
     for setting in SETTINGS:
         entry[setting] = next((r[setting] for r in runs if r.get(setting) is not None), None)
     entry["virtual"] = bool(entry["virtual"])

@@ -76,6 +76,7 @@ def make_result(
             default=None,
         ),
         "virtual": virtual,
+        "labels": config.get("labels", {}),
         "versions": config["versions"],
     }
 
