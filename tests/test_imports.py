@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
     },
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
+    "dashboard": {"errors", "telemetry", "telemetry.events", "report"},
     "launch": {
         "errors",
         "specs",
@@ -78,7 +79,18 @@ ROOMS: dict[str, set[str]] = {
         "plan",
     },
     "load": {"errors", "job", "telemetry", "worker"},
-    "cli": {"cluster", "errors", "job", "launch", "load", "plan", "report", "specs", "twin"},
+    "cli": {
+        "cluster",
+        "dashboard",
+        "errors",
+        "job",
+        "launch",
+        "load",
+        "plan",
+        "report",
+        "specs",
+        "twin",
+    },
     "__init__": {"specs", "job", "launch", "load", "worker"},
 }
 
@@ -89,6 +101,7 @@ TORCH_FREE = (
     "telemetry",
     "job",
     "report",
+    "dashboard",
     "cluster",
     "plan",
     "launch",

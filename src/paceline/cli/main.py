@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli import (
     compare,
+    dashboard,
     demo,
     doctor,
     evaluate,
@@ -52,6 +53,9 @@ app.command("twin", help="The same strategies in virtual time, on machines you m
 )
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
+app.command("dashboard", help="Look at the runs of a folder in a browser, live and afterwards.")(
+    dashboard.dashboard
+)
 app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
     doctor.doctor
 )

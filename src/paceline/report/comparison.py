@@ -27,8 +27,8 @@ def compare_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A result may carry `dir`, the folder it came from. Only runs that are `done` are averaged; the
     others are kept among the runs and counted in `runs_failed`. Where runs of one strategy differ
-    in model, data, batch, workers, servers or being virtual, they form groups of their own and `label`
-    says how they differ; otherwise `label` is the strategy text.
+    in model, data, batch, workers, servers or being virtual, they form groups of their own and
+    `label` says how they differ; otherwise `label` is the strategy text, or a matrix's name for it.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for result, label in zip(results, label_results(results), strict=True):

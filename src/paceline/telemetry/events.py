@@ -55,6 +55,15 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counted(Event):
+    """How long the run is, once the data has been read (run.jsonl)."""
+
+    kind: ClassVar[str] = "totals"
+    epochs: int | None
+    samples_per_epoch: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseBegan(Event):
     """A strategy is in force from here on; `lr` says in words which learning rate."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.telemetry.events import (
     CheckpointSaved,
+    Counted,
     Decided,
     Ended,
     EpochEnded,
@@ -47,6 +48,8 @@ class NoteKeeper:
 def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
     """The event of a note; None for what only people watching now care about."""
     t = round(float(facts.get("t", 0.0)), 6)
+    if kind == "totals":
+        return Counted(t=t, epochs=facts["epochs"], samples_per_epoch=facts["samples_per_epoch"])
     if kind == "progress":
         return Progressed(
             t=t,

@@ -204,22 +204,39 @@ def _read_object(path: Path, missing: list[str]) -> Plain:
 class Follower:
     """Reads what is appended to an event file; half a line is left for the next time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skip: tuple[bytes, ...] = ()) -> None:
+        """`skip`: lines that begin so are passed over, where a reader has no use for them."""
         self.path = path
+        self._skip = skip
         self._offset = 0
+        self.size = 0
+        """After a poll: bytes of the file."""
+        self.restarts = 0
+        """How often the file turned out to be shorter than before: another run's."""
         self.torn_bytes = 0
         """After a poll: bytes at the end that make no whole line yet."""
         self.unreadable = 0
 
-    def poll(self) -> list[Plain]:
-        """Events that came since the last time; none where the file does not exist yet."""
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that a poll with a limit left for the next one."""
+        return self.size - self._offset - self.torn_bytes
+
+    def poll(self, limit_bytes: int = -1) -> list[Plain]:
+        """Events that came since the last time; none where the file does not exist yet.
+
+        With a limit no more than so many bytes are read at once (a longer line is read whole).
+        """
         try:
             with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:
+                self.size = file.seek(0, 2)
+                if self.size < self._offset:
                     self._offset = 0  # Replaced by another run's.
+                    self.restarts += 1
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(limit_bytes)
+                if limit_bytes >= 0 and not data.endswith(b"\n"):
+                    data += file.readline()
         except FileNotFoundError:
             return []
         whole = data.rfind(b"\n") + 1
@@ -227,6 +244,8 @@ class Follower:
         self.torn_bytes = len(data) - whole
         found = []
         for line in data[:whole].splitlines():
+            if self._skip and line.startswith(self._skip):
+                continue
             try:
                 event = json.loads(line)
             except ValueError:

@@ -1,0 +1,188 @@
+// A row a process, a column a bin of time, coloured by the phases its time went into.
+const HATCH_INK = "#333333";
+const hatchings = new Map();
+
+function makeHatching(pen, colour, kind) {
+  const key = colour + kind;
+  if (hatchings.has(key)) return hatchings.get(key);
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const ink = tile.getContext("2d");
+  ink.fillStyle = colour; ink.fillRect(0, 0, 6, 6);
+  ink.strokeStyle = ink.fillStyle = HATCH_INK; ink.lineWidth = 1;
+  ink.beginPath();
+  if (kind === "/" || kind === "x") { ink.moveTo(-1, 7); ink.lineTo(7, -1); }
+  if (kind === "x") { ink.moveTo(-1, -1); ink.lineTo(7, 7); }
+  ink.stroke();
+  if (kind === ".") ink.fillRect(2, 2, 1.4, 1.4);
+  const pattern = pen.createPattern(tile, "repeat");
+  hatchings.set(key, pattern);
+  return pattern;
+}
+
+function inkOf(pen, style) {
+  return style[1] ? makeHatching(pen, style[0], style[1]) : style[0];
+}
+
+function drawSample(canvas, style) {
+  const [pen, width] = prepareCanvas(canvas, 14);
+  pen.fillStyle = inkOf(pen, style);
+  pen.fillRect(0, 0, width, 14);
+}
+
+// Rows: {who, phases: [names], shares: Uint8Array of bins x phases}
+class Timeline {
+  constructor(parent, styles, serverStyles) {
+    this.styles = styles; this.serverStyles = serverStyles;
+    this.rows = []; this.width_s = 1; this.bins = 0; this.cursor = null;
+    this.legend = document.createElement("ul");
+    this.legend.className = "legend";
+    this.canvas = document.createElement("canvas");
+    this.canvas.tabIndex = 0;
+    this.canvas.setAttribute("role", "img");
+    this.readout = document.createElement("p");
+    this.readout.className = "readout";
+    this.readout.setAttribute("aria-live", "polite");
+    parent.append(this.legend, this.canvas, this.readout);
+    this.canvas.addEventListener("pointermove", e => this.pointAt(e));
+    this.canvas.addEventListener("pointerleave", () => this.setCursor(null));
+    this.canvas.addEventListener("blur", () => this.setCursor(null));
+    this.canvas.addEventListener("keydown", e => this.handleKey(e));
+    this.onChoose = null;
+    this.canvas.addEventListener("click", e => { this.pointAt(e); if (this.onChoose && this.cursor) this.onChoose(this.rows[this.cursor.row].who); });
+  }
+
+  set(rows, bins, width_s, marks) {
+    this.rows = rows; this.bins = bins; this.width_s = width_s; this.marks = marks;
+    this.draw();
+  }
+
+  styleOf(row, phase) {
+    return (row.who.startsWith("server-") ? this.serverStyles : this.styles)[phase] || ["#888888", ""];
+  }
+
+  drawLegend() {
+    const used = new Map();
+    for (const row of this.rows) row.phases.forEach((phase, p) => {
+      if (row.totals[p] > 0) {
+        const isServer = row.who.startsWith("server-");
+        const style = this.styleOf(row, phase);
+        const key = (isServer ? "server: " : "") + phase.replace("_", " ");
+        if (!used.has(key)) used.set(key, style);
+      }
+    });
+    const key = [...used.keys()].join();
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.legend.replaceChildren(...[...used].map(([name, style]) => {
+      const item = document.createElement("li"), sample = document.createElement("canvas"), text = document.createElement("span");
+      sample.style.width = "22px"; text.textContent = name;
+      item.append(sample, text);
+      requestAnimationFrame(() => drawSample(sample, style));
+      return item;
+    }));
+  }
+
+  draw() {
+    const rows = this.rows;
+    const rowHeight = rows.length > 40 ? 9 : rows.length > 12 ? 14 : 24;
+    const height = Math.max(40, rows.length * rowHeight + 26);
+    const [pen, width] = prepareCanvas(this.canvas, height);
+    this.drawLegend();
+    if (!rows.length || !this.bins) {
+      pen.fillStyle = theme("--soft");
+      pen.fillText("no process has told of its phases", 8, 22);
+      this.canvas.setAttribute("aria-label", "Timeline: nothing yet");
+      return;
+    }
+    this.canvas.setAttribute("aria-label", "Timeline of " + rows.length + " processes by phase. Arrow keys move in time and between processes, Enter chooses one.");
+    const left = 74, right = 10, span = width - left - right;
+    this.scale = { left, span, rowHeight };
+    const column = span / this.bins;
+    const bar = Math.max(2, rowHeight - (rowHeight > 10 ? 4 : 1));
+    const every = rows.length > 40 ? 8 : rows.length > 12 ? 4 : 1;
+    rows.forEach((row, i) => {
+      const y = i * rowHeight + 1, count = row.phases.length;
+      if (i % every === 0 || row.who === this.chosen) {
+        pen.fillStyle = row.who === this.chosen ? theme("--mark") : theme("--soft");
+        pen.textAlign = "right"; pen.textBaseline = "middle";
+        pen.fillText(row.who.replace("-", " "), left - 6, y + bar / 2);
+      }
+      // Bins that are thinner than a pixel are drawn together.
+      const together = Math.max(1, Math.ceil(0.9 / column));
+      const inks = row.phases.map(phase => inkOf(pen, this.styleOf(row, phase)));
+      for (let b = 0; b < this.bins; b += together) {
+        const last = Math.min(this.bins, b + together);
+        const sums = new Array(count).fill(0);
+        for (let k = b; k < last; k++) for (let p = 0; p < count; p++) sums[p] += row.shares[k * count + p] || 0;
+        const whole = (last - b) * 255;
+        // A bin's phases lie side by side within it: the eye reads shares and, zoomed out, mixtures.
+        let x = left + b * column;
+        const room = (last - b) * column;
+        const total = Math.max(whole, sums.reduce((a, c) => a + c, 0));
+        if (room >= 3) {
+          for (let p = 0; p < count; p++) if (sums[p]) {
+            const w = room * sums[p] / total;
+            pen.fillStyle = inks[p]; pen.fillRect(x, y, w + 0.3, bar); x += w;
+          }
+        } else {
+          let h = y;
+          for (let p = 0; p < count; p++) if (sums[p]) {
+            const part = bar * sums[p] / total;
+            pen.fillStyle = inks[p]; pen.fillRect(x, h, room + 0.4, part + 0.2); h += part;
+          }
+        }
+      }
+    });
+    const bottom = rows.length * rowHeight + 2;
+    pen.textBaseline = "alphabetic"; pen.textAlign = "center"; pen.fillStyle = theme("--soft");
+    const end = this.bins * this.width_s;
+    for (const t of listTicks(0, end, Math.max(2, Math.floor(width / 120)))) {
+      pen.fillText(formatClock(t), left + t / end * span, bottom + 16);
+    }
+    for (const mark of this.marks || []) {
+      const x = left + mark.x / end * span;
+      pen.strokeStyle = theme("--front"); pen.lineWidth = 1.5; pen.setLineDash([3, 2]);
+      pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, bottom); pen.stroke(); pen.setLineDash([]);
+    }
+    if (this.cursor) {
+      const { row, bin } = this.cursor;
+      pen.strokeStyle = theme("--front"); pen.lineWidth = 2;
+      pen.strokeRect(left + bin * column - 1, row * rowHeight, Math.max(column, 3) + 2, bar + 2);
+      this.readout.textContent = this.describe(row, bin);
+    } else {
+      this.readout.textContent = "";
+    }
+  }
+
+  describe(index, bin) {
+    const row = this.rows[index], count = row.phases.length;
+    const parts = row.phases.map((phase, p) => [phase, row.shares[bin * count + p] || 0])
+      .filter(([, share]) => share >= 3).sort((a, b) => b[1] - a[1])
+      .map(([phase, share]) => phase.replace("_", " ") + " " + Math.round(share / 2.55) + " %");
+    const t = bin * this.width_s;
+    return row.who.replace("-", " ") + ", " + formatClock(t) + " to " + formatClock(t + this.width_s) + ": " + (parts.join(", ") || "nothing recorded");
+  }
+
+  setCursor(cursor) { this.cursor = cursor; this.draw(); }
+
+  pointAt(event) {
+    if (!this.scale) return;
+    const row = Math.floor(event.offsetY / this.scale.rowHeight);
+    const bin = Math.floor((event.offsetX - this.scale.left) / this.scale.span * this.bins);
+    if (row < 0 || row >= this.rows.length) return this.setCursor(null);
+    this.setCursor({ row, bin: Math.min(this.bins - 1, Math.max(0, bin)) });
+  }
+
+  handleKey(event) {
+    if (!this.rows.length || !this.bins) return;
+    const now = this.cursor || { row: 0, bin: this.bins - 1 };
+    const step = Math.max(1, Math.round(this.bins / 60));
+    const move = { ArrowLeft: [0, -step], ArrowRight: [0, step], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -1e9], End: [0, 1e9] }[event.key];
+    if (event.key === "Enter" && this.cursor && this.onChoose) return this.onChoose(this.rows[now.row].who);
+    if (!move) return;
+    event.preventDefault();
+    const clamp = (x, most) => Math.min(most, Math.max(0, x));
+    this.setCursor(this.cursor ? { row: clamp(now.row + move[0], this.rows.length - 1), bin: clamp(now.bin + move[1], this.bins - 1) } : now);
+  }
+}
