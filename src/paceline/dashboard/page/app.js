@@ -25,6 +25,7 @@ function makeTable(columns, rows, words) {
 }
 
 const nameOf = run => (run.labels && run.labels.arm) || run.strategy || run.id;
+const countOf = (n, word) => n + " " + word + (n === 1 ? "" : "s");
 const stateOf = run => run.status || "unknown";
 const describeState = run => stateOf(run) === "silent" ? "silent for " + formatDuration(run.silent_s) : stateOf(run);
 
@@ -70,7 +71,7 @@ function updateItem(item, run) {
   if (isOpen) link.setAttribute("aria-current", "true"); else link.removeAttribute("aria-current");
   const badge = make("span", { class: "state " + stateOf(run), text: describeState(run) });
   setOnce(title, run.id);
-  const words = [nameOf(run), run.model && run.data ? run.model + " on " + run.data : null, run.workers ? run.workers + " workers" : null,
+  const words = [nameOf(run), run.model && run.data ? run.model + " on " + run.data : null, run.workers ? countOf(run.workers, "worker") : null,
     run.test_acc != null ? "test " + formatShare(run.test_acc) : run.val_acc != null ? "val " + formatShare(run.val_acc) : null,
     run.left_s != null ? formatDuration(run.left_s) + " left" : run.seconds != null ? formatDuration(run.seconds) + (run.virtual ? " virtual" : "") : null];
   const text = words.filter(Boolean).join(" · ");
@@ -94,7 +95,7 @@ class RunView {
     this.head = make("div");
     this.verdicts = make("div", { role: "log", "aria-label": "Verdicts" });
     const curves = make("div", { class: "grid" }), resources = make("div", { class: "grid" }), stale = make("div", { class: "grid" });
-    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": name === "seconds", text: "against " + name, onclick: () => this.setAxis(name) }));
+    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "against " + name, onclick: () => this.setAxis(name) }));
     this.timelineBox = make("div");
     this.picker = make("select", { "aria-label": "Process to single out", onchange: e => this.choose(e.target.value || null) });
     this.rest = make("div");
@@ -183,7 +184,7 @@ class RunView {
       ["validation", run.val_acc != null ? formatShare(run.val_acc) : null], ["test", run.test_acc != null ? formatShare(run.test_acc) : null],
       ["sent", run.bytes_sent != null ? formatBytes(run.bytes_sent) : null]].filter(f => f[1] !== null && f[1] !== "–");
     const parts = [make("h2", {}, this.id + " ", make("span", { class: "state " + stateOf(run), text: describeState(run) })),
-      make("p", { class: "soft", text: [run.strategy, run.model && run.model + " on " + run.data, run.workers + " workers" + (run.servers ? ", " + run.servers + " servers" : ""),
+      make("p", { class: "soft", text: [run.strategy, run.model && run.model + " on " + run.data, countOf(run.workers, "worker") + (run.servers ? ", " + countOf(run.servers, "server") : ""),
         run.batch && "batch " + run.batch, run.seed != null && "seed " + run.seed, run.virtual && "virtual time", config.started && "started " + config.started].filter(Boolean).join(" · ") }),
       make("div", { class: "meter", role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (run.share || 0)) },
         Object.assign(make("div"), { style: "width:" + 100 * (run.share || 0) + "%" })),
@@ -220,10 +221,12 @@ class RunView {
     this.charts.acc.set([{ name: "training", colour: c[0], points: points("train_acc"), dots: true }, { name: "validation", colour: c[1], dash: 1, points: points("val_acc"), dots: true }], this.marks());
     const rates = [];
     const loss = this.told.loss;
-    const far = Math.max(1, Math.floor(loss.length / 120));
-    for (let i = far; i < loss.length; i += far) {
-      const dt = loss[i][0] - loss[i - far][0], n = loss[i][1] - loss[i - far][1];
-      if (dt > 0 && n >= 0) rates.push([loss[i][pick], n / dt]);
+    const ends = loss.length ? loss[loss.length - 1][0] - loss[0][0] : 0, far = Math.max(2, ends / 120);
+    for (let i = 0, j = 1; j < loss.length; j++) {
+      const dt = loss[j][0] - loss[i][0], n = loss[j][1] - loss[i][1];
+      if (dt < far && j < loss.length - 1) continue;
+      if (dt > 0 && n >= 0) rates.push([loss[j][pick], n / dt]);
+      i = j;
     }
     this.charts.rate.set([{ name: "samples/s", colour: c[2], points: rates }], this.marks());
   }
@@ -269,7 +272,7 @@ class RunView {
     const line = (values, facts) => ({ ...facts, points: values.map((y, i) => [(i + 0.5) * w, y]) });
     this.charts.stale.set([line(s.mean, { name: "mean", colour: c[0] }), line(s.max, { name: "most", colour: c[1], dash: 1 })]);
     const counts = Object.entries(s.histogram).map(([lag, n]) => [Number(lag), n]), total = counts.reduce((a, p) => a + p[1], 0);
-    this.charts.lags.set([{ name: "share", colour: c[0], points: counts.map(([lag, n]) => [lag, n / total]), dots: true }]);
+    this.charts.lags.set([{ name: "share", colour: c[0], points: counts.map(([lag, n]) => [lag, n / total]), bars: true }]);
   }
 
   drawRest() {
@@ -304,7 +307,7 @@ class RunView {
 class CompareView {
   constructor(ids) {
     this.ids = ids; this.against = "seconds"; this.runs = [];
-    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": name === "seconds", text: "against " + name, onclick: () => this.setAxis(name) }));
+    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "against " + name, onclick: () => this.setAxis(name) }));
     const curves = make("div", { class: "grid" });
     this.table = make("div"); this.legend = make("ul", { class: "legend" }); this.bars = make("div");
     $("view").replaceChildren(make("h2", { text: ids.length + " runs compared" }), this.table, make("div", { class: "buttons" }, ...this.axis), this.legend, curves, make("h3", { text: "Where the time went: workers' mean, as shares" }), this.bars);

@@ -48,6 +48,7 @@ function formatBytes(x) {
 }
 function formatDuration(s) {
   if (s === null || s === undefined || !isFinite(s)) return "–";
+  if (s < 1) return trim(s) + " s";
   if (s < 10) return s.toFixed(1) + " s";
   s = Math.round(s);
   if (s < 60) return s + " s";
@@ -71,7 +72,9 @@ class Chart {
     this.readout = document.createElement("p");
     this.readout.className = "readout";
     this.readout.setAttribute("aria-live", "polite");
-    this.box.append(heading, this.canvas, this.readout);
+    this.legend = document.createElement("ul");
+    this.legend.className = "legend";
+    this.box.append(heading, this.legend, this.canvas, this.readout);
     parent.append(this.box);
     this.canvas.addEventListener("pointermove", e => this.pointAt(e));
     this.canvas.addEventListener("pointerleave", () => this.setCursor(null));
@@ -83,7 +86,31 @@ class Chart {
   set(series, marks = []) {
     this.series = series.filter(s => s.points.length);
     this.marks = marks;
+    this.drawLegend();
     this.draw();
+  }
+
+  drawLegend() {
+    const most = 8, shown = this.series.slice(0, most);
+    const key = JSON.stringify(this.series.map(s => [s.name, s.colour, s.dash]));
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.legend.replaceChildren(...(this.series.length < 2 ? [] : shown).map(s => {
+      const item = document.createElement("li"), sample = document.createElement("canvas"), text = document.createElement("span");
+      text.textContent = s.name;
+      item.append(sample, text);
+      requestAnimationFrame(() => {
+        const [pen, width] = prepareCanvas(sample, 12);
+        pen.strokeStyle = s.colour; pen.lineWidth = s.bold === false ? 1.2 : 2.5; pen.setLineDash(DASHES[(s.dash || 0) % DASHES.length]);
+        pen.beginPath(); pen.moveTo(0, 6); pen.lineTo(width, 6); pen.stroke();
+      });
+      return item;
+    }));
+    if (this.series.length > most) {
+      const more = document.createElement("li");
+      more.textContent = "and " + (this.series.length - most) + " more";
+      this.legend.append(more);
+    }
   }
 
   bounds() {
@@ -101,6 +128,7 @@ class Chart {
     if (this.top !== null) y1 = Math.max(this.top, y1);
     if (y1 === y0) { y1 += Math.abs(y1) || 1; if (!this.zero) y0 -= Math.abs(y0) || 1; }
     const room = (y1 - y0) * 0.06;
+    if (this.series.some(s => s.bars)) { x0 = Math.min(0, x0) - 0.5; x1 += 0.5; }
     return { x0: Math.min(0, x0), x1: x1 > x0 ? x1 : x0 + 1, y0: this.zero && y0 === 0 ? 0 : y0 - room, y1: y1 + room };
   }
 
@@ -148,6 +176,11 @@ class Chart {
         known.forEach(([x, , high], i) => i ? pen.lineTo(px(x), py(high)) : pen.moveTo(px(x), py(high)));
         for (let i = known.length - 1; i >= 0; i--) pen.lineTo(px(known[i][0]), py(known[i][1]));
         pen.closePath(); pen.fill(); pen.globalAlpha = 1;
+      }
+      if (s.bars) {
+        const wide = Math.max(3, Math.min(40, 0.7 * (px(1) - px(0))));
+        for (const [x, y] of s.points) pen.fillRect(px(x) - wide / 2, py(y), wide, py(0) - py(y));
+        continue;
       }
       pen.lineWidth = s.bold === false ? 1.2 : 2; pen.setLineDash(DASHES[(s.dash || 0) % DASHES.length]);
       pen.beginPath();

@@ -85,7 +85,7 @@ class Timeline {
 
   draw() {
     const rows = this.rows;
-    const rowHeight = rows.length > 40 ? 9 : rows.length > 12 ? 14 : 24;
+    const rowHeight = rows.length > 40 ? 11 : rows.length > 12 ? 16 : 28;
     const height = Math.max(40, rows.length * rowHeight + 26);
     const [pen, width] = prepareCanvas(this.canvas, height);
     this.drawLegend();
@@ -101,39 +101,24 @@ class Timeline {
     const column = span / this.bins;
     const bar = Math.max(2, rowHeight - (rowHeight > 10 ? 4 : 1));
     const every = rows.length > 40 ? 8 : rows.length > 12 ? 4 : 1;
+    // Bins that are thinner than a pixel are drawn together.
+    const together = Math.max(1, Math.ceil(0.9 / column));
+    const areas = new Map();
     rows.forEach((row, i) => {
-      const y = i * rowHeight + 1, count = row.phases.length;
+      const y = i * rowHeight + 1;
       if (i % every === 0 || row.who === this.chosen) {
         pen.fillStyle = row.who === this.chosen ? theme("--mark") : theme("--soft");
         pen.textAlign = "right"; pen.textBaseline = "middle";
-        pen.fillText(row.who.replace("-", " "), left - 6, y + bar / 2);
+        pen.fillText(row.who.replace("-", " "), left - 6, y + Math.max(5, bar / 2));
       }
-      // Bins that are thinner than a pixel are drawn together.
-      const together = Math.max(1, Math.ceil(0.9 / column));
-      const inks = row.phases.map(phase => inkOf(pen, this.styleOf(row, phase)));
-      for (let b = 0; b < this.bins; b += together) {
-        const last = Math.min(this.bins, b + together);
-        const sums = new Array(count).fill(0);
-        for (let k = b; k < last; k++) for (let p = 0; p < count; p++) sums[p] += row.shares[k * count + p] || 0;
-        const whole = (last - b) * 255;
-        // A bin's phases lie side by side within it: the eye reads shares and, zoomed out, mixtures.
-        let x = left + b * column;
-        const room = (last - b) * column;
-        const total = Math.max(whole, sums.reduce((a, c) => a + c, 0));
-        if (room >= 3) {
-          for (let p = 0; p < count; p++) if (sums[p]) {
-            const w = room * sums[p] / total;
-            pen.fillStyle = inks[p]; pen.fillRect(x, y, w + 0.3, bar); x += w;
-          }
-        } else {
-          let h = y;
-          for (let p = 0; p < count; p++) if (sums[p]) {
-            const part = bar * sums[p] / total;
-            pen.fillStyle = inks[p]; pen.fillRect(x, h, room + 0.4, part + 0.2); h += part;
-          }
-        }
-      }
+      this.addAreas(areas, row, y, bar, together, x => left + x * column);
     });
+    for (const { style, rects } of areas.values()) {
+      pen.fillStyle = inkOf(pen, style);
+      pen.beginPath();
+      for (const [x, y, w, h] of rects) pen.rect(x, y, w, h);
+      pen.fill();
+    }
     const bottom = rows.length * rowHeight + 2;
     pen.textBaseline = "alphabetic"; pen.textAlign = "center"; pen.fillStyle = theme("--soft");
     const end = this.bins * this.width_s;
@@ -153,6 +138,38 @@ class Timeline {
     } else {
       this.readout.textContent = "";
     }
+  }
+
+  // A bin's phases lie on top of each other in its row, as thick as their shares; neighbours that
+  // look alike become one rectangle, and all rectangles of a phase are filled at once.
+  addAreas(areas, row, y, bar, together, px) {
+    const count = row.phases.length;
+    const open = new Array(count).fill(null);
+    const close = (p, rect) => {
+      const style = this.styleOf(row, row.phases[p]), key = style.join();
+      if (!areas.has(key)) areas.set(key, { style, rects: [] });
+      areas.get(key).rects.push(rect);
+    };
+    for (let b = 0; b < this.bins; b += together) {
+      const last = Math.min(this.bins, b + together);
+      let total = (last - b) * 255, sum = 0;
+      const sums = new Array(count).fill(0);
+      for (let k = b; k < last; k++) for (let p = 0; p < count; p++) sums[p] += row.shares[k * count + p] || 0;
+      for (const part of sums) sum += part;
+      total = Math.max(total, sum);
+      const x0 = px(b), x1 = px(last);
+      let seen = 0;
+      for (let p = 0; p < count; p++) {
+        const from = y + Math.round(bar * 2 * seen / total) / 2;
+        seen += sums[p];
+        const to = y + Math.round(bar * 2 * seen / total) / 2;
+        const rect = open[p];
+        if (rect && rect[1] === from && rect[3] === to - from) { rect[2] = x1 - rect[0]; continue; }
+        if (rect) close(p, rect);
+        open[p] = to > from ? [x0, from, x1 - x0, to - from] : null;
+      }
+    }
+    open.forEach((rect, p) => { if (rect) close(p, rect); });
   }
 
   describe(index, bin) {
