@@ -49,7 +49,11 @@ class Browser:
         self._base = f"http://127.0.0.1:{port}"
         options = {
             "binary": CHROMIUM,
-            "args": [*FLAGS, f"--user-data-dir={self._home.name}", f"--window-size={width},{height}"],
+            "args": [
+                *FLAGS,
+                f"--user-data-dir={self._home.name}",
+                f"--window-size={width},{height}",
+            ],
         }
         wanted = {
             "browserName": "chrome",

@@ -54,9 +54,7 @@ class Recording:
         self.history: list[dict[str, Any]] = []
         self.switches: list[dict[str, Any]] = []
         self.steps = [0] * workers
-        self._run.write(
-            ev.Started(t=0.0, strategy=strategy, workers=workers, servers=servers)
-        )
+        self._run.write(ev.Started(t=0.0, strategy=strategy, workers=workers, servers=servers))
         self._run.write(ev.Counted(t=0.5, epochs=epochs, samples_per_epoch=self.per_epoch))
         self._run.write(ev.PhaseBegan(t=0.5, strategy="allreduce", samples=0, lr="0.1"))
         for k in range(workers):

@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from paceline.dashboard.live import LiveRun
+from paceline.dashboard.followed import FollowedRun
 from paceline.report.comparison import as_mapping
 from paceline.report.runs import find_run_folders
 from paceline.report.stats import as_finite
@@ -173,7 +173,7 @@ class Shelf:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._cards: dict[str, Card] = {}
-        self._live: dict[str, LiveRun] = {}
+        self._live: dict[str, FollowedRun] = {}
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._scanned_s = -SCAN_S
@@ -235,7 +235,7 @@ class Shelf:
                 while len(self._live) >= MOST_LIVE:
                     oldest = min(self._live, key=lambda i: self._live[i].viewed_s)
                     del self._live[oldest]
-                live = self._live[ident] = LiveRun(card.folder.path)
+                live = self._live[ident] = FollowedRun(card.folder.path)
                 live.poll()
             live.viewed_s = time.monotonic()
             return {

@@ -12,8 +12,8 @@ from html import escape
 from typing import Any
 
 from paceline.report.comparison import as_mapping
-from paceline.report.findings import average_phases
 from paceline.report.formats import format_number, format_seconds
+from paceline.report.phases import average_phases
 from paceline.report.runs import Run
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES

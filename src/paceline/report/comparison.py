@@ -14,8 +14,11 @@ MEASURES = (
     "samples_per_s",
     "test_acc",
     "val_acc",
+    "train_acc",
     "train_loss",
+    "val_loss",
     "test_loss",
+    "samples",
     "updates",
 )
 SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")

@@ -34,7 +34,7 @@ HUGE_BYTES = 64_000_000
 EVENTS_KEPT = 400
 
 
-class LiveRun:
+class FollowedRun:
     """Everything that is shown of one run; `poll` reads on, `tell` says what is new."""
 
     def __init__(self, path: Path) -> None:
