@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,33 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_job) ->
     cells = list_cells(matrix, options.given)
     for job in iterate_jobs(cells):
         job.check()
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"--out {options.out} is a file: name a folder")
+    if not options.force:
+        check_folder(options.out, cells)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with hold(options.out):
+        return run_cells(matrix, cells, options, run)
+
+
+@contextlib.contextmanager
+def hold(out: Path) -> Iterator[None]:
+    """Two commands must not make the same runs in the same folder; the end of one frees it."""
+    with (out / "matrix.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"another command is at work on the matrix in {out}: wait for it, or end it"
+            ) from None
+        yield
+
+
+def run_cells(
+    matrix: Matrix, cells: list[Cell], options: MatrixOptions, run: Run
+) -> dict[str, Any]:
     if options.force:
         clear_runs(options.out)
-        (options.out / "matrix.json").unlink(missing_ok=True)
-    check_folder(options.out, cells)
-    options.out.mkdir(parents=True, exist_ok=True)
     write_json(
         options.out / "matrix.json",
         {
@@ -122,8 +146,6 @@ def read_kept(path: Path, *, retry: bool) -> dict[str, Any] | None:
 
 def check_folder(out: Path, cells: list[Cell]) -> None:
     """A run that is there already must be the one that the matrix means by its name."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file: name a folder")
     known = out / "matrix.json"
     if not known.exists():
         if (out / "comparison.json").exists():

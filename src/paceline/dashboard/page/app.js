@@ -224,8 +224,8 @@ class RunView {
     const ends = loss.length ? loss[loss.length - 1][0] - loss[0][0] : 0, far = Math.max(2, ends / 120);
     for (let i = 0, j = 1; j < loss.length; j++) {
       const dt = loss[j][0] - loss[i][0], n = loss[j][1] - loss[i][1];
-      if (dt < far && j < loss.length - 1) continue;
-      if (dt > 0 && n >= 0) rates.push([loss[j][pick], n / dt]);
+      if (dt < far) continue;
+      if (n >= 0) rates.push([loss[j][pick], n / dt]);
       i = j;
     }
     this.charts.rate.set([{ name: "samples/s", colour: c[2], points: rates }], this.marks());
@@ -248,7 +248,7 @@ class RunView {
     const roleLines = fields => Object.keys(looks).filter(r => roles[r]).flatMap(r => fields.map(([field, word], k) => {
       const s = roles[r][field], [colour, dash, name] = looks[r];
       const many = roles[r].count > 1;
-      return line(s.mean, { name: (many ? name + ", mean" : name) + word, colour: k ? c[4] : colour, dash: k ? 3 : dash, bold: r !== "run",
+      return line(s.mean, { name: (many ? name + ", mean" : name) + word, colour: k ? c[r === "server" ? 5 : 4] : colour, dash: k ? 3 : dash, bold: r !== "run",
         band: many ? s.least.map((low, i) => [at(i), low, s.most[i]]) : null });
     }));
     const known = Object.keys(roles).length > 0 || (this.series.machines || []).length > 0;
@@ -309,8 +309,8 @@ class CompareView {
     this.ids = ids; this.against = "seconds"; this.runs = [];
     this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "against " + name, onclick: () => this.setAxis(name) }));
     const curves = make("div", { class: "grid" });
-    this.table = make("div"); this.legend = make("ul", { class: "legend" }); this.bars = make("div");
-    $("view").replaceChildren(make("h2", { text: ids.length + " runs compared" }), this.table, make("div", { class: "buttons" }, ...this.axis), this.legend, curves, make("h3", { text: "Where the time went: workers' mean, as shares" }), this.bars);
+    this.table = make("div"); this.bars = make("div");
+    $("view").replaceChildren(make("h2", { text: ids.length + " runs compared" }), this.table, make("div", { class: "buttons" }, ...this.axis), curves, make("h3", { text: "Where the time went: workers' mean, as shares" }), this.bars);
     this.charts = { val: new Chart(curves, { title: "Validation accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + " %" }),
       train: new Chart(curves, { title: "Training accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + " %" }),
       loss: new Chart(curves, { title: "Training loss", height: 240 }) };
@@ -337,11 +337,6 @@ class CompareView {
       run.seconds != null ? trim(run.seconds) + " s" : "–", first.seconds && run.seconds && run !== first ? "× " + (run.seconds / first.seconds).toFixed(2) + " (" + (run.seconds >= first.seconds ? "+" : "−") + formatDuration(Math.abs(run.seconds - first.seconds)) + ")" : "–",
       formatNumber(run.samples), formatNumber(run.updates), run.val_acc != null ? formatShare(run.val_acc) : "–", run.test_acc != null ? formatShare(run.test_acc) : "–"]), ["run", "strategy", "status"]),
       make("p", { class: "soft", text: "Against the first: seconds divided by those of the first run, below 1 is faster. One run each says nothing about the spread; paceline report weighs several seeds." }));
-    this.legend.replaceChildren(...this.runs.map(({ run }, i) => {
-      const sample = make("canvas"), item = make("li", {}, sample, make("span", { text: run.id }));
-      requestAnimationFrame(() => { const [pen, width] = prepareCanvas(sample, 14); pen.strokeStyle = look(i).colour; pen.lineWidth = 3; pen.setLineDash(DASHES[look(i).dash % 4]); pen.beginPath(); pen.moveTo(0, 7); pen.lineTo(width, 7); pen.stroke(); });
-      return item;
-    }));
     for (const chart of Object.values(this.charts)) chart.formatX = this.against === "seconds" ? formatClock : formatNumber;
     for (const [name, key] of [["val", "val_acc"], ["train", "train_acc"], ["loss", "train_loss"]]) {
       this.charts[name].set(this.runs.map((r, i) => ({ name: r.run.id, ...look(i), dots: true, points: r.history.filter(row => row[key] != null).map(row => [at(row), row[key]]) })));

@@ -1,5 +1,6 @@
 // A row a process, a column a bin of time, coloured by the phases its time went into.
 const HATCH_INK = "#333333";
+const THIN = 10;
 const hatchings = new Map();
 
 function makeHatching(pen, colour, kind) {
@@ -43,7 +44,9 @@ class Timeline {
     this.readout = document.createElement("p");
     this.readout.className = "readout";
     this.readout.setAttribute("aria-live", "polite");
-    parent.append(this.legend, this.canvas, this.readout);
+    this.note = document.createElement("p");
+    this.note.className = "soft";
+    parent.append(this.note, this.legend, this.canvas, this.readout);
     this.canvas.addEventListener("pointermove", e => this.pointAt(e));
     this.canvas.addEventListener("pointerleave", () => this.setCursor(null));
     this.canvas.addEventListener("blur", () => this.setCursor(null));
@@ -89,6 +92,7 @@ class Timeline {
     const height = Math.max(40, rows.length * rowHeight + 26);
     const [pen, width] = prepareCanvas(this.canvas, height);
     this.drawLegend();
+    this.note.textContent = !rows.length ? "" : rowHeight - 1 <= THIN ? "Each stretch in the colour of the phase that took the most of it; point at one for all shares." : "Each row is as high as the whole time of its process, each colour as high as its share.";
     if (!rows.length || !this.bins) {
       pen.fillStyle = theme("--soft");
       pen.fillText("no process has told of its phases", 8, 22);
@@ -150,13 +154,20 @@ class Timeline {
       if (!areas.has(key)) areas.set(key, { style, rects: [] });
       areas.get(key).rects.push(rect);
     };
+    const thin = bar <= THIN;
     for (let b = 0; b < this.bins; b += together) {
       const last = Math.min(this.bins, b + together);
       let total = (last - b) * 255, sum = 0;
       const sums = new Array(count).fill(0);
       for (let k = b; k < last; k++) for (let p = 0; p < count; p++) sums[p] += row.shares[k * count + p] || 0;
       for (const part of sums) sum += part;
-      total = Math.max(total, sum);
+      if (thin && sum) {
+        // Too thin for shares: the whole bin in the colour of the phase that took the most of it.
+        const most = sums.indexOf(Math.max(...sums));
+        sums.fill(0); sums[most] = total = 1;
+      } else {
+        total = Math.max(total, sum);
+      }
       const x0 = px(b), x1 = px(last);
       let seen = 0;
       for (let p = 0; p < count; p++) {
