@@ -87,6 +87,10 @@ class Dashboard:
         self._server.server_close()
         self.shelf.stop()
 
+    def close_unserved(self) -> None:
+        """Give the port back without ever having served."""
+        self._server.server_close()
+
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True

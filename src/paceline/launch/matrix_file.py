@@ -229,8 +229,8 @@ def make_cell(
         **fields,
         "model": work.model,
         "data": work.data,
-        "batch": max(1, round(whole * arm.batch_times)),
-        "epochs": max(1, round(epochs * arm.epochs_times)),
+        "batch": scale_count(whole, arm.batch_times),
+        "epochs": scale_count(epochs, arm.epochs_times),
         "seed": seed,
     }
     parts = (work.data, work.model, f"b{batch}", f"w{count}", make_slug(label), f"seed{seed}")
@@ -242,6 +242,11 @@ def make_cell(
         workers=count,
         job=job,
     )
+
+
+def scale_count(count: Any, times: float) -> Any:
+    """A whole number, at least one; what is no number is left for the job to complain about."""
+    return max(1, round(count * times)) if times != 1 and isinstance(count, int) else count
 
 
 def make_slug(text: str) -> str:

@@ -20,6 +20,15 @@ from paceline.report.sheets import Column, Sheet
 from paceline.report.stats import as_finite, measure_spread
 from paceline.report.tasks import Task
 
+MODELS = {
+    # Depth 50 by its name, but with the parameters of depth 56.
+    "resnet_cifar10": ("resnet50", "resnet56"),
+    "densenet_fashion_mnist": ("densenet-bc-40-12",),
+    "mnist": ("mlp-300-100",),
+    "fashion_mnist": ("mlp-128",),
+    "kmnist": ("mlp-128",),
+}
+
 FOLDER = Path(__file__).parent / "published"
 
 
@@ -28,6 +37,8 @@ class Row:
     """One published run: what it was, and what was printed of it."""
 
     study: str
+    models: tuple[str, ...]
+    """Ours that are the study's."""
     data: str
     arm: str
     """allreduce, ps, or switch(allreduce, ps, at=25%) and so on."""
@@ -47,11 +58,12 @@ def list_rows() -> list[Row]:
     facts = read_facts("results")
     rows = []
     study = "strategy_switch_cpu_cluster"
-    for work in facts[study]["workloads"].values():
+    for key, work in facts[study]["workloads"].items():
         for name, figures in work["results"].items():
             rows.append(
                 Row(
                     study=study,
+                    models=MODELS[key],
                     data=fold(work["dataset"]),
                     arm=name_arm(name),
                     batch=work["global_batch"],
@@ -67,6 +79,7 @@ def list_rows() -> list[Row]:
         rows.append(
             Row(
                 study=study,
+                models=MODELS[row["dataset"]],
                 data=fold(row["dataset"]),
                 arm=name_arm(row["strategy"]),
                 batch=row["batch"],
@@ -96,14 +109,18 @@ def find_curve(data: str, strategy: str, batch: int) -> list[float]:
 
 
 def find_published(task: Task) -> list[tuple[dict[str, Any], Row]]:
-    """For each entry of a task the published run of the same data, strategy and batch, if any."""
+    """For each entry the published run of the same model, data, strategy and batch, if any."""
     found = []
     rows = list_rows()
     for entry in task.entries:
         runs = task.runs_of(entry)
         named = read_batch(task.name)
         for row in rows:
-            same = row.data == fold(str(entry["data"])) and row.arm == family(entry["strategy"])
+            same = (
+                entry["model"] in row.models
+                and row.data == fold(str(entry["data"]))
+                and row.arm == family(entry["strategy"])
+            )
             if same and (row.batch in (named, entry["batch"]) or row.batch is None) and runs:
                 found.append((entry, row))
                 break
