@@ -212,6 +212,28 @@ class FollowedRun:
             "verdicts": list(self.verdicts.values()),
         }
 
+    def list_missing(self, config: Plain) -> list[str]:
+        """What is not there or not whole, of a run that is no longer going on."""
+        found = []
+        for who, follower in sorted(self._followers.items()):
+            if follower.torn_bytes:
+                found.append(
+                    f"events/{who}.jsonl ends in the middle of an event "
+                    f"({follower.torn_bytes} bytes without an end)"
+                )
+            if follower.unreadable:
+                found.append(
+                    f"events/{who}.jsonl has {follower.unreadable} lines that are no events"
+                )
+        if config.get("virtual"):
+            return found
+        if "run" not in self._followers:
+            found.append("events/run.jsonl is missing")
+        for number in range(int(as_finite(config.get("workers")) or 0)):
+            if f"worker-{number}" not in self._followers:
+                found.append(f"events/worker-{number}.jsonl is missing")
+        return found
+
     def list_processes(self) -> list[str]:
         def order(who: str) -> tuple[int, int]:
             role, _, number = who.partition("-")

@@ -42,8 +42,10 @@ class Card:
         self.folder = RunFolder(path)
         self.ident = ident
         self._stamps: dict[Path, tuple[int, int]] = {}
-        self._config: Plain = {}
+        self.config: Plain = {}
         self._result: Plain = {}
+        self.unreadable: set[str] = set()
+        """Of run.json and result.json, what is there and cannot be read."""
         self._begin()
 
     def _begin(self) -> None:
@@ -53,7 +55,7 @@ class Card:
         self._verdicts: dict[tuple[str, str], str] = {}
 
     def poll(self) -> None:
-        self._config = self._read(self.folder.config, self._config)
+        self.config = self._read(self.folder.config, self.config)
         self._result = self._read(self.folder.result, self._result)
         for event in self._follower.poll():
             try:
@@ -76,9 +78,13 @@ class Card:
         try:
             value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         except (OSError, ValueError):
+            value = None
+        if not isinstance(value, dict):
+            self.unreadable.add(path.name)
             return before
+        self.unreadable.discard(path.name)
         self._stamps[path] = stamp
-        return value if isinstance(value, dict) else before
+        return value
 
     def _take(self, event: Plain) -> None:
         kind = event.get("kind")
@@ -114,7 +120,7 @@ class Card:
         return bool(self._result)
 
     def tell(self) -> Plain:
-        config, result, facts = self._config, self._result, self._facts
+        config, result, facts = self.config, self._result, self._facts
         job = as_mapping(config.get("job"))
         told: Plain = {"id": self.ident, "name": self.ident}
         for name in ("strategy", "workers", "servers", "virtual"):
@@ -143,7 +149,7 @@ class Card:
 
     def _total(self) -> float | None:
         per = as_finite(self._facts.get("per_epoch"))
-        epochs = as_finite(as_mapping(self._config.get("job")).get("epochs"))
+        epochs = as_finite(as_mapping(self.config.get("job")).get("epochs"))
         return per * epochs if per and epochs else None
 
     def _share(self) -> float | None:
@@ -238,9 +244,14 @@ class Shelf:
                 live = self._live[ident] = FollowedRun(card.folder.path)
                 live.poll()
             live.viewed_s = time.monotonic()
+            run = card.tell()
+            missing = [f"{name} is cut off or not readable" for name in sorted(card.unreadable)]
+            if run["status"] != "running":
+                missing += live.list_missing(card.config)
             return {
-                "run": card.tell(),
-                "config": card._config,
+                "run": run,
+                "missing": missing,
+                "config": card.config,
                 **live.tell(generation=generation, first=first, who=who),
             }
 

@@ -34,7 +34,7 @@ PHASE_STYLES: dict[str, tuple[str, str]] = {
     "optimizer": ("#F0E442", ""),
     "wait": ("#E69F00", "/"),
     "queue": ("#D55E00", "/"),
-    "eval": ("#CC79A7", ""),
+    "eval": ("#CC79A7", "."),
     "switch": ("#666666", "x"),
     "other": ("#BBBBBB", "."),
 }

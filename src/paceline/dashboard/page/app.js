@@ -191,6 +191,7 @@ class RunView {
       make("dl", { class: "figures" }, ...figures.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))))];
     if (this.told.reading < 1) parts.push(make("p", { class: "soft", text: "Reading what is recorded: " + Math.round(100 * this.told.reading) + " %" }));
     if (run.status === "silent") parts.push(make("p", { class: "problem", text: "Nothing was written for " + formatDuration(run.silent_s) + " and there is no result: the run was cut off, or it is stuck. What is shown is what its files tell." }));
+    if (this.told.missing.length) parts.push(make("div", { class: "problem" }, make("p", { text: "Not whole:" }), make("ul", {}, ...this.told.missing.slice(0, 12).map(text => make("li", { text })))));
     if (run.error) parts.push(make("p", { class: "problem", text: run.error }));
     this.head.replaceChildren(...parts);
   }
