@@ -159,6 +159,21 @@ def test_a_matrix_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert third.made == []
 
 
+def test_ratios_stay_within_a_task(tmp_path: Path) -> None:
+    matrix = read_matrix(str(write_matrix(tmp_path / "m.yaml")))
+    comparison = run_matrix(matrix, options_for(tmp_path / "out"), run=Runs())
+    assert [task["task"] for task in comparison["tasks"]] == [
+        "mlp-128 on digits, batch 32",
+        "mlp-128 on digits, batch 64",
+    ]
+    for task in comparison["tasks"]:
+        assert [entry["label"] for entry in task["strategies"]] == ["allreduce", "servers"]
+        assert task["strategies"][0]["seconds_over_first_strategy_seconds"] == 1.0
+    assert [entry["task"] for entry in comparison["strategies"]] == [
+        "mlp-128 on digits, batch 32"
+    ] * 2 + ["mlp-128 on digits, batch 64"] * 2
+
+
 def test_failures_are_kept_and_made_again_only_when_asked(tmp_path: Path) -> None:
     matrix = read_matrix(str(write_matrix(tmp_path / "m.yaml")))
     comparison = run_matrix(matrix, options_for(tmp_path / "out"), run=Runs(fails="servers"))

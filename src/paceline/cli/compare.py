@@ -144,5 +144,9 @@ def show_comparison(
     from paceline.report.table import results_table
 
     report = write_report([out], out / "report.html", title=title)
-    Console().print(results_table(comparison))
+    console = Console()
+    for task in comparison.get("tasks", [comparison]):
+        if "task" in task:
+            console.print(task["task"], style="bold", markup=False)
+        console.print(results_table(task))
     typer.echo(f"report: {report}")

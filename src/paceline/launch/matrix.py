@@ -15,7 +15,7 @@ from paceline.job import Job, JobRef
 from paceline.launch.compare import clear_runs
 from paceline.launch.matrix_file import Cell, Matrix, iterate_jobs, list_cells
 from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_job, usable_cores
-from paceline.report.comparison import write_comparison
+from paceline.report.comparison import compare_tasks
 from paceline.report.matrix_view import MatrixView
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.folder import RunFolder, write_json
@@ -105,7 +105,8 @@ def run_cells(
                 results[cell.name] = {**kept, "dir": cell.name}
         finally:
             # Ctrl-C leaves the comparison of what is there.
-            comparison = write_comparison(options.out / "comparison.json", list(results.values()))
+            comparison = compare_tasks(list(results.values()))
+            write_json(options.out / "comparison.json", comparison)
     return comparison
 
 

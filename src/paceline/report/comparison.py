@@ -148,6 +148,26 @@ def as_mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def compare_tasks(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same for a matrix: within each task, because ratios across tasks mean nothing.
+
+    `tasks` holds a comparison each; `strategies` the entries of all, each with its `task`.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        task = as_mapping(result.get("labels")).get("task")
+        groups.setdefault(str(task or "unknown"), []).append(result)
+    tasks = [{"task": task, **compare_results(group)} for task, group in groups.items()]
+    return {
+        "runs_total": len(results),
+        "runs_failed": sum(task["runs_failed"] for task in tasks),
+        "tasks": tasks,
+        "strategies": [
+            {"task": task["task"], **entry} for task in tasks for entry in task["strategies"]
+        ],
+    }
+
+
 def write_comparison(path: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare the results, write `comparison.json` at `path` atomically, and return it."""
     comparison = compare_results(results)
