@@ -58,6 +58,7 @@ class Dashboard:
                 f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
             ) from None
         self._server.dashboard = self
+        self.is_closed = False
         self.host, self.port = host, self._server.server_address[1]
 
     @property
@@ -84,6 +85,9 @@ class Dashboard:
         self._server.shutdown()
 
     def close(self) -> None:
+        self.is_closed = (
+            True  # For connections that are kept alive: they have threads of their own.
+        )
         self._server.server_close()
         self.shelf.stop()
 
@@ -105,6 +109,9 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
+        if self.server.dashboard.is_closed:
+            self.close_connection = True
+            return
         parts = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if not self._is_ours():
