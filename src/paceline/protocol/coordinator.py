@@ -93,6 +93,9 @@ Action = Order | Note | End
 _Script = Generator[None, list[Any], None]
 
 
+_TRAINING = (Pushed, Advanced)
+
+
 class Coordinator:
     """Events in through `handle`, actions out; `history` can be read at any time."""
 
@@ -130,7 +133,7 @@ class Coordinator:
             return []
         self._now = now
         self._actions = []
-        if isinstance(event, Pushed | Advanced):
+        if isinstance(event, _TRAINING):
             self._on_training(event)
         elif isinstance(event, Heartbeat):
             self.members.heard(event.worker, event.step, event.phase, event.turn, now)
@@ -173,10 +176,11 @@ class Coordinator:
     def _is_repeated(self, event: Advanced | Pushed) -> bool:
         """Heard before, and come again late: it must not be counted twice."""
         # A push names the step it came from; planned work says how many are done.
-        done = event.step + 1 if isinstance(event, Pushed) else event.step
-        last = self._last_step.get(event.worker, -1)
-        self._last_step[event.worker] = max(last, done)
-        return done <= last
+        done = event.step + 1 if type(event) is Pushed else event.step
+        if done <= self._last_step.get(event.worker, -1):
+            return True
+        self._last_step[event.worker] = done
+        return False
 
     def _on_training(self, event: Advanced | Pushed) -> None:
         pace = self._pace
@@ -187,7 +191,7 @@ class Coordinator:
             return
         self.members.reached(event.worker, event.step)
         self.history.tally.add(event.measured)
-        self._actions.extend(pace.on_report(event, self._now))
+        self._actions += pace.on_report(event, self._now)
         if event.measured.norms is not None:
             self.history.pulse.noise.heard(*event.measured.norms)
         closed = self.history.pulse.heard(event.worker, event.measured, self._now)

@@ -36,7 +36,6 @@ class Ledger:
         self.epoch = epoch
         self._next = position
         self._out: dict[int, Entry] = {}
-        self._held: dict[int, set[int]] = {}
         self._returned: list[tuple[int, int]] = []
         self._done_after: dict[int, int] = {}
         self._frontier = position
@@ -64,23 +63,27 @@ class Ledger:
             if cut < hi:
                 heapq.heappush(self._returned, (cut, hi))
             return self._lease(holder, lo, cut)
-        if self._next >= min(limit, self.samples):
-            return None
+        last = limit if limit < self.samples else self.samples
         lo = self._next
-        self._next = min(lo + count, limit, self.samples)
+        if lo >= last:
+            return None
+        hi = lo + count
+        self._next = hi if hi < last else last
         return self._lease(holder, lo, self._next)
 
     def _lease(self, holder: int, lo: int, hi: int) -> Entry:
         entry = Entry(self._next_id, holder, lo, hi)
         self._next_id += 1
         self._out[entry.id] = entry
-        self._held.setdefault(holder, set()).add(entry.id)
         return entry
 
     def acknowledge(self, lease_id: int, holder: int) -> Entry:
         """The lease's samples are applied; raises KeyError if `holder` does not hold it."""
         entry = self._drop(lease_id, holder)
-        self._done_after[entry.lo] = entry.hi
+        if entry.lo != self._frontier:
+            self._done_after[entry.lo] = entry.hi
+            return entry
+        self._frontier = entry.hi
         while self._frontier in self._done_after:
             self._frontier = self._done_after.pop(self._frontier)
         return entry
@@ -92,7 +95,7 @@ class Ledger:
 
     def forget_holder(self, holder: int) -> None:
         """A worker is gone: everything it held is leased anew."""
-        for lease_id in sorted(self._held.get(holder, ())):
+        for lease_id in sorted(e.id for e in self._out.values() if e.holder == holder):
             self.give_back(lease_id, holder)
 
     def _drop(self, lease_id: int, holder: int) -> Entry:
@@ -100,5 +103,4 @@ class Ledger:
         if entry is None or entry.holder != holder:
             raise KeyError(f"worker {holder} does not hold lease {lease_id}")
         del self._out[lease_id]
-        self._held[holder].discard(lease_id)
         return entry

@@ -273,11 +273,18 @@ class ServerPace:
             if entry is not None:
                 orders.extend(self._hand_out(entry, tuple(range(self._workers))))
         elif not self._clock.in_rounds:
+            history = self._history
             for unit in units:
                 entry = self._ledger.take(unit, self._lease_size(unit), self._stop)
                 if entry is not None:
-                    self._history.max_lag = max(self._history.max_lag, self._clock.lag(unit))
-                    orders.extend(self._hand_out(entry, self._units[unit]))
+                    lag = self._clock.lag(unit)
+                    if lag > history.max_lag:
+                        history.max_lag = lag
+                    members = self._units[unit]
+                    if len(members) == 1:
+                        orders.append(self._hand_whole(entry, members[0], unit))
+                    else:
+                        orders.extend(self._hand_out(entry, members))
         if units and not orders and self._first_idle is None:
             self._first_idle = now
         return orders
@@ -288,11 +295,16 @@ class ServerPace:
         rest = self._stop - self._ledger.leased_up_to - share
         return share + rest if 0 < rest < share // 2 else share
 
+    def _hand_whole(self, entry: Entry, worker: int, unit: int) -> Order:
+        """An entry of the ledger for one worker alone."""
+        lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
+        self._leases[worker, entry.id] = lease
+        return Tell(worker, Go(self.version, lease, self._last_staleness[unit]))
+
     def _hand_out(self, entry: Entry, members: tuple[int, ...]) -> list[Order]:
         """Share one entry of the ledger among workers that act together."""
         orders: list[Order] = []
-        size = entry.hi - entry.lo
-        cuts = [0, size] if len(members) == 1 else split_batch(size, len(members))
+        cuts = split_batch(entry.hi - entry.lo, len(members))
         for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
             lease = Lease(
                 entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo + lo, entry.lo + hi
@@ -315,6 +327,10 @@ class ServerPace:
         The last batch of an epoch may be short: its samples weigh more, as they do when one
         process takes the mean over it.
         """
+        start = lo - lo % self._batch
+        stop = min(start + self._batch, self._ledger.samples)
+        if hi <= stop:
+            return (hi - lo) / (stop - start)
         share = 0.0
         while lo < hi:
             start = lo - lo % self._batch
@@ -324,9 +340,9 @@ class ServerPace:
         return share
 
     def on_report(self, report: Message, now: float) -> list[Order]:
-        if isinstance(report, Reduced):
-            return self._on_reduced(report)
         if not isinstance(report, Pushed):
+            if isinstance(report, Reduced):
+                return self._on_reduced(report)
             raise AssertionError(f"{type(report).__name__} under a parameter server")
         lease = self._leases.pop((report.worker, report.lease), None)
         if lease is None:
@@ -341,16 +357,17 @@ class ServerPace:
             del self._came[unit]
             chief = came[self._units[unit][0]]
             samples = sum(p.samples for p in came.values())
-        lo, hi = (lease.lo, lease.hi) if self._clock.in_rounds else (lease.start, lease.stop)
+        in_rounds = self._clock.in_rounds
+        lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
         push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
         verdict = self._clock.pushed(push, now)
         orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
-        if not self._clock.in_rounds:
+        if not in_rounds:
             self._ledger.acknowledge(lease.id, unit)
         elif verdict.updates:
             self._ledger.acknowledge(lease.id, EVERYBODY)
         if verdict.release or not self._leases:
-            orders.extend(self._go_on(verdict.release, now))
+            orders += self._go_on(verdict.release, now)
         return orders
 
     def _update(self, pushes: list[Push]) -> Order:

@@ -58,7 +58,7 @@ class Shard:
 
     def on_gradient(self, worker: int, handle: int) -> list[Action]:
         self._here.add((worker, handle))
-        return self._advance()
+        return self._advance() if self._orders else []
 
     def on_apply(self, order: Apply) -> list[Action]:
         if order.version <= self.version or order.version in self._orders:
@@ -87,12 +87,14 @@ class Shard:
             handles = [(p.worker, p.handle) for p in order.parts]
             if not self._here.issuperset(handles):
                 break
-            if order.clip is not None and self._summed != order.version:
-                self._summed = order.version
-                actions.append(SumUp(order))
-            if order.clip is not None and order.version not in self._factors:
-                break
-            factor = self._factors.pop(order.version, 1.0)
+            factor = 1.0
+            if order.clip is not None:
+                if self._summed != order.version:
+                    self._summed = order.version
+                    actions.append(SumUp(order))
+                if order.version not in self._factors:
+                    break
+                factor = self._factors.pop(order.version)
             actions.append(Update(order, factor, summed=order.clip is not None))
             del self._orders[order.version]
             self._here.difference_update(handles)

@@ -15,4 +15,4 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(cls: type[T]) -> type[T]:
-    return dataclass(unsafe_hash=True)(cls)
+    return dataclass(unsafe_hash=True, slots=True)(cls)

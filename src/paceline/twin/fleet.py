@@ -13,7 +13,7 @@ from paceline.specs.trouble import Trouble
 from paceline.twin.timeline import Cores, Deed, Timeline
 
 Floats = NDArray[np.float64]
-BLOCK = 256
+BLOCK = 32
 """Random factors drawn at a time, a worker."""
 
 
@@ -33,12 +33,12 @@ class Draws:
     def one(self, worker: int) -> float:
         if self._steady:
             return 1.0
-        at = self._at[worker]
+        at = self._at.item(worker)
         if at == BLOCK:
             self._refill(worker)
             at = 0
         self._at[worker] = at + 1
-        return float(self._block[worker, at])
+        return self._block.item(worker, at)
 
     def all(self) -> Floats:
         """One factor for every worker."""
@@ -120,12 +120,13 @@ class Fleet:
         """Seconds of computing, as if alone on the machine."""
         compute = self.compute[worker]
         seconds = compute.fixed_s + samples * compute.per_sample_s
-        return seconds * self._draws.one(worker) * self._slowness(worker, now)
+        drawn = seconds * self._draws.one(worker)
+        return drawn * self._slowness(worker, now) if self._slow else drawn
 
     def compute_one(self, worker: int, samples: int, now: float, epoch: float, then: Deed) -> None:
         """Compute a share from `now` on; `then` is told when the gradient is there."""
         seconds = self.work_s(worker, samples, now)
-        factor = self._factor(worker, epoch)
+        factor = self._factor(worker, epoch) if self._troubles else 1.0
         if factor == 1.0:
             self.cores[worker].run(now, seconds, then)
         else:
@@ -158,6 +159,8 @@ class Fleet:
         return seconds
 
     def delay(self, worker: int, epoch: float) -> float:
+        if not self._troubles:
+            return 0.0
         return sum(t.delay_s for t in self._troubles if t.worker == worker and t.in_force(epoch))
 
     def _factor(self, worker: int, epoch: float) -> float:

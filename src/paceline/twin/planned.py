@@ -132,7 +132,7 @@ class PlannedCrew:
         clocks.add_all("backward", busy * 2 / 3)
         if late is not None:
             clocks.add_all("comm_exposed", late)
-        world.steps += 1
+        world.joint_steps += 1
         self._start = stop
         self._go_on(plan, stop)
 
@@ -212,7 +212,7 @@ class PlannedCrew:
     def _report(self, epoch: int, position: int) -> None:
         for worker in range(self._workers):
             message = Advanced(
-                worker, epoch, position, int(self._world.steps[worker]), self._measured(worker)
+                worker, epoch, position, self._world.steps_of(worker), self._measured(worker)
             )
             self._world.send(worker, message, float(self._free[worker]))
         self._forget()

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.plan.cost import allreduce_s, coded_bytes
 from paceline.protocol.messages import Apply, Clip, Go, Measured, Message, Pushed, Reduced, Steps
@@ -16,7 +17,7 @@ from paceline.twin.timeline import Lane
 from paceline.twin.world import World, server_bytes_per_s
 
 
-@dataclass
+@dataclass(slots=True)
 class Player:
     """One worker."""
 
@@ -29,7 +30,7 @@ class Player:
     base: int = 0
     """The version of the weights it holds."""
     busy: bool = False
-    queue: deque[Go] = field(default_factory=deque)
+    queue: list[Go] = field(default_factory=list)
     in_flight: bool = False
     """With overlap: an exchange is under way behind the computing."""
     landing: float | None = None
@@ -68,11 +69,15 @@ class ServedCrew:
         self._gathering: dict[tuple[int, ...], dict[int, tuple[Go, float]]] = {}
         self._shard = Shard()
         self._push_bytes = coded_bytes(codec, world.work)
+        self._before_bytes = world.work.bytes
         self._pull_bytes = (
             self._push_bytes if codec is not None and codec.weights_too else world.work.bytes
         )
         self._lane_bytes_per_s = server_bytes_per_s(world, strategy)
+        self._link_bytes_per_s = [link.bytes_per_s for link in self._fleet.links]
         self._server_latency = max(self._fleet.latency[: self._servers] or [0.0])
+        self._latency = [max(own, self._server_latency) for own in self._fleet.latency]
+        """Between each worker and the servers, one way."""
         transfer = world.pool.transfer_gb_s * 1e9
         self._push_own_s = self._push_bytes / transfer
         self._pull_own_s = self._pull_bytes / transfer
@@ -103,13 +108,12 @@ class ServedCrew:
             self._gather(worker, go, now)
             return
         player = self._players[worker]
-        player.queue.append(go)
-        if not player.busy:
-            self._begin(worker, now)
+        if player.busy:
+            player.queue.append(go)
+        else:
+            self._begin(worker, player, go, now)
 
-    def _begin(self, worker: int, now: float) -> None:
-        player = self._players[worker]
-        go = player.queue.popleft()
+    def _begin(self, worker: int, player: Player, go: Go, now: float) -> None:
         player.busy = True
         player.waited(now)
         if not go.lease.samples:
@@ -118,22 +122,44 @@ class ServedCrew:
             # An exchange is under way behind: the weights at hand are those to compute on.
             self._compute(worker, go, now)
         else:
-            self._pull((worker,), go.version, now, lambda at_s: self._compute(worker, go, at_s))
+            self._pull(worker, player, go, now)
 
-    def _pull(
+    def _pull(self, worker: int, player: Player, go: Go, now: float) -> None:
+        """The newest weights, those that the coordinator knows of at least; then compute."""
+
+        def taken(ended: float) -> None:
+            player.comm_s += ended - now
+            self._compute(worker, go, ended)
+
+        def answer(at_s: float) -> None:
+            arrive = self._answer(worker, player, at_s)
+            cores = self._fleet.cores[worker]
+            if cores.crowded:
+                cores.run(arrive, self._pull_own_s, taken)
+            else:
+                taken(arrive + self._pull_own_s)
+
+        self._when_made(go.version, now + self._latency[worker], answer)
+
+    def _answer(self, worker: int, player: Player, at_s: float) -> float:
+        """The servers' answer to a pull; when it has arrived."""
+        self._catch_up(at_s)
+        player.base = self._seen
+        self._world.learner.pull(worker)
+        sent = self._transfer(self._out, worker, at_s, self._pull_bytes)
+        return sent + self._latency[worker]
+
+    def _pull_together(
         self, unit: tuple[int, ...], version: int, now: float, then: Callable[[float], None]
     ) -> None:
-        """The newest weights, `version` at least, for a worker or through the first of a group."""
+        """The same for a group, through its first."""
         chief = unit[0]
 
         def answer(at_s: float) -> None:
-            self._catch_up(at_s)
-            for worker in unit:
+            arrive = self._answer(chief, self._players[chief], at_s) + self._within(unit)
+            for worker in unit[1:]:
                 self._players[worker].base = self._seen
                 self._world.learner.pull(worker)
-            sent = self._transfer(self._out, chief, at_s, self._pull_bytes)
-            sent += self._within(unit)
-            arrive = sent + self._latency(chief)
 
             def taken(ended: float) -> None:
                 for worker in unit:
@@ -142,7 +168,7 @@ class ServedCrew:
 
             self._fleet.cores[chief].run(arrive, self._pull_own_s, taken)
 
-        self._when_made(version, now + self._latency(chief), answer)
+        self._when_made(version, now + self._latency[chief], answer)
 
     def _within(self, unit: tuple[int, ...]) -> float:
         """The first of a group passes the weights on: half of an all-reduce."""
@@ -152,33 +178,32 @@ class ServedCrew:
         return allreduce_s(self._world.pool, hosts, self._pull_bytes) / 2
 
     def _compute(self, worker: int, go: Go, now: float) -> None:
-        epoch = go.lease.epoch + go.lease.start / self._world.work.samples
+        lease = go.lease
+        epoch = lease.epoch + lease.start / self._world.work.samples
         # With overlap newer weights come in meanwhile: the gradient belongs to those of now.
         player = self._players[worker]
-        handle = player.handle + 1
-        early = self._world.learner.compute(worker, go.lease, handle) if self._overlap else None
+        early = None
+        if self._overlap:
+            early = self._world.learner.compute(worker, lease, player.handle + 1)
 
         def computed(ended: float) -> None:
             late = self._fleet.delay(worker, epoch)
-            player.busy_s += ended - now
-            player.comm_s += late
             busy_s = ended - now
+            player.busy_s += busy_s
+            player.comm_s += late
             if early is None:
-                self._world.timeline.at(
-                    ended + late, lambda at_s: self._push(worker, go, at_s, busy_s, None)
-                )
+                then = partial(self._push, worker, go, busy_s)
             else:
-                self._world.timeline.at(
-                    ended + late, lambda at_s: self._land(worker, go, at_s, busy_s, early)
-                )
+                then = partial(self._land, worker, go, busy_s, early)
+            self._world.timeline.at(ended + late, then)
 
-        self._fleet.compute_one(worker, go.lease.samples, now, epoch, computed)
+        self._fleet.compute_one(worker, lease.hi - lease.lo, now, epoch, computed)
 
-    def _land(self, worker: int, go: Go, now: float, busy_s: float, told: Told) -> None:
+    def _land(self, worker: int, go: Go, busy_s: float, told: Told, now: float) -> None:
         """With overlap the exchange before this one must have landed first."""
         player = self._players[worker]
         if player.in_flight and player.landing is None:
-            player.blocked = lambda at_s: self._land(worker, go, max(now, at_s), busy_s, told)
+            player.blocked = lambda at_s: self._land(worker, go, busy_s, told, max(now, at_s))
             return
         base = player.base
         landed = now
@@ -188,32 +213,46 @@ class ServedCrew:
             player.comm_s += landed - now
             player.in_flight, player.base = False, player.incoming
         self._world.timeline.at(
-            landed, lambda at_s: self._push(worker, go, at_s, busy_s, told, base)
+            landed, lambda at_s: self._push(worker, go, busy_s, at_s, told, base)
         )
 
     def _push(
         self,
         worker: int,
         go: Go,
-        now: float,
         busy_s: float,
-        early: Told | None,
+        now: float,
+        early: Told | None = None,
         base: int | None = None,
     ) -> None:
         player = self._players[worker]
         told = early or self._world.learner.compute(worker, go.lease, player.handle + 1)
         if told.diverged is not None:
             self._world.diverging(worker, told, go.lease, now)
+        cores = self._fleet.cores[worker]
+        if cores.crowded:
+            packed = partial(self._send, worker, go, busy_s, now, told, base)
+            cores.run(now, self._push_own_s, packed)
+        else:
+            self._send(worker, go, busy_s, now, told, base, now + self._push_own_s)
 
-        def packed(ended: float) -> None:
-            sent = self._transfer(self._in, worker, ended, self._push_bytes)
-            self.bytes_sent += self._push_bytes
-            self.bytes_before += self._world.work.bytes
-            if not self._overlap:
-                player.comm_s += sent - now
-            self._tell(worker, go, sent, now, told, busy_s, base)
-
-        self._fleet.cores[worker].run(now, self._push_own_s, packed)
+    def _send(
+        self,
+        worker: int,
+        go: Go,
+        busy_s: float,
+        computed_s: float,
+        told: Told,
+        base: int | None,
+        now: float,
+    ) -> None:
+        """The gradient leaves."""
+        sent = self._transfer(self._in, worker, now, self._push_bytes)
+        self.bytes_sent += self._push_bytes
+        self.bytes_before += self._before_bytes
+        if not self._overlap:
+            self._players[worker].comm_s += sent - computed_s
+        self._tell(worker, go, sent, computed_s, told, busy_s, base)
 
     def _tell(
         self,
@@ -240,7 +279,7 @@ class ServedCrew:
         player.idle_since = free_at
         player.busy = False
         if player.queue:
-            self._begin(worker, free_at)
+            self._begin(worker, player, player.queue.pop(0), free_at)
 
     def _post(
         self,
@@ -257,6 +296,7 @@ class ServedCrew:
         """Word of a push to the coordinator, with `gradient` the push itself to the servers."""
         world, player = self._world, self._players[worker]
         player.handle += 1
+        step = world.steps_of(worker)
         world.steps[worker] += 1
         handle, samples = player.handle, go.lease.samples
         measured = Measured(
@@ -268,16 +308,17 @@ class ServedCrew:
             comm_s,
             told.norms,
         )
-        step = int(world.steps[worker]) - 1
         message = Pushed(worker, handle, go.lease.id, samples, base, step, measured)
 
         def come(now: float) -> None:
-            if gradient:
-                self._carry_out(self._shard.on_gradient(worker, handle), now)
+            actions = self._shard.on_gradient(worker, handle)
+            if actions:
+                self._carry_out(actions, now)
 
-        if worker not in world.dead:
-            arrives = at_s + self._fleet.latency[worker]
-            world.postman.push(worker, arrives, come, lambda now: world.hear(message, now))
+        if gradient:
+            world.send_push(worker, message, at_s, come)
+        else:
+            world.send(worker, message, at_s)
 
     def _exchange_behind(self, worker: int, handle: int, sent_s: float) -> None:
         """Weights come back while the next batch is computed on those at hand."""
@@ -289,14 +330,14 @@ class ServedCrew:
             player.incoming = self._seen
             self._world.learner.pull(worker)
             arrive = self._transfer(self._out, worker, now, self._pull_bytes)
-            player.landing = arrive + self._latency(worker) + self._pull_own_s
+            player.landing = arrive + self._latency[worker] + self._pull_own_s
             blocked, player.blocked = player.blocked, None
             if blocked is not None:
                 blocked(player.landing)
 
         if self._aggregates:
             # A buffered gradient may wait long for its update: then take what is there.
-            self._world.timeline.at(sent_s + self._latency(worker), fetch)
+            self._world.timeline.at(sent_s + self._latency[worker], fetch)
         else:
             self._fetching[worker, handle] = fetch
 
@@ -322,7 +363,7 @@ class ServedCrew:
             for member in unit:
                 self._compute_member(unit, member, here[member][0], at_s, ended, here)
 
-        self._pull(unit, version, begins, start)
+        self._pull_together(unit, version, begins, start)
 
     def _compute_member(
         self,
@@ -386,23 +427,23 @@ class ServedCrew:
     # ---- servers ------------------------------------------------------------------------------
 
     def on_order(self, message: Message, now: float) -> None:
-        if isinstance(message, Clip):
-            self._carry_out(self._shard.on_clip(message.version, message.factor), now)
-        else:
-            assert isinstance(message, Apply)
+        if isinstance(message, Apply):
             self._carry_out(self._shard.on_apply(message), now)
+        else:
+            assert isinstance(message, Clip)
+            self._carry_out(self._shard.on_clip(message.version, message.factor), now)
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:
-            if isinstance(action, SumUp):
-                self._sum_up(action.order, now)
-            elif isinstance(action, Update):
+            if isinstance(action, Update):
                 self._orders.append((action, now + self._server_latency))
                 self._make_next()
                 for part in action.order.parts if self._fetching else ():
                     fetch = self._fetching.pop((part.worker, part.handle), None)
                     if fetch is not None:
                         self._when_made(action.order.version, now, fetch)
+            elif isinstance(action, SumUp):
+                self._sum_up(action.order, now)
 
     def _sum_up(self, order: Apply, now: float) -> None:
         square = self._world.learner.square(order)
@@ -414,28 +455,34 @@ class ServedCrew:
 
     def _make_next(self) -> None:
         """Updates are made one after another; each is there when its service is over."""
-        if self._at_work or not self._orders or self._is_gone():
-            return
-        update, at_s = self._orders.popleft()
-        parts = len(update.order.parts)
-        seconds = self._apply_s + parts * self._receive_s
-        self._at_work = True
+        while self._orders and not self._at_work and not self._is_gone():
+            update, at_s = self._orders.popleft()
+            seconds = self._apply_s + len(update.order.parts) * self._receive_s
+            begins = max(at_s, self._made[-1])
+            if self._server_cores.crowded:
+                self._at_work = True
+                self._server_cores.run(begins, seconds, partial(self._made_late, update))
+            else:
+                self._has_made(update, begins + seconds)
 
-        def made(ended: float) -> None:
-            self._made.append(ended)
-            self._unapplied.append(update)
-            self._at_work = False
+    def _made_late(self, update: Update, ended: float) -> None:
+        self._at_work = False
+        self._has_made(update, ended)
+        self._make_next()
+
+    def _has_made(self, update: Update, ended: float) -> None:
+        self._made.append(ended)
+        self._unapplied.append(update)
+        if self._awaiting:
             for then in self._awaiting.pop(len(self._made) - 1, ()):
                 self._world.timeline.at(ended, then)
-            self._make_next()
-
-        begins = max(at_s, self._made[-1])
-        self._server_cores.run(begins, seconds, made)
 
     def _is_gone(self) -> bool:
         """A server dies with the machine that it lives on."""
         dead = self._world.dead
-        return bool(dead) and any(s % self._workers in dead for s in range(self._servers))
+        if not dead:
+            return False
+        return any(s % self._workers in dead for s in range(self._servers))
 
     def _when_made(self, version: int, now: float, then: Callable[[float], None]) -> None:
         """At `now`, or as soon after as the version is there.
@@ -450,10 +497,12 @@ class ServedCrew:
 
     def _catch_up(self, now: float) -> None:
         """Let the learner make all updates that have happened by now."""
-        while self._seen + 1 < len(self._made) and self._made[self._seen + 1] <= now:
-            self._seen += 1
+        made, seen = self._made, self._seen
+        while seen + 1 < len(made) and made[seen + 1] <= now:
+            seen += 1
             update = self._unapplied.popleft()
             self._world.learner.apply(update.order, update.factor)
+        self._seen = seen
 
     def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
         # What comes now is no waiting for work any more: evaluation, saving, another strategy.
@@ -464,9 +513,9 @@ class ServedCrew:
         def answer(at_s: float) -> None:
             self._catch_up(at_s)
             sent = self._transfer(self._out, worker, at_s, self._world.work.bytes)
-            then(sent + self._latency(worker))
+            then(sent + self._latency[worker])
 
-        self._when_made(version, now + self._latency(worker), answer)
+        self._when_made(version, now + self._latency[worker], answer)
 
     def leave(self) -> None:
         clocks = self._world.clocks
@@ -477,12 +526,10 @@ class ServedCrew:
 
     # ---- ways ---------------------------------------------------------------------------------
 
-    def _latency(self, worker: int) -> float:
-        return max(self._fleet.latency[worker], self._server_latency)
-
     def _transfer(self, lane: Lane, worker: int, now: float, nbytes: float) -> float:
         """When a message has left; one machine's processes need no network between them."""
         if self._one_machine:
             return now
         through = lane.take(now, nbytes / self._lane_bytes_per_s)
-        return max(through, now + nbytes / self._fleet.links[worker].bytes_per_s)
+        own = now + nbytes / self._link_bytes_per_s[worker]
+        return through if through > own else own

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +51,10 @@ DETECT_S = 1.0
 
 
 class Postman(Protocol):
-    """Brings messages; `deed` is told when one is there."""
+    """Brings messages in its own way; `deed` is told when one is there.
+
+    Without one everything comes when it is due, and what nobody else can come before at once.
+    """
 
     def up(self, worker: int, at_s: float, deed: Deed) -> None:
         """From a worker to the coordinator."""
@@ -67,29 +71,6 @@ class Postman(Protocol):
     def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
         """A gradient to the servers, and word of it to the coordinator."""
         ...
-
-
-class Direct:
-    """Everything comes when it is due. What nobody else can come before is there at once."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-
-    def up(self, worker: int, at_s: float, deed: Deed) -> None:
-        self._timeline.at(at_s, deed)
-
-    def down(self, worker: int, at_s: float, deed: Deed) -> None:
-        deed(at_s)
-
-    def order(self, at_s: float, deed: Deed) -> None:
-        deed(at_s)
-
-    def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
-        def both(now: float) -> None:
-            gradient(now)
-            word(now)
-
-        self._timeline.at(at_s, both)
 
 
 class Crew(Protocol):
@@ -159,10 +140,13 @@ class World:
         self.timeline = timeline
         self.coordinator = Coordinator(plan, now=timeline.now, memory=memory)
         self.clocks = Clocks(plan.workers)
-        self.steps = np.zeros(plan.workers, dtype=np.int64)
+        self.steps = [0] * plan.workers
+        """That each worker made by itself."""
+        self.joint_steps = 0
+        """That all made together."""
         self.end: End | None = None
         self.state_bytes = work.bytes * (1 + work.slots)
-        self.postman: Postman = postman if postman is not None else Direct(timeline)
+        self._postman = postman
         self._note = note
         self._model_path = model_path
         self._splits = splits
@@ -210,7 +194,7 @@ class World:
     def _plan_death(self, worker: int, at_s: float) -> None:
         def die(now: float) -> None:
             self.dead.add(worker)
-            step = self.steps[worker]
+            step = self.steps_of(worker)
             error = f"worker {worker} ({self.fleet.hosts[worker].host}) died at step {step}"
 
             def notice(later: float) -> None:
@@ -220,6 +204,9 @@ class World:
 
         self.timeline.at(at_s, die)
 
+    def steps_of(self, worker: int) -> int:
+        return self.steps[worker] + self.joint_steps
+
     # ---- messages -----------------------------------------------------------------------------
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
@@ -227,28 +214,57 @@ class World:
         if worker in self.dead:
             return
         arrives = at_s + self.fleet.latency[worker]
-        self.postman.up(worker, arrives, lambda now: self.hear(message, now))
+        if self._postman is None:
+            self.timeline.at(arrives, lambda now: self.hear(message, now))
+        else:
+            self._postman.up(worker, arrives, lambda now: self.hear(message, now))
+
+    def send_push(self, worker: int, message: Message, at_s: float, gradient: Deed) -> None:
+        """A gradient to the servers, and word of it to the coordinator."""
+        if worker in self.dead:
+            return
+        arrives = at_s + self.fleet.latency[worker]
+        if self._postman is not None:
+            self._postman.push(worker, arrives, gradient, lambda now: self.hear(message, now))
+            return
+
+        def both(now: float) -> None:
+            gradient(now)
+            self.hear(message, now)
+
+        self.timeline.at(arrives, both)
 
     def diverging(self, worker: int, told: Told, lease: Lease, at_s: float) -> None:
         """Said once a strategy, as a worker does before its report."""
         if worker not in self._spoilt:
             self._spoilt.add(worker)
             loss = (told.loss_sum or 0.0) / max(1, lease.samples)
-            message = Diverging(worker, int(self.steps[worker]), loss, told.diverged or "")
+            message = Diverging(worker, self.steps_of(worker), loss, told.diverged or "")
             self.send(worker, message, at_s)
 
     def hear(self, message: Message, now: float) -> None:
         heard = self._control.take(now, self._control_s)
-        self.carry_out(self.coordinator.handle(message, heard), heard)
+        actions = self.coordinator.handle(message, heard)
+        if actions:
+            self.carry_out(actions, heard)
         for watch in self.watchers:
             watch(now)
 
     def carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Tell):
-                self._post_down(action.worker, action.message, now)
+                worker, message = action.worker, action.message
+                arrives = now + self.fleet.latency[worker]
+                if self._postman is None:
+                    self._tell(worker, message, arrives)
+                else:
+                    self._postman.down(worker, arrives, partial(self._tell, worker, message))
             elif isinstance(action, TellServers):
-                self._post_order(action.message, now)
+                assert self._crew is not None
+                if self._postman is None:
+                    self._crew.on_order(action.message, now)
+                else:
+                    self._postman.order(now, partial(self._crew.on_order, action.message))
             elif isinstance(action, Note):
                 self._note(action.kind, {"t": now, **action.facts})
             else:
@@ -256,19 +272,11 @@ class World:
                 self.end = action
                 self.timeline.stop()
 
-    def _post_order(self, order: Message, now: float) -> None:
-        crew = self._crew
-        assert crew is not None
-        self.postman.order(now, lambda at_s: crew.on_order(order, at_s))
-
-    def _post_down(self, worker: int, message: Message, now: float) -> None:
-        arrives = now + self.fleet.latency[worker]
-        self.postman.down(worker, arrives, lambda at_s: self._tell(worker, message, at_s))
-
     def _tell(self, worker: int, message: Message, now: float) -> None:
         """What reaches a worker at `now`, which may lie ahead of the timeline by a message."""
         if isinstance(message, Go):
-            self._resumed(worker, now)
+            if self._entered_at:
+                self._resumed(worker, now)
             assert self._crew is not None
             self._crew.on_go(worker, message, now)
         elif isinstance(message, Steps):
@@ -381,7 +389,7 @@ class World:
             "bytes_before": round(self._before * share),
             "parameter_bytes": self.work.bytes,
             "peak_rss_bytes": None,
-            "steps": int(self.steps[worker]),
+            "steps": self.steps_of(worker),
         }
 
 
