@@ -27,7 +27,8 @@ class Column:
     def show(self, value: Any) -> str:
         if value is None:
             return formats.NOTHING
-        return SHOW[self.kind](value)
+        text: str = SHOW[self.kind](value)
+        return text
 
 
 def show_number_spread(spread: Any) -> str:
