@@ -233,8 +233,8 @@ class RunView {
   }
 
   drawTimeline() {
-    this.timeline.set([...this.rows.values()], this.told.bins, this.told.width_s, this.told.switches.map(s => ({ x: s.t })));
-    const names = [...this.rows.keys()];
+    this.timeline.set(this.told.timeline.map(row => this.rows.get(row.who)), this.told.bins, this.told.width_s, this.told.switches.map(s => ({ x: s.t })));
+    const names = this.told.timeline.map(row => row.who);
     if (this.picker.children.length !== names.length + 1) {
       this.picker.replaceChildren(make("option", { value: "", text: "nobody" }), ...names.map(who => make("option", { value: who, text: who.replace("-", " ") })));
       this.picker.value = this.who || "";
@@ -286,7 +286,7 @@ class RunView {
     if (told.switches.length) parts.push(make("h3", { text: "Switches" }), makeTable(["at", "samples", "from", "to", "pause", "drain", "reason"],
       told.switches.map(s => [formatClock(s.t), formatNumber(s.samples), s.from, s.to, formatDuration(s.pause_s), formatDuration(s.drain_s), s.reason]), ["from", "to", "reason"]));
     const fold = (name, title, body) => { const d = make("details", {}, make("summary", { text: title }), body); d.dataset.name = name; d.open = open.has(name); parts.push(d); };
-    const rows = [...this.rows.values()];
+    const rows = told.timeline.map(row => this.rows.get(row.who));
     if (rows.length) {
       const names = [...new Set(rows.filter(r => !r.who.startsWith("server-")).flatMap(r => r.phases))];
       fold("phases", "Seconds by phase", makeTable(["process", ...names.map(n => n.replace("_", " "))],
