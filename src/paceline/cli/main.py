@@ -15,9 +15,11 @@ from paceline.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     launch,
     plan,
     pool,
+    profile,
     report,
     train,
     tune,
@@ -55,6 +57,10 @@ app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.ev
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
 app.command("dashboard", help="Look at the runs of a folder in a browser, live and afterwards.")(
     dashboard.dashboard
+)
+app.command("profile", help="Times by operator of a run, or of two side by side.")(profile.profile)
+app.command("export", help="A run's record as a trace, CSV files or TensorBoard logs.")(
+    export.export
 )
 app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
     doctor.doctor

@@ -10,7 +10,7 @@ from paceline.telemetry.events import Judged
 from paceline.telemetry.reading import Plain, RunRecord
 from paceline.telemetry.verdicts import LIVE_S, Verdict, verdicts
 
-KEEP = 120
+KEEP = 75
 """Seconds of vitals that are remembered of each process."""
 OVER_AFTER = 3
 """A verdict is over when so many looks in a row did not find it."""
@@ -93,6 +93,8 @@ class LiveRun:
         self.holding: dict[tuple[str, str], Verdict] = {}
         """Verdicts that hold now, by rule and whom they are about."""
         self._not_found: dict[tuple[str, str], int] = {}
+        self.progress: Plain | None = None
+        """The coordinator's last word on samples, updates and loss."""
 
     def take(self, who: str, event: Plain) -> None:
         self.record.take(who, event)
