@@ -25,7 +25,7 @@ from paceline.report.published import (
     make_published_sheets,
     read_facts,
 )
-from paceline.report.runs import Run
+from paceline.report.runs import Run, load_runs
 from paceline.report.sheets import Column, Sheet, escape_latex, list_sheets
 from paceline.report.stats import measure_spread, weigh_claim
 from paceline.report.target import choose_target, fastest, find_reached
@@ -339,6 +339,17 @@ def test_every_form_is_written(tmp_path: Path) -> None:
         assert "<svg" in (tmp_path / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
     assert (tmp_path / "tables" / "a-accuracy.csv").exists()
     assert "\\toprule" in (tmp_path / "tables" / "b-time.tex").read_text(encoding="utf-8")
+
+
+def test_a_matrix_keeps_its_order(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "runs", [
+        Run(name="a", result=make_run("second").result),
+        Run(name="b", result=make_run("first").result),
+    ])  # fmt: skip
+    (root / "matrix.json").write_text(json.dumps({"runs": [{"name": "b"}, {"name": "a"}]}))
+    assert [run.label for run in load_runs([root])] == ["first", "second"]
+    (root / "matrix.json").write_text('{"runs": 3')
+    assert [run.label for run in load_runs([root])] == ["second", "first"]
 
 
 def test_mistakes_of_the_user(tmp_path: Path) -> None:

@@ -129,9 +129,19 @@ def find_run_folders(path: Path) -> Iterator[Path]:
     if any((path / part).exists() for part in ("run.json", "result.json", "events")):
         yield path
         return
-    for child in sorted(path.iterdir()):
+    order = read_order(path)
+    for child in sorted(path.iterdir(), key=lambda p: (order.get(p.name, len(order)), p.name)):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from find_run_folders(child)
+
+
+def read_order(path: Path) -> dict[str, int]:
+    """The places of a matrix's runs: its first strategy is the one that others stand against."""
+    try:
+        rows = json.loads((path / "matrix.json").read_text(encoding="utf-8"))["runs"]
+        return {str(row["name"]): number for number, row in enumerate(rows)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def shorten_names(folders: Sequence[Path]) -> list[str]:
