@@ -6,11 +6,15 @@ import base64
 import http.client
 import itertools
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -283,6 +287,28 @@ def test_mistakes_of_the_user(tmp_path: Path) -> None:
         Dashboard(tmp_path, port=70000)
     with pytest.raises(UsageError, match="cannot listen"):
         Dashboard(tmp_path, host="203.0.113.7")
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    record(tmp_path / "one", workers=1, servers=0, seconds=3)
+    command = [sys.executable, "-m", "paceline.cli.main", "dashboard", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            assert run.stdout is not None
+            line = run.stdout.readline()
+            address = urlsplit(line.removeprefix("dashboard: ").strip())
+            assert (address.scheme, address.hostname) == ("http", "127.0.0.1")
+            connection = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=30)
+            connection.request("GET", "/")
+            page = connection.getresponse().read().decode()
+            assert "Paceline" in page
+            assert "http://" not in page.replace("http://www.w3.org", "")
+            run.send_signal(signal.SIGINT)
+            assert run.wait(timeout=60) == 130
+        finally:
+            run.kill()
 
 
 # ---- colours

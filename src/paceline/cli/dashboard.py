@@ -21,7 +21,7 @@ def dashboard(
     from paceline.dashboard.server import Dashboard
 
     board = Dashboard(folder, host=host, port=port, ask_token=token)
-    typer.echo(f"dashboard: {board.url}")
+    print(f"dashboard: {board.url}", flush=True)  # At once, also where somebody reads from a pipe.
     if not board.on_loopback:
         typer.echo(
             "anyone who has this address sees the runs; the connection is not encrypted", err=True
