@@ -20,11 +20,13 @@ class Section:
     """One task: runs that may be compared."""
 
     title: str
+    prefix: str
+    """Before the names of its files, where a report has several sections."""
     task: Task
     findings: list[str]
     sheets: list[Sheet]
     figures: list[tuple[str, str, Figure]]
-    """Name of the files, heading, figure."""
+    """Name, heading, figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +38,13 @@ class Content:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        return {name: figure for s in self.sections for name, _, figure in s.figures}
+        """By the name of their files."""
+        return {s.prefix + name: figure for s in self.sections for name, _, figure in s.figures}
 
     @property
     def sheets(self) -> dict[str, Sheet]:
         """By the name of their files."""
-        several = len(self.sections) > 1
-        return {
-            (f"{make_file_name(s.title)}-{sheet.name}" if several else sheet.name): sheet
-            for s in self.sections
-            for sheet in s.sheets
-        }
+        return {s.prefix + sheet.name: sheet for s in self.sections for sheet in s.sheets}
 
 
 def make_content(
@@ -76,12 +74,14 @@ def make_section(task: Task, *, several: bool, target: float | None, published: 
     if published:
         sheets += [sheet.trim() for sheet in make_published_sheets(task)]
         findings += describe_against(task)
-    prefix = f"{make_file_name(task.name)}-" if several else ""
-    figures = [
-        (f"{prefix}{name}", heading, figure)
-        for name, heading, figure in list_figures(task, published=published)
-    ]
-    return Section(title=task.name, task=task, findings=findings, sheets=sheets, figures=figures)
+    return Section(
+        title=task.name,
+        prefix=f"{make_file_name(task.name)}-" if several else "",
+        task=task,
+        findings=findings,
+        sheets=sheets,
+        figures=list_figures(task, published=published),
+    )
 
 
 def list_figures(task: Task, *, published: bool) -> list[tuple[str, str, Figure]]:

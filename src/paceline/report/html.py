@@ -101,7 +101,7 @@ def render_sheets(section: Section) -> list[str]:
 
 
 def render_frontier(section: Section, figures: list[dict[str, Any]]) -> list[str]:
-    named = {name.removeprefix(section_prefix(name)): (h, f) for name, h, f in section.figures}
+    named = {name: (heading, figure) for name, heading, figure in section.figures}
     boxes = [
         place_figure(*named[name], figures) for name in ("frontier", "published") if name in named
     ]
@@ -118,12 +118,6 @@ def render_frontier(section: Section, figures: list[dict[str, Any]]) -> list[str
         page.render_note(note),
         f'<div class="grid">{"".join(boxes)}</div>',
     ]
-
-
-def section_prefix(name: str) -> str:
-    """What stands before a figure's own name where a report has several tasks."""
-    last = name.rsplit("-", 1)[-1]
-    return name[: len(name) - len(last)]
 
 
 def render_header(content: Content) -> list[str]:

@@ -22,8 +22,8 @@ def render_markdown(content: Content, pictures: dict[str, Path], base: Path) -> 
         for sheet in section.sheets:
             lines += [f"### {sheet.title}", "", sheet.to_markdown(), ""]
         for name, heading, _ in section.figures:
-            if name in pictures:
-                link = os.path.relpath(pictures[name], base)
+            if section.prefix + name in pictures:
+                link = os.path.relpath(pictures[section.prefix + name], base)
                 lines += [f"![{escape_markdown(heading)}]({link})", ""]
     return "\n".join(lines).rstrip() + "\n"
 
