@@ -33,11 +33,12 @@ PHASE_STYLES: dict[str, tuple[str, str]] = {
     "comm_exposed": ("#D55E00", ""),
     "optimizer": ("#F0E442", ""),
     "wait": ("#E69F00", "/"),
+    "queue": ("#D55E00", "/"),
     "eval": ("#CC79A7", ""),
     "switch": ("#666666", "x"),
     "other": ("#BBBBBB", "."),
 }
-"""Colour and hatching: ten phases are more than the palette tells apart, the hatching helps."""
+"""Colour and hatching: eleven phases are more than the palette tells apart, the hatching helps."""
 
 LOG_AXIS_RATIO = 30.0
 """A loss that falls by more than this is drawn on a logarithmic axis."""

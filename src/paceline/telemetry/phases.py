@@ -6,7 +6,19 @@ import time
 
 from paceline.telemetry.events import PHASES
 
-STARTUP, INPUT, FORWARD, BACKWARD, COMM, OPTIMIZER, WAIT, EVAL, SWITCH, OTHER = range(len(PHASES))
+(
+    STARTUP,
+    INPUT,
+    FORWARD,
+    BACKWARD,
+    COMM,
+    OPTIMIZER,
+    WAIT,
+    QUEUE,
+    EVAL,
+    SWITCH,
+    OTHER,
+) = range(len(PHASES))
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 """The coarse division of a run's wall time."""
