@@ -22,6 +22,7 @@ from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
+from paceline.launch.watch import Watch
 from paceline.protocol.coordinator import RunPlan
 from paceline.specs.optimizer import read_optimizer
 from paceline.specs.strategy import Strategy, read_strategy
@@ -49,6 +50,10 @@ class RunOptions:
     start_from: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
+    telemetry: bool = True
+    """Steps one by one, vitals each second, verdicts; without it only totals are recorded."""
+    profile_epoch: int | None = None
+    """From 1: the epoch whose operators are timed."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -228,7 +233,10 @@ def _run(
         "checkpoint": checkpoint,
         "keep_checkpoints": options.keep_checkpoints,
         "troubles": tuple(t.to_plain() for t in options.troubles),
+        "telemetry": options.telemetry,
+        "profile_epoch": options.profile_epoch,
     }
+    watch = Watch(config, writer) if options.telemetry else None
 
     async def supervise() -> Outcome:
         supervisor = Supervisor(
@@ -242,6 +250,7 @@ def _run(
             show=keeper.note,
             memory=memory,
             show_output=plan.own_loop,
+            watch=watch,
         )
         return await supervisor.run()
 
@@ -259,7 +268,7 @@ def _run(
         raise UsageError(outcome.error)
     keeper.ended(outcome.status, outcome.error, outcome.seconds)
     writer.close()
-    result = make_result(config, outcome, folder)
+    result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     return conclude(result, outcome, folder)
 

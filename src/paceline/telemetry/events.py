@@ -39,9 +39,11 @@ class Event:
     kind: ClassVar[str] = ""
     t: float
 
+    def to_plain(self) -> dict[str, Any]:
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
     def to_line(self) -> str:
-        body = {"kind": self.kind, **dataclasses.asdict(self)}
-        return json.dumps(body, separators=(",", ":"), allow_nan=True)
+        return json.dumps(self.to_plain(), separators=(",", ":"), allow_nan=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,7 @@ class Vitals(Event):
     net_out: int = 0
     """Bytes over the process's TCP connections, as the kernel counts them."""
     net_busy: float = 0.0
-    """Seconds in which the busiest connection had unacknowledged bytes on their way ..."""
+    """Seconds in which the connection that sends most had bytes on their way ..."""
     net_blocked: float = 0.0
     """... and those of them in which the peer had no room for more."""
     rtt: float = 0.0

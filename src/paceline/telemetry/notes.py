@@ -11,6 +11,7 @@ from paceline.telemetry.events import (
     Ended,
     EpochEnded,
     Event,
+    Judged,
     PhaseBegan,
     Progressed,
     Started,
@@ -63,6 +64,9 @@ def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
         return Switched(t=t, row=facts["row"])
     if kind == "decision":
         return Decided(t=t, row=facts["row"])
+    if kind == "verdict":
+        names = ("state", "rule", "who", "text", "suggestion", "figures")
+        return Judged(t=t, **{name: facts[name] for name in names})
     if kind == "checkpoint":
         return CheckpointSaved(t=t, samples=facts["samples"], path=facts["path"])
     return None

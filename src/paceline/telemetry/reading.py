@@ -60,7 +60,7 @@ class ProcessRecord:
             if window.get("kind") != "steps":
                 continue
             columns = [k for k, v in window.items() if isinstance(v, list) and v]
-            began = float(window.get("began", window["t"]))
+            began = float(window["began"] if "began" in window else window["t"])
             before = began
             for index, values in enumerate(zip(*(window[c] for c in columns), strict=False)):
                 step = dict(zip(columns, values, strict=True))
@@ -143,8 +143,11 @@ class RunRecord:
             self.process(who).ended = event
 
 
-def read_run(path: Path | str) -> RunRecord:
-    """Everything that a run's folder tells; never raises for what is cut off or missing."""
+def read_run(path: Path | str, *, steps: bool = True) -> RunRecord:
+    """Everything that a run's folder tells; never raises for what is cut off or missing.
+
+    Without `steps`, windows of steps are passed over: of a long run they are most of it.
+    """
     folder = RunFolder(path)
     record = RunRecord(path=Path(path))
     record.config = _read_object(folder.config, record.missing)
@@ -155,7 +158,8 @@ def read_run(path: Path | str) -> RunRecord:
     for who in folder.who_has_events():
         follower = Follower(folder.events(who))
         for event in follower.poll():
-            record.take(who, event)
+            if steps or event.get("kind") not in ("steps", "steps_sum"):
+                record.take(who, event)
         if follower.torn_bytes:
             record.missing.append(
                 f"events/{who}.jsonl ends in the middle of an event "

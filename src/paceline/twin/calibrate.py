@@ -137,7 +137,7 @@ def fit_exchange(
         whole = uncover_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
         return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / whole / 1e9}
     if isinstance(first, ParameterServer):
-        each = [s["comm_exposed"] / 1e6 for worker in mine for s in worker]
+        each = [(s["comm_exposed"] + s.get("queue", 0)) / 1e6 for worker in mine for s in worker]
         seconds = max(1e-9, statistics.median(each))
         return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
     return {}

@@ -57,20 +57,9 @@ def main() -> None:
 
 
 def _serve(assignment: Assignment, control: Control, wait_s: float) -> None:
-    import torch
+    from paceline.worker.serving import serve
 
-    from paceline.strategies.server import Server, warm_up
-
-    torch.set_num_threads(1)
-    warm_up()
-    server = Server(
-        index=assignment.index,
-        host=assignment.bind,
-        token=assignment.token,
-        control=control,
-        timeout_s=wait_s,
-    )
-    server.run()
+    serve(assignment, control, wait_s)
 
 
 def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:

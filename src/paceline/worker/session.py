@@ -31,9 +31,11 @@ from paceline.state import (
 )
 from paceline.strategies.runner import Replica, Surroundings
 from paceline.telemetry.events import WorkerBegan, WorkerEnded
-from paceline.telemetry.folder import EventWriter, RunFolder
+from paceline.telemetry.folder import RunFolder
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
+from paceline.telemetry.resources import allowed_cores, quota_cores
+from paceline.telemetry.sampler import Counters
 from paceline.worker.agent import Agent, Duties, Heart
 from paceline.worker.assignment import Assignment
 from paceline.worker.build import (
@@ -48,6 +50,7 @@ from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.loop import train
 from paceline.worker.spawn import unpack_live
+from paceline.worker.witness import Witness
 
 PROBE_PASSES = 4
 RANK_STRIDE = 1_000_003
@@ -66,16 +69,20 @@ class Session:
         self.clock = PhaseClock(assignment.started_wall_s)
         self.stages = PhaseClock(assignment.started_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
-        self._writer = EventWriter(self.folder.events(assignment.who))
-        self._writer.write(
+        self.counters = Counters()
+        self.witness = Witness(assignment, control, self.clock, self.counters)
+        self.witness.tell(
             WorkerBegan(
                 t=round(self.clock.now_s(), 6),
                 worker=self.rank,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 threads=assignment.threads,
+                cores=allowed_cores(),
+                quota=quota_cores(),
             )
         )
+        self.witness.start()
         self.around: Surroundings | None = None
         self.agent: Agent | None = None
         self._heart: Heart | None = None
@@ -120,9 +127,15 @@ class Session:
             around=around,
             state=state,
             duties=duties,
-            recorder=StepRecorder(self._writer, self.clock, self._steps_before(state)),
+            recorder=StepRecorder(
+                self.witness.writer if self.assignment.telemetry else None,
+                self.clock,
+                self._steps_before(state),
+                self.counters,
+            ),
             stages=self.stages,
         )
+        agent.before_leave = self.witness.look
         agent.samples_per_epoch = samples
         agent.troubles = tuple(Trouble.from_plain(t) for t in self.assignment.troubles)
         if self.rank < len(state.workers):
@@ -171,8 +184,9 @@ class Session:
 
     def close(self) -> None:
         assert self.agent is not None
+        self.witness.stop()
         totals = self.agent.totals()
-        self._writer.write(
+        self.witness.tell(
             WorkerEnded(
                 t=round(self.clock.now_s(), 6),
                 phases=totals["phases"],
@@ -180,6 +194,7 @@ class Session:
                 peak_rss_bytes=totals["peak_rss_bytes"],
             )
         )
+        self.witness.close()
         if self._heart is not None:
             self._heart.stop()
         assert self.around is not None
