@@ -202,7 +202,8 @@ class Vitals(Event):
     disk_read: int = 0
     disk_write: int = 0
     gil: list[int] = field(default_factory=list)
-    """Probes of the interpreter's lock: made, found held; the same during `input`."""
+    """Probes of the interpreter's lock: made, found held; the same during `input`, and how many of
+    those found the lock free and the main thread blocked."""
     serving: dict[str, int] | None = None
     """Of a server: pushes, pulls, waiting (most gradients at once), queued_us, apply_us."""
 

@@ -116,6 +116,12 @@ def thread_run_wait_s() -> float:
     return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 
+def thread_is_blocked(number: int | None) -> bool:
+    """A thread of this process waits for something else than a core: a disk, a peer, a lock."""
+    state = _text(f"/proc/self/task/{number}/stat").rpartition(")")[2].split()
+    return bool(state) and state[0] in "SD"
+
+
 def _groups() -> list[Path]:
     """This process's control groups for the processor, from its own up to the root."""
     found: list[Path] = []

@@ -1,6 +1,6 @@
 """A thread that takes the vitals of its process once a second, and of the machine on one of all.
 
-It also probes the interpreter's lock ten times a second: a thread that wakes up and does not get
+It also probes the interpreter's lock twenty times a second: a thread that wakes up and does not get
 to run, although a core is free for it, waits for Python code that holds the lock.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,18 @@ from paceline.telemetry.resources import (
     ProcessReading,
     read_machine,
     read_process,
+    thread_is_blocked,
     thread_run_wait_s,
 )
 
 SECOND_S = 1.0
-PROBE_S = 0.1
-HELD_S = 0.003
-"""Python code lets go of the lock 5 ms after it was asked; calls into torch do so at once."""
+PROBE_S = 0.05
+HELD_S = 0.00012
+"""A probe that is later than the promptest by more than this has waited for the lock. Waiting for a
+core is not in it: the kernel tells that apart."""
+PROMPTEST_OF = 200
+PROMPT_S = 0.0003
+"""At the most: also where the lock has been held all the time."""
 LINES_A_STAGE = 3600
 """After so many events of vitals, twice as many seconds make one."""
 
@@ -85,7 +91,9 @@ class Sampler(threading.Thread):
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._post = MachinePost(run_key)
-        self._gil = [0, 0, 0, 0]
+        self._gil = [0, 0, 0, 0, 0]
+        self._late_s: deque[float] = deque(maxlen=PROMPTEST_OF)
+        self._main = threading.main_thread().native_id
         self._process = read_process()
         self._machine: MachineReading | None = None
         self._t = self._machine_t = now_s()
@@ -114,18 +122,22 @@ class Sampler(threading.Thread):
 
     def _probe(self) -> bool:
         """Sleep a little; True when told to stop."""
-        queued = thread_run_wait_s()
         began = time.perf_counter()
+        queued = thread_run_wait_s()
         stopping = self._stopping.wait(PROBE_S)
-        late_s = time.perf_counter() - began - PROBE_S - (thread_run_wait_s() - queued)
+        queued_s = thread_run_wait_s() - queued
+        late_s = time.perf_counter() - began - PROBE_S - queued_s
         if stopping:
             return True
-        held = late_s > HELD_S
+        self._late_s.append(late_s)
+        held = late_s > min(PROMPT_S, *self._late_s, late_s) + HELD_S
         self._gil[0] += 1
         self._gil[1] += held
         if self._serving is None and self._clock is not None and self._clock.current == INPUT:
             self._gil[2] += 1
             self._gil[3] += held
+            # One that wants the lock sleeps as well: only without that has it asked the kernel.
+            self._gil[4] += not held and thread_is_blocked(self._main)
         return False
 
     def sample(self) -> None:
@@ -153,7 +165,7 @@ class Sampler(threading.Thread):
             b - a for a, b in zip(self._counted, counted, strict=True)
         )
         self._counted = counted
-        gil, self._gil = self._gil, [0, 0, 0, 0]
+        gil, self._gil = self._gil, [0, 0, 0, 0, 0]
         self._tell(
             Vitals(
                 t=round(t, 6),

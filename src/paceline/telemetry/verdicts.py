@@ -34,7 +34,7 @@ OUTSIDE = 0.25
 INPUT = 0.12
 INPUT_S = 0.001
 """Shorter input a step is not worth a word, whatever its share."""
-HELD = 0.5
+FEWEST_PROBES = 5
 ON_THE_WAY = 0.25
 """Share of a step in which bytes are on their way and nothing else happens."""
 QUEUED = 0.15
@@ -104,7 +104,7 @@ class Seen:
     run_wait_s: float = 0.0
     throttled_s: float = 0.0
     input_cpu_s: float = 0.0
-    gil: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    gil: list[int] = field(default_factory=lambda: [0] * 5)
     net_out: int = 0
     net_in: int = 0
     net_busy_s: float = 0.0
@@ -419,9 +419,12 @@ def judge_straggler(scene: Scene, found: list[Verdict]) -> list[Verdict]:
         slowness = scene.slowness(seen)
         if slowness is None or ("quota", seen.who) in {v.key for v in found}:
             continue
-        if slowness * seen.share_running < SLOW:
-            continue  # It computes as fast as the others whenever it has a core.
-        others = statistics.median(w.compute_s for w in scene.workers if w is not seen)
+        rest = [w for w in scene.workers if w is not seen]
+        # One that finds a core less often than the others computes as fast whenever it has one.
+        running = seen.share_running / statistics.median(w.share_running for w in rest)
+        if slowness * min(1.0, running) < SLOW:
+            continue
+        others = statistics.median(w.compute_s for w in rest if w.compute_s > 0)
         verdicts.append(
             Verdict(
                 rule="straggler",
@@ -454,22 +457,29 @@ def judge_input(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     worst = max(slow, key=lambda w: w.share("input"))
     share = worst.share("input")
     on_cpu = worst.input_cpu_s / worst.phases["input"]
-    made, held = worst.gil[2], worst.gil[3]
+    made, held, blocked = worst.gil[2:5]
+    if made >= FEWEST_PROBES:
+        # Ready but without a core is nothing that reading or decoding better would change.
+        computes = (made - held - blocked) * worst.share_running
+        reads, holds = blocked > max(held, computes), held > max(blocked, computes)
+    else:
+        reads, holds = on_cpu < 0.5 * worst.share_running, False
     figures: dict[str, Any] = {
         "input": round(share, 3),
         "input_ms_a_step": round(1e3 * worst.phases["input"] / worst.steps, 3),
         "input_on_cpu": round(on_cpu, 3),
         "workers": [w.who for w in slow],
     }
-    if on_cpu < 0.5 * worst.share_running:
+    if made:
+        figures |= {"lock_held": round(held / made, 3), "blocked": round(blocked / made, 3)}
+    if reads:
         rate = worst.disk_read / worst.dt
         figures["disk_read_mb_s"] = round(rate / 1e6, 3)
         rule, text = "reading", f"input: {_percent(share)} of each step waits for its reader"
         if rate > 1e5:
             text += f" ({rate / 1e6:.1f} MB/s from disk)"
         suggestion = "read ahead in other processes, keep the data in memory or on a faster disk"
-    elif made >= 5 and held >= HELD * made:
-        figures["lock_held"] = round(held / made, 3)
+    elif holds:
         rule = "gil"
         text = f"input: {_percent(share)} of each step runs Python code that holds its lock"
         suggestion = "do the transform on whole batches (numpy, torch), or in other processes"
@@ -493,15 +503,19 @@ def judge_link(scene: Scene, found: list[Verdict]) -> list[Verdict]:
         return []
     worst = max(senders, key=lambda s: s.net_busy_s / s.dt)
     rate = worst.net_out / worst.net_busy_s
+    who, whose = worst.who, f"{worst.name}'s link is"
     if scene.servers and len(senders) > 1:
         # Several at once: it is the link that they share, at the server.
         worst = max(scene.servers, key=lambda s: s.net_in + s.net_out)
+        who, whose = worst.who, f"{worst.name}'s link is"
         rate = max(worst.net_in, worst.net_out) / worst.dt
+    elif len(senders) > 1:
+        who, whose = "run", "the workers' links are"
     return [
         Verdict(
             rule="link",
-            who=worst.who,
-            text=f"{worst.name}'s link is full: {rate / 1e6:.3g} MB/s, "
+            who=who,
+            text=f"{whose} full: {rate / 1e6:.3g} MB/s, "
             f"{_percent(exchange)} of each step is exchange",
             suggestion="send less (a codec, local_sgd, a larger batch), or use more servers "
             "on other machines",
@@ -521,6 +535,8 @@ def _is_link_bound(seen: Seen) -> bool:
     busy = seen.net_busy_s / seen.dt
     if busy < ON_THE_WAY or seen.net_blocked_s > 0.5 * seen.net_busy_s:
         return False
+    if seen.crowding_s + seen.throttled_s > 0.5 * seen.net_busy_s:
+        return False  # Whoever waits for a core sends late and answers late, on any link.
     # Behind a full link packets queue up: the round trip grows to many times the least.
     return seen.rtt_s >= 0.001 and seen.rtt_s >= 5 * seen.rtt_least_s
 
