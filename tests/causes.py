@@ -216,20 +216,27 @@ def quota_on_worker_1(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slow_disk(tmp: Path) -> Iterator[Surrounding]:
-    rows = tmp / "rows"
-    write_rows(rows)
-    device = os.stat(rows).st_dev
+def rows_on_disk(tmp: Path) -> Iterator[Surrounding]:
+    write_rows(tmp / "rows")
+    yield Surrounding(environment={"PACELINE_TEST_ROWS": str(tmp / "rows")})
+
+
+@contextlib.contextmanager
+def slow_disk(folder: Path) -> Iterator[None]:
+    """Once the run trains: its programs are in memory, its rows are not."""
+    device = os.stat(folder).st_dev
     group = _new_group("blkio")
     number = f"{os.major(device)}:{os.minor(device)}"
     (group / "blkio.throttle.read_bps_device").write_text(f"{number} 1000000")
-
-    def enter() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
+    pids = [read_events(folder, f"worker-{w}")[0]["pid"] for w in (0, 1)]
+    for pid in pids:
+        (group / "cgroup.procs").write_text(str(pid))
     try:
-        yield Surrounding(environment={"PACELINE_TEST_ROWS": str(rows)}, preexec=enter)
+        yield
     finally:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                (GROUPS / "blkio" / "cgroup.procs").write_text(str(pid))
         _remove_group(group)
 
 
@@ -261,7 +268,14 @@ CAUSES = {
         Cause("calm", None),
         Cause("calm ps", None, options=("--strategy", "ps")),
         Cause("quota", "quota", inject=quota_on_worker_1, needs=("cpu group",), who="worker-1"),
-        Cause("slow disk", "reading", job="from_disk", around=slow_disk, needs=("blkio group",)),
+        Cause(
+            "slow disk",
+            "reading",
+            job="from_disk",
+            around=rows_on_disk,
+            inject=slow_disk,
+            needs=("blkio group",),
+        ),
         Cause("thin link", "link", job="chatty", around=thin_link, needs=("namespace",)),
         Cause(
             "thin link to a server",

@@ -14,9 +14,11 @@ from paceline.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     launch,
     plan,
     pool,
+    profile,
     report,
     train,
     tune,
@@ -52,6 +54,10 @@ app.command("twin", help="The same strategies in virtual time, on machines you m
 )
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
+app.command("profile", help="Times by operator of a run, or of two side by side.")(profile.profile)
+app.command("export", help="A run's record as a trace, CSV files or TensorBoard logs.")(
+    export.export
+)
 app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
     doctor.doctor
 )

@@ -54,9 +54,15 @@ class RunOptions:
     """Steps one by one, vitals each second, verdicts; without it only totals are recorded."""
     profile_epoch: int | None = None
     """From 1: the epoch whose operators are timed."""
+    metrics_port: int | None = None
+    """Where to serve metrics while the run goes on, on loopback; 0 for any port."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise UsageError(f"--metrics-port is {self.metrics_port}: 0 to 65535 are ports")
+        if self.metrics_port is not None and not self.telemetry:
+            raise UsageError("--metrics-port needs what --no-telemetry leaves out: give one")
         if self.workers < 1:
             raise UsageError(f"--workers is {self.workers}: at least one is needed")
         if self.threads is not None and self.threads < 1:
@@ -120,6 +126,11 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
+    if options.profile_epoch is not None and options.profile_epoch > resolved.epochs:
+        raise UsageError(
+            f"--profile epoch={options.profile_epoch}: the run has {resolved.epochs} epochs, "
+            "name one of them"
+        )
     live = None
     reference = refer_to(job, resolved)
     if reference is None:
@@ -236,7 +247,11 @@ def _run(
         "telemetry": options.telemetry,
         "profile_epoch": options.profile_epoch,
     }
-    watch = Watch(config, writer) if options.telemetry else None
+    watch = None
+    if options.telemetry:
+        watch = Watch(
+            config, writer, metrics_port=options.metrics_port, metrics_file=folder.metrics
+        )
 
     async def supervise() -> Outcome:
         supervisor = Supervisor(

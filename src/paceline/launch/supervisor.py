@@ -281,17 +281,17 @@ class Supervisor:
         self._progress_due = now + PROGRESS_S
         history = self._coordinator.history
         strategy = self._plan.strategy.phases[history.phase]
-        self._show(
-            "progress",
-            {
-                "t": now,
-                "epoch": history.epoch,
-                "samples": history.samples,
-                "updates": history.updates,
-                "loss": history.tally.loss,
-                "strategy": str(strategy),
-            },
-        )
+        facts = {
+            "t": now,
+            "epoch": history.epoch,
+            "samples": history.samples,
+            "updates": history.updates,
+            "loss": history.tally.loss,
+            "strategy": str(strategy),
+        }
+        if self._watch_live is not None:
+            self._watch_live.live.progress = facts
+        self._show("progress", facts)
 
     # ---- failures -----------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class LiveRun:
         self.holding: dict[tuple[str, str], Verdict] = {}
         """Verdicts that hold now, by rule and whom they are about."""
         self._not_found: dict[tuple[str, str], int] = {}
+        self.progress: Plain | None = None
+        """The coordinator's last word on samples, updates and loss."""
 
     def take(self, who: str, event: Plain) -> None:
         self.record.take(who, event)

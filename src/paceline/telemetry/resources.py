@@ -116,10 +116,10 @@ def thread_run_wait_s() -> float:
     return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 
-def thread_is_blocked(number: int | None) -> bool:
-    """A thread of this process waits for something else than a core: a disk, a peer, a lock."""
-    state = _text(f"/proc/self/task/{number}/stat").rpartition(")")[2].split()
-    return bool(state) and state[0] in "SD"
+def thread_state(number: int | None) -> str:
+    """Of a thread of this process: R runs or could, S sleeps, D waits for a disk; or empty."""
+    fields = _text(f"/proc/self/task/{number}/stat").rpartition(")")[2].split()
+    return fields[0] if fields else ""
 
 
 def _groups() -> list[Path]:

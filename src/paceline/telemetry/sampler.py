@@ -23,17 +23,17 @@ from paceline.telemetry.resources import (
     ProcessReading,
     read_machine,
     read_process,
-    thread_is_blocked,
     thread_run_wait_s,
+    thread_state,
 )
 
 SECOND_S = 1.0
 PROBE_S = 0.05
-HELD_S = 0.00012
-"""A probe that is later than the promptest by more than this has waited for the lock. Waiting for a
-core is not in it: the kernel tells that apart."""
-PROMPTEST_OF = 200
-PROMPT_S = 0.0003
+HELD_S = 0.00015
+"""A probe that is later than the promptest tenth by more than this has waited for the lock. Waiting
+for a core is not in it: the kernel tells that apart."""
+PROMPTEST_OF = 100
+PROMPT_S = 0.0002
 """At the most: also where the lock has been held all the time."""
 LINES_A_STAGE = 3600
 """After so many events of vitals, twice as many seconds make one."""
@@ -99,9 +99,10 @@ class Sampler(threading.Thread):
         self._t = self._machine_t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
-            # What happened before this thread was there belongs to its first window.
+            # What the process did before this thread was there belongs to its first window.
             self._ns = [0] * len(self._ns)
             self._t = 0.0
+            self._process = ProcessReading()
         self._counted = (0, 0, 0, 0)
         self._served: dict[str, int] = serving.take() if serving is not None else {}
 
@@ -130,14 +131,17 @@ class Sampler(threading.Thread):
         if stopping:
             return True
         self._late_s.append(late_s)
-        held = late_s > min(PROMPT_S, *self._late_s, late_s) + HELD_S
+        prompt_s = sorted(self._late_s)[len(self._late_s) // 10]
+        held = late_s > min(PROMPT_S, prompt_s) + HELD_S
         self._gil[0] += 1
         self._gil[1] += held
         if self._serving is None and self._clock is not None and self._clock.current == INPUT:
+            # One that wants the lock sleeps as well; one that waits for a disk sleeps deeper.
+            state = thread_state(self._main)
+            blocked = state == "D" or (state == "S" and not held)
             self._gil[2] += 1
-            self._gil[3] += held
-            # One that wants the lock sleeps as well: only without that has it asked the kernel.
-            self._gil[4] += not held and thread_is_blocked(self._main)
+            self._gil[3] += held and not blocked
+            self._gil[4] += blocked
         return False
 
     def sample(self) -> None:

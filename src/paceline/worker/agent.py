@@ -117,6 +117,8 @@ class Agent:
         self._began_compute = time.perf_counter()
         self.troubles: tuple[Trouble, ...] = ()
         self.samples_per_epoch = 1
+        self.before_settle: Callable[[], None] = lambda: None
+        """Called when no more steps come until the coordinator says so."""
         self.before_leave: Callable[[], None] = lambda: None
         """Called before a runner's connections are closed: their bytes are counted up to then."""
         self.finished = False
@@ -314,6 +316,7 @@ class Agent:
     def _settle(self, version: int) -> None:
         """Bring this replica to the newest weights; all replicas are equal afterwards."""
         assert self._runner is not None
+        self.before_settle()
         began = time.perf_counter()
         self._clock.enter(COMM)
         self._runner.settle(version)

@@ -30,7 +30,7 @@ from paceline.state import (
     save_checkpoint,
 )
 from paceline.strategies.runner import Replica, Surroundings
-from paceline.telemetry.events import WorkerBegan, WorkerEnded
+from paceline.telemetry.events import Profiled, WorkerBegan, WorkerEnded
 from paceline.telemetry.folder import RunFolder
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
@@ -49,6 +49,7 @@ from paceline.worker.build import (
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.loop import train
+from paceline.worker.profile import EpochProfiler
 from paceline.worker.spawn import unpack_live
 from paceline.worker.witness import Witness
 
@@ -145,6 +146,21 @@ class Session:
         self.agent = agent
         self.stages.enter(TRAIN)
         return agent
+
+    def make_profiler(self, agent: Agent) -> EpochProfiler | None:
+        """For the epoch that was asked for; it ends when the epoch's steps do."""
+        epoch = self.assignment.profile_epoch
+        if epoch is None:
+            return None
+
+        def written(epoch: int, steps: int, path: str) -> None:
+            t = round(self.clock.now_s(), 6)
+            self.witness.tell(Profiled(t=t, epoch=epoch, steps=steps, path=path))
+
+        path = self.folder.profile(self.assignment.who)
+        profiler = EpochProfiler(epoch, path, self.rank, written)
+        agent.before_settle = profiler.stop
+        return profiler
 
     def _steps_before(self, state: TrainState) -> int:
         if self.rank >= len(state.workers):
@@ -259,7 +275,8 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
     control.tell(Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed))
-    train(job, agent, replica, feed, loss_of, session.clock)
+    profiler = session.make_profiler(agent)
+    train(job, agent, replica, feed, loss_of, session.clock, profiler)
     session.close()
 
 
