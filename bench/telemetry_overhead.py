@@ -1,50 +1,140 @@
-"""What recording costs: time a step spends in telemetry, beside the step time of mlp-300-100.
+"""What telemetry costs: the same training with and without it, in turn, and its parts alone.
 
-python bench/telemetry_overhead.py
+python bench/telemetry_overhead.py [--repeats 6] [--save]
+
+Both sides keep the phase clock, which deadlines rest on; its cost a step is measured apart.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import paceline
+from paceline.launch.run import RunOptions, run_job, usable_cores, versions
 from paceline.protocol.messages import Lease
+from paceline.specs.strategy import read_strategy
 from paceline.telemetry.folder import EventWriter
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, INPUT, OPTIMIZER, OTHER, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
-from workloads import WORKLOADS
+from paceline.telemetry.sampler import Sampler
+from workloads import WORKLOADS, Workload
 
 STEPS = 20_000
+WORKERS = 2
+RUNS = (Workload("mlp-300-100", (1, 28, 28), 128, 40960, 6), WORKLOADS["resnet20"])
 
 
-def telemetry_us_a_step(folder: Path) -> float:
-    """Exactly the calls that a step of all-reduce makes, windows written out included."""
+def clock_us_a_step() -> float:
+    """The turns of the clock in a step of all-reduce."""
     clock = PhaseClock(time.time())
-    recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), clock)
     began = time.perf_counter()
-    for step in range(STEPS):
+    for _ in range(STEPS):
         for phase in (OTHER, INPUT, FORWARD, BACKWARD, COMM, OPTIMIZER, OTHER):
             clock.enter(phase)
+    return (time.perf_counter() - began) / STEPS * 1e6
+
+
+def recorder_us_a_step(folder: Path) -> float:
+    """Recording a step, windows written out included."""
+    recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), PhaseClock(time.time()))
+    began = time.perf_counter()
+    for step in range(STEPS):
         recorder.step_done(Lease(0, 0, step, step + 128, step, step + 64), 0.5)
     recorder.flush(final=True)
     return (time.perf_counter() - began) / STEPS * 1e6
 
 
-def main() -> None:
-    workload = WORKLOADS["mlp-300-100"]
+def sampler_ms_a_second() -> float:
+    """Processor time of the sampler's thread, probes and vitals of process and machine included."""
+    clock = PhaseClock(time.time())
+    sampler = Sampler(now_s=clock.now_s, tell=lambda event: None, run_key="bench", clock=clock)
+    sampler.start()
+    before = time.process_time()
+    time.sleep(5.0)
+    used = time.process_time() - before
+    sampler.stop()
+    return 1e3 * used / 5.0
+
+
+def measure(workload: Workload, *, telemetry: bool) -> float:
+    """Microseconds a step, of training alone."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        result = paceline.train(workload.job(2), "allreduce", 2, out=folder / "run", threads=1)
-        step_us = 2 * workload.batch_per_worker / result["samples_per_s"] * 1e6
-        cost_us = statistics.median(telemetry_us_a_step(folder / str(i)) for i in range(5))
+        options = RunOptions(
+            out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
+        )
+        result = run_job(workload.job(WORKERS), read_strategy("allreduce"), options)
+    return WORKERS * workload.batch_per_worker / float(result["samples_per_s"]) * 1e6
+
+
+def describe(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--workloads", default="mlp-300-100,resnet20")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        recorder = [recorder_us_a_step(Path(name) / str(i)) for i in range(5)]
+    clock = [clock_us_a_step() for _ in range(5)]
+    sampler = sampler_ms_a_second()
     print(
-        f"telemetry {cost_us:.1f} us of a step of {step_us:.0f} us "
-        f"(mlp-300-100, 2 workers, {workload.batch_per_worker} a worker): "
-        f"{100 * cost_us / step_us:.2f} %"
+        f"clock {statistics.median(clock):.1f} us and recorder {statistics.median(recorder):.1f} us"
+        f" a step; sampler {sampler:.2f} ms of processor a second"
     )
+    rows = []
+    for workload in [w for w in RUNS if w.name in options.workloads.split(",")]:
+        bare: list[float] = []
+        full: list[float] = []
+        for repeat in range(options.repeats):
+            # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
+            sides = [(bare, False), (full, True)]
+            for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
+                values.append(measure(workload, telemetry=telemetry))
+        ratio = statistics.median(full) / statistics.median(bare)
+        step_us = statistics.median(bare)
+        parts = statistics.median(recorder) + sampler * 1e3 * step_us / 1e6
+        rows.append(
+            {
+                "workload": workload.name,
+                "batch_per_worker": workload.batch_per_worker,
+                "step_us_without": describe(bare),
+                "step_us_with": describe(full),
+                "with_over_without": round(ratio, 4),
+                "parts_us_a_step": round(parts, 2),
+                "parts_share": round(parts / step_us, 4),
+            }
+        )
+        print(
+            f"{workload.name}: a step takes {statistics.median(full):.0f} us with telemetry, "
+            f"{step_us:.0f} us without: x{ratio:.4f}; its parts add up to {parts:.0f} us, "
+            f"{100 * parts / step_us:.2f} %"
+        )
+    if options.save:
+        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-telemetry.json"
+        machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
+        body = {
+            "about": {"workers": WORKERS, "threads_each": 1, "repeats": options.repeats},
+            "machine": machine,
+            "versions": versions(),
+            "clock_us_a_step": describe(clock),
+            "recorder_us_a_step": describe(recorder),
+            "sampler_cpu_ms_a_second": round(sampler, 3),
+            "rows": rows,
+        }
+        path.write_text(json.dumps(body, indent=2) + "\n")
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":
