@@ -269,17 +269,24 @@ def _run(
         )
         return await supervisor.run()
 
-    outcome = run_async(supervise)
-    trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
-    if outcome.usage and trained == 0 and (fresh or earlier is not None):
-        # The user's mistake, found before the first step: nothing half-written stays behind.
+    def leave_nothing() -> None:
+        """The user's mistake, found before the first step: nothing half-written stays behind."""
         writer.close()
         if earlier is not None:
             folder.config.write_bytes(earlier)
-        else:
+        elif fresh:
             folder.clear()
             with contextlib.suppress(OSError):
                 options.out.rmdir()
+
+    try:
+        outcome = run_async(supervise)
+    except UsageError:
+        leave_nothing()
+        raise
+    trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
+    if outcome.usage and trained == 0 and (fresh or earlier is not None):
+        leave_nothing()
         raise UsageError(outcome.error)
     keeper.ended(outcome.status, outcome.error, outcome.seconds)
     writer.close()

@@ -10,7 +10,7 @@ from paceline.telemetry.events import Judged
 from paceline.telemetry.reading import Plain, RunRecord
 from paceline.telemetry.verdicts import LIVE_S, Verdict, verdicts
 
-KEEP = 120
+KEEP = 75
 """Seconds of vitals that are remembered of each process."""
 OVER_AFTER = 3
 """A verdict is over when so many looks in a row did not find it."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.telemetry.events import STEP_PHASES, Judged
+from paceline.telemetry.events import PHASES, STEP_PHASES, Judged
 from paceline.telemetry.reading import Plain, ProcessRecord, RunRecord
 
 LIVE_S = 6.0
@@ -47,7 +47,7 @@ class Verdict:
 
     rule: str
     who: str
-    """`worker-3`, `server-0`, or `run` for all of it."""
+    """`worker-3`, `server-0`, a machine's name, or `run` for all of it."""
     text: str
     suggestion: str
     share: float
@@ -251,9 +251,12 @@ def look(run: RunRecord, last_s: float | None) -> Scene | None:
     return Scene(workers, servers, _places(run, workers, servers, others, inside))
 
 
+_STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
+
+
 def _trains(worker: ProcessRecord, event: Plain) -> bool:
-    seconds = worker.phase_seconds(event)
-    return sum(seconds.get(name, 0.0) for name in STEP_PHASES) > 0.5 * float(event["dt"])
+    # Often called: by place, without names.
+    return sum(event["phases"][_STEP]) > 0.5e6 * float(event["dt"])
 
 
 def _look_back(heard: list[list[Plain]], ended: float, last_s: float) -> float:
@@ -300,6 +303,8 @@ def _places(
         if not measured:
             continue
         host = str(measured[-1]["host"])
+        if host in {place.host for place in places}:
+            continue  # Two network namespaces of one machine.
         on_it = [s for s in (*workers, *servers) if s.record.began.get("host") == host]
         if who == "run" or any(s.who == who for s in on_it):
             # The coordinator's process is on the machine that it measures, or else counts nowhere.
@@ -366,7 +371,7 @@ def judge_crowding(scene: Scene, found: list[Verdict]) -> list[Verdict]:
         verdicts.append(
             Verdict(
                 rule="crowding",
-                who="run",
+                who=place.host,
                 text=f"{workers} workers of {threads} threads share {_cores(cores)} on "
                 f"{place.host}: threads that could run wait {_percent(waiting)} of the time",
                 suggestion="use fewer --workers or --threads, or more cores",
@@ -396,7 +401,7 @@ def judge_neighbours(scene: Scene, found: list[Verdict]) -> list[Verdict]:
         verdicts.append(
             Verdict(
                 rule="neighbours",
-                who="run",
+                who=place.host,
                 text=f"other programs keep {place.outside:.1f} of {_cores(cores)} on {place.host} "
                 f"busy: this run waits for a core {_percent(waiting)} of the time",
                 suggestion="end them, or keep cores for this run (taskset)",
