@@ -91,6 +91,15 @@ def _read_stat() -> tuple[float, float, float | None, int]:
     return _rusage_s(0), _rusage_s(1), wait, int(fields[17])
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    fields = _text("/proc/self/stat").rpartition(")")[2].split()
+    up = _text("/proc/uptime").split()
+    if len(fields) < 20 or not up:
+        return 0.0
+    return max(0.0, float(up[0]) - int(fields[19]) * TICK_S)
+
+
 def _rusage_s(index: int) -> float:
     import resource
 

@@ -21,6 +21,7 @@ from paceline.telemetry.resources import (
     Connection,
     MachineReading,
     ProcessReading,
+    process_age_s,
     read_machine,
     read_process,
     thread_run_wait_s,
@@ -99,9 +100,10 @@ class Sampler(threading.Thread):
         self._t = self._machine_t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
-            # What the process did before this thread was there belongs to its first window.
-            self._ns = [0] * len(self._ns)
-            self._t = 0.0
+            # What the process did before this thread was there belongs to its first window; what
+            # a resumed run did before this process was there does not.
+            self._t = max(0.0, now_s() - process_age_s())
+            self._ns = [int(self._t * 1e9), *([0] * (len(self._ns) - 1))]
             self._process = ProcessReading()
         self._counted = (0, 0, 0, 0)
         self._served: dict[str, int] = serving.take() if serving is not None else {}
