@@ -4,10 +4,10 @@
     python bench/predicted.py --out bench/results/predicted.json --show-only
 
 Pairs of a probe (one worker alone, the way between two processes) and a measurement follow each
-other; nothing else of the measurement is known to the twin. One real run goes through the four strategies
-one after another, so that they share a start. Pairs are added to those that the file holds already.
-Prints a Markdown table: medians over the pairs, and beside the twin's error the measurement's own
-spread.
+other; nothing else of the measurement is known to the twin. One real run goes through the four
+strategies one after another, so that they share a start. Pairs are added to those that the file
+holds already. Prints a Markdown table: medians over the pairs, and beside the twin's error the
+measurement's own spread.
 """
 
 from __future__ import annotations

@@ -21,11 +21,22 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _text(path: str) -> str:
+    """A small file at once; a third of what `open` takes, and there are dozens a second."""
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        parts = []
+        while part := os.read(handle, 1 << 16):
+            parts.append(part)
+            if len(part) < 1 << 12:
+                break
+        return b"".join(parts).decode("ascii", errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(handle)
 
 
 # ---- a process -------------------------------------------------------------------------------
