@@ -86,8 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--workloads", default="mlp-300-100,resnet20")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no pair after these")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         recorder = [recorder_us_a_step(Path(name) / str(i)) for i in range(5)]
     clock = [clock_us_a_step() for _ in range(5)]
@@ -101,10 +103,13 @@ def main() -> None:
         bare: list[float] = []
         full: list[float] = []
         for repeat in range(options.repeats):
+            if repeat and time.perf_counter() - began > options.seconds:
+                break
             # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
             sides = [(bare, False), (full, True)]
             for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
                 values.append(measure(workload, telemetry=telemetry))
+            print(f"{workload.name}: {bare[-1]:.0f} us without, {full[-1]:.0f} us with", flush=True)
         ratio = statistics.median(full) / statistics.median(bare)
         step_us = statistics.median(bare)
         parts = statistics.median(recorder) + sampler * 1e3 * step_us / 1e6
@@ -112,7 +117,7 @@ def main() -> None:
             {
                 "workload": workload.name,
                 "batch_per_worker": workload.batch_per_worker,
-                "repeats": options.repeats,
+                "repeats": len(full),
                 "step_us_without": describe(bare),
                 "step_us_with": describe(full),
                 "with_over_without": round(ratio, 4),

@@ -256,7 +256,7 @@ _STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
 
 def _trains(worker: ProcessRecord, event: Plain) -> bool:
     # Often called: by place, without names.
-    return sum(event["phases"][_STEP]) > 0.5e6 * float(event["dt"])
+    return float(sum(event["phases"][_STEP])) > 0.5e6 * float(event["dt"])
 
 
 def _look_back(heard: list[list[Plain]], ended: float, last_s: float) -> float:
@@ -297,7 +297,7 @@ def _places(
     inside: tuple[float, float],
 ) -> list[Place]:
     """The machines whose vitals are known, each with the processes of this run on it."""
-    places = []
+    places: list[Place] = []
     for who, rows in run.machines.items():
         measured = _between(rows, inside)
         if not measured:
