@@ -185,6 +185,8 @@ class Vitals(Event):
     """Seconds blocked on block devices; None where the kernel does not account for it."""
     run_wait: float = 0.0
     """Seconds in which threads were ready and no core was free, summed over threads."""
+    main_wait: float = 0.0
+    """The main thread's part of it, which is what keeps a step waiting."""
     throttled: float = 0.0
     """Seconds in which a control group's quota kept the process from running."""
     rss: int = 0

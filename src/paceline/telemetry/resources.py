@@ -61,6 +61,7 @@ class ProcessReading:
     cpu_wait_s: float | None = None
     run_wait_s: dict[int, float] = field(default_factory=dict)
     """By thread: one that ended takes its total with it."""
+    main_wait_s: float = 0.0
     throttled: tuple[str, float] = ("", 0.0)
     """The control groups, and for how long their quotas kept everybody in them from running."""
     rss: int = 0
@@ -75,11 +76,13 @@ def read_process() -> ProcessReading:
     user, system, wait, threads = _read_stat()
     io = dict(line.split(": ") for line in _text("/proc/self/io").splitlines() if ": " in line)
     memory = _text("/proc/self/statm").split()
+    run_wait_s = _read_run_wait()
     return ProcessReading(
         cpu_user_s=user,
         cpu_system_s=system,
         cpu_wait_s=wait,
-        run_wait_s=_read_run_wait(),
+        run_wait_s=run_wait_s,
+        main_wait_s=run_wait_s.get(os.getpid(), 0.0),
         throttled=read_throttled(),
         rss=int(memory[1]) * PAGE if len(memory) > 1 else 0,
         threads=threads,

@@ -257,6 +257,7 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
         "cpu_system": round(now.cpu_system_s - before.cpu_system_s, 6),
         "cpu_wait": wait,
         "run_wait": round(max(0.0, run_wait), 6),
+        "main_wait": round(now.main_wait_s - before.main_wait_s, 6),
         "throttled": round(throttled, 6),
         "rss": now.rss,
         "threads": now.threads,
