@@ -57,6 +57,7 @@ ROOMS: dict[str, set[str]] = {
         "job",
         "report",
         "telemetry",
+        "telemetry.events",
         "worker",
         "cluster",
     },

@@ -409,8 +409,8 @@ def test_a_trace_holds_every_step_and_its_phases(recorded: Any, tmp_path: Path) 
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"coordinator", "worker 0", "worker 1", "server 0"}
     # Phases lie inside their steps, one behind the other.
-    mine = sorted((e for e in events if e.get("tid") == 1 and e["pid"] == 1), key=lambda e: e["ts"])
-    inside = [e for e in mine if e["ph"] == "X" and e["name"] != "step"]
+    mine = [e for e in events if e["ph"] == "X" and e["tid"] == 1 and e["pid"] == 1]
+    inside = sorted((e for e in mine if e["name"] != "step"), key=lambda e: e["ts"])
     for before, after in itertools.pairwise(inside):
         assert before["ts"] + before["dur"] <= after["ts"] + 50
     assert any(e["name"].startswith("switch") for e in events if e["ph"] == "i")
