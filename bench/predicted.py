@@ -3,11 +3,11 @@
     python bench/predicted.py --data-dir DIR --pairs 5 --out bench/results/predicted.json
     python bench/predicted.py --out bench/results/predicted.json --show-only
 
-Pairs of a probe (a step alone, the way between two processes) and a measurement follow each other;
-nothing else of the measurement is known to the twin. One real run goes through the four strategies
-one after another, so that they share a start. Pairs are added to those that the file holds already.
-Prints a Markdown table: medians over the pairs, and beside the twin's error the measurement's own
-spread.
+Pairs of a probe (one worker alone, the way between two processes) and a measurement follow each
+other; nothing else of the measurement is known to the twin. One real run goes through the four
+strategies one after another, so that they share a start. Pairs are added to those that the file
+holds already. Prints a Markdown table: medians over the pairs, and beside the twin's error the
+measurement's own spread.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from paceline.job import Job
 from paceline.specs.strategy import read_strategy
 from paceline.specs.trouble import read_trouble
 from paceline.telemetry.folder import RunFolder, read_events
-from paceline.twin.probe import probe_machine
+from paceline.twin.calibrate import calibrate_from_run
+from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
 MODELS = {
-    "mlp-300-100": {"data": "fashion-mnist", "epochs": 4},
-    "cnn-small": {"data": "digits", "epochs": 40},
+    "mlp-300-100": {"data": "fashion-mnist", "epochs": 1},
+    "cnn-small": {"data": "digits", "epochs": 32},
     "resnet8": {"data": "digits", "epochs": 12},
 }
 QUOTA = 4
 """Each worker has a quarter of a core, so that processes hardly touch each other."""
 STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+BATCH = 128
 LR = 0.001
 """Nothing may diverge here; the learning rate costs no time."""
 
@@ -52,21 +54,43 @@ def slowed(workers: int, one_slower: bool) -> list[str]:
     return [f"worker={w},factor={f}" for w, f in enumerate(factors)]
 
 
-def measure(job: dict[str, Any], workers: int, slow: list[str], out: Path) -> dict[str, Any]:
-    """One real run through all strategies: rate and share of waiting of each."""
-    points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
+def probe(job: dict[str, Any], workers: int, out: Path) -> Pool:
+    """One worker alone under its quota, with the share that it will have, and the ways between."""
+    run(job, "single", 1, slowed(1, False), out, BATCH // workers, max(1, job["epochs"] // 4))
+    alone = calibrate_from_run(out)
+    figures = probe_ways(int(RunFolder(out).read_result()["parameter_bytes"]))
+    host = alone.hosts[0].model_copy(update={"host": "localhost", "workers": workers})
+    return alone.model_copy(update={"hosts": (host,), **figures})
+
+
+def run(
+    job: dict[str, Any],
+    strategy: str,
+    workers: int,
+    slow: list[str],
+    out: Path,
+    batch: int,
+    epochs: int,
+) -> None:
     command = [
         *(sys.executable, "-c", "from paceline.cli.main import main; main()", "train"),
-        *("--model", job["model"], "--data", job["data"], "--epochs", str(job["epochs"])),
+        *("--model", job["model"], "--data", job["data"], "--epochs", str(epochs)),
         *("--lr", str(LR), "--workers", str(workers), "--out", str(out), "--force", "--quiet"),
-        *("--checkpoint-every", "never"),
-        *("--strategy", f"switch({', '.join(STRATEGIES)}, at=({points}))"),
+        *("--checkpoint-every", "never", "--threads", "1", "--batch", str(batch)),
+        *("--strategy", strategy),
     ]
     if job["data_dir"] is not None:
         command += ["--data-dir", str(job["data_dir"])]
     for one in slow:
         command += ["--slow", one]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+
+
+def measure(job: dict[str, Any], workers: int, slow: list[str], out: Path) -> dict[str, Any]:
+    """One real run through all strategies: rate and share of waiting of each."""
+    points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
+    strategy = f"switch({', '.join(STRATEGIES)}, at=({points}))"
+    run(job, strategy, workers, slow, out, BATCH, job["epochs"])
     return split_phases(RunFolder(out), workers)
 
 
@@ -114,14 +138,16 @@ def make_job(job: dict[str, Any]) -> Job:
         data=job["data"],
         data_dir=job["data_dir"],
         epochs=job["epochs"],
+        batch=BATCH,
         lr=LR,
         checkpoint_every="never",
     )
 
 
-def predict(spec: Job, pool: Pool, workers: int, slow: list[str], out: Path) -> dict[str, Any]:
-    """Play each strategy in virtual time."""
-    troubles = tuple(read_trouble("slow", one, workers) for one in slow)
+def predict(spec: Job, pool: Pool, workers: int, one_slower: bool, out: Path) -> dict[str, Any]:
+    """Play each strategy in virtual time; the probed machine has its quota already."""
+    slow = [read_trouble("slow", "worker=0,factor=3", workers)] if one_slower else []
+    troubles = tuple(slow)
     found = {}
     for strategy in STRATEGIES:
         options = TwinOptions(
@@ -166,11 +192,10 @@ def main() -> None:
 def one_pair(cells: dict[str, Any], job: dict[str, Any], workers: int, folder: Path) -> None:
     """A probe, and the runs that it is to predict."""
     spec = make_job(job)
-    pool = probe_machine(spec, workers)
+    pool = probe(job, workers, folder / "alone")
     for one_slower in (False, True):
-        slow = slowed(workers, one_slower)
-        real = measure(job, workers, slow, folder / "real")
-        twin = predict(spec, pool, workers, slow, folder / "twin")
+        real = measure(job, workers, slowed(workers, one_slower), folder / "real")
+        twin = predict(spec, pool, workers, one_slower, folder / "twin")
         for strategy in STRATEGIES:
             state = "one 3x slower" if one_slower else "calm"
             key = f"{job['model']}|{workers}|{state}|{strategy}"

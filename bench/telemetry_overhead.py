@@ -1,6 +1,6 @@
 """What telemetry costs: the same training with and without it, in turn, and its parts alone.
 
-python bench/telemetry_overhead.py [--repeats 6] [--save]
+python bench/telemetry_overhead.py [--repeats 6] [--workloads mlp-300-100] [--save]
 
 Both sides keep the phase clock, which deadlines rest on; its cost a step is measured apart.
 """
@@ -22,11 +22,14 @@ from paceline.telemetry.folder import EventWriter
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, INPUT, OPTIMIZER, OTHER, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
 from paceline.telemetry.sampler import Sampler
-from workloads import WORKLOADS, Workload
+from workloads import Workload
 
 STEPS = 20_000
 WORKERS = 2
-RUNS = (Workload("mlp-300-100", (1, 28, 28), 128, 40960, 6), WORKLOADS["resnet20"])
+RUNS = (
+    Workload("mlp-300-100", (1, 28, 28), 128, 40960, 8),
+    Workload("resnet20", (3, 32, 32), 32, 1920, 2),
+)
 
 
 def clock_us_a_step() -> float:
@@ -83,8 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--workloads", default="mlp-300-100,resnet20")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no pair after these")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         recorder = [recorder_us_a_step(Path(name) / str(i)) for i in range(5)]
     clock = [clock_us_a_step() for _ in range(5)]
@@ -98,10 +103,13 @@ def main() -> None:
         bare: list[float] = []
         full: list[float] = []
         for repeat in range(options.repeats):
+            if repeat and time.perf_counter() - began > options.seconds:
+                break
             # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
             sides = [(bare, False), (full, True)]
             for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
                 values.append(measure(workload, telemetry=telemetry))
+            print(f"{workload.name}: {bare[-1]:.0f} us without, {full[-1]:.0f} us with", flush=True)
         ratio = statistics.median(full) / statistics.median(bare)
         step_us = statistics.median(bare)
         parts = statistics.median(recorder) + sampler * 1e3 * step_us / 1e6
@@ -109,6 +117,7 @@ def main() -> None:
             {
                 "workload": workload.name,
                 "batch_per_worker": workload.batch_per_worker,
+                "repeats": len(full),
                 "step_us_without": describe(bare),
                 "step_us_with": describe(full),
                 "with_over_without": round(ratio, 4),
@@ -123,9 +132,12 @@ def main() -> None:
         )
     if options.save:
         path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-telemetry.json"
+        if path.exists():  # Workloads measured at another time today stay.
+            mine = {row["workload"] for row in rows}
+            rows += [r for r in json.loads(path.read_text())["rows"] if r["workload"] not in mine]
         machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
         body = {
-            "about": {"workers": WORKERS, "threads_each": 1, "repeats": options.repeats},
+            "about": {"workers": WORKERS, "threads_each": 1},
             "machine": machine,
             "versions": versions(),
             "clock_us_a_step": describe(clock),

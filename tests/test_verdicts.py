@@ -36,6 +36,7 @@ def vitals(t: float, names: tuple[str, ...], phases: dict[str, float], **given: 
         "cpu_system": 0.05,
         "cpu_wait": None,
         "run_wait": 0.02,
+        "main_wait": 0.01,
         "throttled": 0.0,
         "rss": 1 << 28,
         "threads": 5,
@@ -116,7 +117,7 @@ def test_a_quota_explains_a_straggler() -> None:
 
 
 def test_who_finds_no_core_is_no_straggler() -> None:
-    starved = {**SLOW, "run_wait": 2.4, "cpu_user": 0.9}
+    starved = {**SLOW, "run_wait": 0.9, "main_wait": 0.7, "cpu_user": 0.25}
     assert rules_of(make_run(workers=[{}, starved])) == []
 
 

@@ -7,7 +7,6 @@ Every event carries `t`, seconds since the run began (the same zero for every pr
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -40,7 +39,8 @@ class Event:
     t: float
 
     def to_plain(self) -> dict[str, Any]:
-        return {"kind": self.kind, **dataclasses.asdict(self)}
+        # Fields hold plain data: copying it deeply would cost more than writing it.
+        return {"kind": self.kind, **vars(self)}
 
     def to_line(self) -> str:
         return json.dumps(self.to_plain(), separators=(",", ":"), allow_nan=True)
@@ -194,6 +194,8 @@ class Vitals(Event):
     """Seconds blocked on block devices; None where the kernel does not account for it."""
     run_wait: float = 0.0
     """Seconds in which threads were ready and no core was free, summed over threads."""
+    main_wait: float = 0.0
+    """The main thread's part of it, which is what keeps a step waiting."""
     throttled: float = 0.0
     """Seconds in which a control group's quota kept the process from running."""
     rss: int = 0

@@ -21,6 +21,7 @@ from paceline.telemetry.resources import (
     Connection,
     MachineReading,
     ProcessReading,
+    process_age_s,
     read_machine,
     read_process,
     thread_run_wait_s,
@@ -93,15 +94,17 @@ class Sampler(threading.Thread):
         self._post = MachinePost(run_key)
         self._gil = [0, 0, 0, 0, 0]
         self._late_s: deque[float] = deque(maxlen=PROMPTEST_OF)
+        self._prompt_s = PROMPT_S
         self._main = threading.main_thread().native_id
         self._process = read_process()
         self._machine: MachineReading | None = None
         self._t = self._machine_t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
-            # What the process did before this thread was there belongs to its first window.
-            self._ns = [0] * len(self._ns)
-            self._t = 0.0
+            # What the process did before this thread was there belongs to its first window; what
+            # a resumed run did before this process was there does not.
+            self._t = max(0.0, now_s() - process_age_s())
+            self._ns = [int(self._t * 1e9), *([0] * (len(self._ns) - 1))]
             self._process = ProcessReading()
         self._counted = (0, 0, 0, 0)
         self._served: dict[str, int] = serving.take() if serving is not None else {}
@@ -130,9 +133,10 @@ class Sampler(threading.Thread):
         late_s = time.perf_counter() - began - PROBE_S - queued_s
         if stopping:
             return True
+        if self._gil[0] % 20 == 0 and self._late_s:
+            self._prompt_s = min(PROMPT_S, sorted(self._late_s)[len(self._late_s) // 10])
         self._late_s.append(late_s)
-        prompt_s = sorted(self._late_s)[len(self._late_s) // 10]
-        held = late_s > min(PROMPT_S, prompt_s) + HELD_S
+        held = late_s > self._prompt_s + HELD_S
         self._gil[0] += 1
         self._gil[1] += held
         if self._serving is None and self._clock is not None and self._clock.current == INPUT:
@@ -253,6 +257,7 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
         "cpu_system": round(now.cpu_system_s - before.cpu_system_s, 6),
         "cpu_wait": wait,
         "run_wait": round(max(0.0, run_wait), 6),
+        "main_wait": round(now.main_wait_s - before.main_wait_s, 6),
         "throttled": round(throttled, 6),
         "rss": now.rss,
         "threads": now.threads,

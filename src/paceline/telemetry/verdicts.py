@@ -102,6 +102,7 @@ class Seen:
     samples: int = 0
     cpu_s: float = 0.0
     run_wait_s: float = 0.0
+    main_wait_s: float = 0.0
     throttled_s: float = 0.0
     input_cpu_s: float = 0.0
     gil: list[int] = field(default_factory=lambda: [0] * 5)
@@ -139,6 +140,12 @@ class Seen:
         return busy / self.samples if self.samples else 0.0
 
     @property
+    def compute_with_core_s(self) -> float:
+        """The same without waiting for a core; how much of the rest is left is known roughly."""
+        waited = self.main_wait_s / self.samples if self.samples else 0.0
+        return max(self.compute_s - waited, 0.2 * self.compute_s)
+
+    @property
     def crowding_s(self) -> float:
         """Seconds of waiting for a core for another reason than a quota."""
         return max(0.0, self.run_wait_s - self.throttled_s)
@@ -157,6 +164,7 @@ class Seen:
         self.samples += event["samples"]
         self.cpu_s += event["cpu_user"] + event["cpu_system"]
         self.run_wait_s += event["run_wait"]
+        self.main_wait_s += event.get("main_wait", 0.0)
         self.throttled_s += event["throttled"]
         self.input_cpu_s += event["input_cpu"] / 1e6
         self.gil = [a + b for a, b in zip(self.gil, event["gil"], strict=False)]
@@ -256,7 +264,7 @@ _STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
 
 def _trains(worker: ProcessRecord, event: Plain) -> bool:
     # Often called: by place, without names.
-    return sum(event["phases"][_STEP]) > 0.5e6 * float(event["dt"])
+    return float(sum(event["phases"][_STEP])) > 0.5e6 * float(event["dt"])
 
 
 def _look_back(heard: list[list[Plain]], ended: float, last_s: float) -> float:
@@ -297,7 +305,7 @@ def _places(
     inside: tuple[float, float],
 ) -> list[Place]:
     """The machines whose vitals are known, each with the processes of this run on it."""
-    places = []
+    places: list[Place] = []
     for who, rows in run.machines.items():
         measured = _between(rows, inside)
         if not measured:
@@ -426,8 +434,8 @@ def judge_straggler(scene: Scene, found: list[Verdict]) -> list[Verdict]:
             continue
         rest = [w for w in scene.workers if w is not seen]
         # One that finds a core less often than the others computes as fast whenever it has one.
-        running = seen.share_running / statistics.median(w.share_running for w in rest)
-        if slowness * min(1.0, running) < SLOW:
+        having_one = statistics.median(w.compute_with_core_s for w in rest if w.compute_s > 0)
+        if slowness < SLOW or seen.compute_with_core_s < SLOW * having_one:
             continue
         others = statistics.median(w.compute_s for w in rest if w.compute_s > 0)
         verdicts.append(

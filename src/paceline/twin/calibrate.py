@@ -86,21 +86,31 @@ def busy_s(step: dict[str, Any]) -> float:
 def fit_step(steps: list[dict[str, Any]]) -> StepCost:
     """A line through seconds over samples; with shares of one size, all of it by the sample."""
     pairs = [(s["hi"] - s["lo"], busy_s(s)) for s in steps if s["hi"] > s["lo"]]
-    update_s = statistics.median(s["optimizer"] / 1e6 for s in steps)
+    update_s = steady_mean([s["optimizer"] / 1e6 for s in steps])
     sizes = {n for n, _ in pairs}
     if max(sizes) >= 2 * min(sizes):
         slope, fixed = statistics.linear_regression([n for n, _ in pairs], [s for _, s in pairs])
         if slope > 0 and fixed >= 0:
             return StepCost(fixed_s=fixed, per_sample_s=slope, update_s=update_s)
-    per_sample = statistics.median(s / n for n, s in pairs)
+    per_sample = steady_mean([s / n for n, s in pairs])
     return StepCost(fixed_s=0.0, per_sample_s=per_sample, update_s=update_s)
 
 
-def measure_spread(steps: list[dict[str, Any]]) -> float:
-    """Standard deviation over mean of the seconds a sample, outliers cut at the edges."""
-    each = sorted(busy_s(s) / (s["hi"] - s["lo"]) for s in steps if s["hi"] > s["lo"])
+def without_edges(values: list[float]) -> list[float]:
+    """In order, and without the longest and the shortest fiftieth."""
+    each = sorted(values)
     edge = len(each) // 50
-    kept = each[edge : len(each) - edge] or each
+    return each[edge : len(each) - edge] or each
+
+
+def steady_mean(values: list[float]) -> float:
+    """A mean, not a median: long steps take time that a run's rate shows."""
+    return statistics.fmean(without_edges(values))
+
+
+def measure_spread(steps: list[dict[str, Any]]) -> float:
+    """Standard deviation over mean of the seconds a sample."""
+    kept = without_edges([busy_s(s) / (s["hi"] - s["lo"]) for s in steps if s["hi"] > s["lo"]])
     mean = statistics.fmean(kept)
     return statistics.pstdev(kept) / mean if mean > 0 else 0.0
 

@@ -35,8 +35,6 @@ def probe_machine(job: Job, workers: int) -> Pool:
     )
     nbytes = times.parameter_bytes
     cost = StepCost(fixed_s=times.fixed_s, per_sample_s=times.per_sample_s, update_s=times.update_s)
-    sum_s = probe_collective(nbytes)
-    send_s, latency_s = probe_transfer(nbytes)
     return Pool(
         name="this machine, probed",
         hosts=(
@@ -47,15 +45,24 @@ def probe_machine(job: Job, workers: int) -> Pool:
                 measured={name_of(job.model) or "model": cost},
             ),
         ),
-        link=Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
         jitter=Jitter(cv=min(2.0, times.cv)),
-        collective_gb_s=nbytes / max(sum_s - 2 * latency_s, sum_s / 2) / 1e9,
-        transfer_gb_s=nbytes / max(send_s, 1e-9) / 1e9,
-        control_ms=1e3 * latency_s / 2,
+        **probe_ways(nbytes),
     )
 
 
 # ---- the way between two processes ------------------------------------------------------------
+
+
+def probe_ways(nbytes: int) -> dict[str, Any]:
+    """The figures of a pool on what processes of this machine exchange, for gradients so large."""
+    sum_s = probe_collective(nbytes)
+    send_s, latency_s = probe_transfer(nbytes)
+    return {
+        "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
+        "collective_gb_s": nbytes / max(sum_s - 2 * latency_s, sum_s / 2) / 1e9,
+        "transfer_gb_s": nbytes / max(send_s, 1e-9) / 1e9,
+        "control_ms": 1e3 * latency_s / 2,
+    }
 
 
 def probe_collective(nbytes: int) -> float:
