@@ -219,9 +219,11 @@ def read_known_events(folder: RunFolder, who: str, missing: list[str]) -> list[d
 def rebuild_result(events: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
     """As much of a result as the coordinator's events tell."""
     result: dict[str, Any] = {"status": UNFINISHED, "error": None}
-    for name in ("strategy", "model", "data", "workers", "servers", "seed", "epochs"):
-        if isinstance(config.get(name), str | int):
-            result[name] = config[name]
+    asked = {**as_mapping(config.get("job")), **config}
+    for name in ("strategy", "model", "data", "workers", "servers", "seed", "batch"):
+        if isinstance(asked.get(name), str | int):
+            result[name] = asked[name]
+    result["labels"] = dict(as_mapping(config.get("labels")))
     # By epoch and by samples: a resumed run tells again what it lost at the cut.
     rows: dict[Any, dict[str, Any]] = {}
     switches: dict[Any, dict[str, Any]] = {}
