@@ -15,6 +15,7 @@ MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "pe
            "hexagon": "h"}  # fmt: skip
 HATCHINGS = {"": "", "/": "////", "x": "xxxx", ".": "...."}
 WIDTH_IN = 6.3
+LEGEND_LINE_IN = 0.16
 DPI = 200
 
 
@@ -49,13 +50,22 @@ def draw(figure: Figure) -> Any:
     layout, traces = figure["layout"], figure["data"]
     # Text stays text in the SVG, and the same data gives the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline", "hatch.linewidth": 0.4}):
-        canvas = Canvas(figsize=(WIDTH_IN, WIDTH_IN * layout["height"] / 520), layout="constrained")
+        named = len([t for t in traces if not name_series(t).startswith("_")])
+        height = WIDTH_IN * layout["height"] / 520 + LEGEND_LINE_IN * (named + 1)
+        canvas = Canvas(figsize=(WIDTH_IN, height), layout="constrained")
         axes = canvas.add_subplot()
         draw_bars(axes, [t for t in traces if t["type"] == "bar"], layout)
         for trace in traces:
             if trace["type"] == "scatter":
                 draw_scatter(axes, trace)
         dress(axes, layout)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            # Below the axes: names of strategies are long, and must not cover what they name.
+            columns = 1 if max(map(len, labels)) > 30 else 3
+            canvas.legend(
+                handles, labels, loc="outside lower left", ncols=columns, fontsize=7, frameon=False
+            )
         return canvas
 
 
@@ -143,6 +153,3 @@ def dress(axes: Any, layout: dict[str, Any]) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        axes.legend(handles, labels, fontsize=7, frameon=False)

@@ -227,16 +227,19 @@ def describe_against(task: Task) -> list[str]:
 def draw_published(task: Task) -> Figure | None:
     """Training accuracy by epoch, ours bold beside the published curves; None without any."""
     traces: list[dict[str, Any]] = []
+    drawn: set[str] = set()
     for number, (entry, row) in enumerate(find_published(task)):
         printed = find_curve(row.data, {"ps": "ps_async"}.get(row.arm, row.arm), row.batch or 0)
         ours = average_curve(task.runs_of(entry))
         if not printed or not ours:
             continue
         colour = STRATEGY_COLOURS[number % len(STRATEGY_COLOURS)]
-        for name, values, dash, width in (
-            (f"{entry['label']}, published", [min(1.0, x) for x in printed], DASHES[1], 1.5),
-            (f"{entry['label']}, here", ours, DASHES[0], 2.5),
-        ):
+        curves = [(f"{entry['label']}, here", ours, DASHES[0], 2.5)]
+        if row.arm not in drawn:  # Several of ours may stand beside one published curve.
+            drawn.add(row.arm)
+            printed = [min(1.0, x) for x in printed]
+            curves.insert(0, (f"{row.arm}, published", printed, DASHES[1], 1.5))
+        for name, values, dash, width in curves:
             traces.append(
                 {
                     "type": "scatter",
