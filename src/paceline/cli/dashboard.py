@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -26,4 +27,6 @@ def dashboard(
         typer.echo(
             "anyone who has this address sees the runs; the connection is not encrypted", err=True
         )
+    # Whoever ends it, as a run: exit status 130, the port given back.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     board.serve()
