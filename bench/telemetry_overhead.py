@@ -20,8 +20,10 @@ from paceline.protocol.messages import Lease
 from paceline.specs.strategy import read_strategy
 from paceline.telemetry.folder import EventWriter
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, INPUT, OPTIMIZER, OTHER, PhaseClock
+from paceline.telemetry.reading import read_run
 from paceline.telemetry.recorder import StepRecorder
 from paceline.telemetry.sampler import Sampler
+from paceline.telemetry.verdicts import look
 from workloads import Workload
 
 STEPS = 20_000
@@ -35,21 +37,21 @@ RUNS = (
 def clock_us_a_step() -> float:
     """The turns of the clock in a step of all-reduce."""
     clock = PhaseClock(time.time())
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(STEPS):
         for phase in (OTHER, INPUT, FORWARD, BACKWARD, COMM, OPTIMIZER, OTHER):
             clock.enter(phase)
-    return (time.perf_counter() - began) / STEPS * 1e6
+    return (time.process_time() - began) / STEPS * 1e6
 
 
 def recorder_us_a_step(folder: Path) -> float:
     """Recording a step, windows written out included."""
     recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), PhaseClock(time.time()))
-    began = time.perf_counter()
+    began = time.process_time()
     for step in range(STEPS):
         recorder.step_done(Lease(0, 0, step, step + 128, step, step + 64), 0.5)
     recorder.flush(final=True)
-    return (time.perf_counter() - began) / STEPS * 1e6
+    return (time.process_time() - began) / STEPS * 1e6
 
 
 def sampler_ms_a_second() -> float:
@@ -64,14 +66,18 @@ def sampler_ms_a_second() -> float:
     return 1e3 * used / 5.0
 
 
-def measure(workload: Workload, *, telemetry: bool) -> float:
-    """Microseconds a step, of training alone."""
+def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
+    """Microseconds a step, of training alone: on the wall, and of processor (0 without vitals)."""
     with tempfile.TemporaryDirectory() as name:
         options = RunOptions(
             out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
         )
         result = run_job(workload.job(WORKERS), read_strategy("allreduce"), options)
-    return WORKERS * workload.batch_per_worker / float(result["samples_per_s"]) * 1e6
+        scene = look(read_run(options.out, steps=False), None)
+    cpu_us = 0.0
+    if scene is not None:
+        cpu_us = 1e6 * scene.workers[0].cpu_s / scene.workers[0].steps
+    return WORKERS * workload.batch_per_worker / float(result["samples_per_s"]) * 1e6, cpu_us
 
 
 def describe(values: list[float]) -> dict[str, float]:
@@ -102,17 +108,21 @@ def main() -> None:
     for workload in [w for w in RUNS if w.name in options.workloads.split(",")]:
         bare: list[float] = []
         full: list[float] = []
+        cpu: list[float] = []
         for repeat in range(options.repeats):
             if repeat and time.perf_counter() - began > options.seconds:
                 break
             # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
             sides = [(bare, False), (full, True)]
             for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
-                values.append(measure(workload, telemetry=telemetry))
+                wall_us, cpu_us = measure(workload, telemetry=telemetry)
+                values.append(wall_us)
+                cpu += [cpu_us] * telemetry
             print(f"{workload.name}: {bare[-1]:.0f} us without, {full[-1]:.0f} us with", flush=True)
         ratio = statistics.median(full) / statistics.median(bare)
-        step_us = statistics.median(bare)
-        parts = statistics.median(recorder) + sampler * 1e3 * step_us / 1e6
+        step_us, cpu_us = statistics.median(bare), statistics.median(cpu)
+        # Of processor: what others do on the machine meanwhile does not count.
+        parts = statistics.median(clock) + statistics.median(recorder) + sampler * cpu_us / 1e3
         rows.append(
             {
                 "workload": workload.name,
@@ -121,14 +131,15 @@ def main() -> None:
                 "step_us_without": describe(bare),
                 "step_us_with": describe(full),
                 "with_over_without": round(ratio, 4),
-                "parts_us_a_step": round(parts, 2),
-                "parts_share": round(parts / step_us, 4),
+                "step_cpu_us": describe(cpu),
+                "parts_cpu_us_a_step": round(parts, 2),
+                "parts_over_step_cpu": round(parts / cpu_us, 4),
             }
         )
         print(
             f"{workload.name}: a step takes {statistics.median(full):.0f} us with telemetry, "
-            f"{step_us:.0f} us without: x{ratio:.4f}; its parts add up to {parts:.0f} us, "
-            f"{100 * parts / step_us:.2f} %"
+            f"{step_us:.0f} us without: x{ratio:.4f}; of processor its parts take {parts:.0f} us, "
+            f"{100 * parts / cpu_us:.2f} % of the step's {cpu_us:.0f} us"
         )
     if options.save:
         path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-telemetry.json"
@@ -140,8 +151,8 @@ def main() -> None:
             "about": {"workers": WORKERS, "threads_each": 1},
             "machine": machine,
             "versions": versions(),
-            "clock_us_a_step": describe(clock),
-            "recorder_us_a_step": describe(recorder),
+            "clock_cpu_us_a_step": describe(clock),
+            "recorder_cpu_us_a_step": describe(recorder),
             "sampler_cpu_ms_a_second": round(sampler, 3),
             "rows": rows,
         }

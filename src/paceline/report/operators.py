@@ -112,7 +112,7 @@ def make_table(profiles: Sequence[Profile], top: int) -> Table:
         for p in profiles
     )
     table = Table(
-        title=f"self time an operator, milliseconds a step ({steps})", title_justify="left"
+        title=f"self time by operator, milliseconds a step ({steps})", title_justify="left"
     )
     for index, name in enumerate(head):
         table.add_column(name.strip(), justify="left" if index == 0 else "right")
