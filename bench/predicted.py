@@ -28,7 +28,7 @@ from paceline.job import Job
 from paceline.specs.strategy import read_strategy
 from paceline.specs.trouble import read_trouble
 from paceline.telemetry.folder import RunFolder, read_events
-from paceline.twin.calibrate import calibrate_from_run
+from paceline.twin.calibrate import calibrate_from_run, rows_of
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 
@@ -106,9 +106,7 @@ def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
         for event in read_events(folder.events(f"worker-{worker}")):
             if event.get("kind") != "steps":
                 continue
-            names = [n for n, v in event.items() if isinstance(v, list)]
-            for values in zip(*(event[n] for n in names), strict=True):
-                step = dict(zip(names, values, strict=True))
+            for step in rows_of(event):
                 at = step["epoch"] * per_epoch + step["start"]
                 phase = max(k for k in range(len(STRATEGIES)) if bounds[k] <= at)
                 rows[worker][phase].append(step)

@@ -1,50 +1,163 @@
-"""What recording costs: time a step spends in telemetry, beside the step time of mlp-300-100.
+"""What telemetry costs: the same training with and without it, in turn, and its parts alone.
 
-python bench/telemetry_overhead.py
+python bench/telemetry_overhead.py [--repeats 6] [--workloads mlp-300-100] [--save]
+
+Both sides keep the phase clock, which deadlines rest on; its cost a step is measured apart.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import paceline
+from paceline.launch.run import RunOptions, run_job, usable_cores, versions
 from paceline.protocol.messages import Lease
+from paceline.specs.strategy import read_strategy
 from paceline.telemetry.folder import EventWriter
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, INPUT, OPTIMIZER, OTHER, PhaseClock
+from paceline.telemetry.reading import read_run
 from paceline.telemetry.recorder import StepRecorder
-from workloads import WORKLOADS
+from paceline.telemetry.sampler import Sampler
+from paceline.telemetry.verdicts import look
+from workloads import Workload
 
 STEPS = 20_000
+WORKERS = 2
+RUNS = (
+    Workload("mlp-300-100", (1, 28, 28), 128, 40960, 8),
+    Workload("resnet20", (3, 32, 32), 32, 1920, 2),
+)
 
 
-def telemetry_us_a_step(folder: Path) -> float:
-    """Exactly the calls that a step of all-reduce makes, windows written out included."""
+def clock_us_a_step() -> float:
+    """The turns of the clock in a step of all-reduce."""
     clock = PhaseClock(time.time())
-    recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), clock)
-    began = time.perf_counter()
-    for step in range(STEPS):
+    began = time.process_time()
+    for _ in range(STEPS):
         for phase in (OTHER, INPUT, FORWARD, BACKWARD, COMM, OPTIMIZER, OTHER):
             clock.enter(phase)
+    return (time.process_time() - began) / STEPS * 1e6
+
+
+def recorder_us_a_step(folder: Path) -> float:
+    """Recording a step, windows written out included."""
+    recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), PhaseClock(time.time()))
+    began = time.process_time()
+    for step in range(STEPS):
         recorder.step_done(Lease(0, 0, step, step + 128, step, step + 64), 0.5)
     recorder.flush(final=True)
-    return (time.perf_counter() - began) / STEPS * 1e6
+    return (time.process_time() - began) / STEPS * 1e6
+
+
+def sampler_ms_a_second() -> float:
+    """Processor time of the sampler's thread, probes and vitals of process and machine included."""
+    clock = PhaseClock(time.time())
+    sampler = Sampler(now_s=clock.now_s, tell=lambda event: None, run_key="bench", clock=clock)
+    sampler.start()
+    before = time.process_time()
+    time.sleep(5.0)
+    used = time.process_time() - before
+    sampler.stop()
+    return 1e3 * used / 5.0
+
+
+def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
+    """Microseconds a step, of training alone: on the wall, and of processor (0 without vitals)."""
+    with tempfile.TemporaryDirectory() as name:
+        options = RunOptions(
+            out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
+        )
+        result = run_job(workload.job(WORKERS), read_strategy("allreduce"), options)
+        scene = look(read_run(options.out, steps=False), None)
+    cpu_us = 0.0
+    if scene is not None:
+        cpu_us = 1e6 * scene.workers[0].cpu_s / scene.workers[0].steps
+    return WORKERS * workload.batch_per_worker / float(result["samples_per_s"]) * 1e6, cpu_us
+
+
+def describe(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+    }
 
 
 def main() -> None:
-    workload = WORKLOADS["mlp-300-100"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--workloads", default="mlp-300-100,resnet20")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no pair after these")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        result = paceline.train(workload.job(2), "allreduce", 2, out=folder / "run", threads=1)
-        step_us = 2 * workload.batch_per_worker / result["samples_per_s"] * 1e6
-        cost_us = statistics.median(telemetry_us_a_step(folder / str(i)) for i in range(5))
+        recorder = [recorder_us_a_step(Path(name) / str(i)) for i in range(5)]
+    clock = [clock_us_a_step() for _ in range(5)]
+    sampler = sampler_ms_a_second()
     print(
-        f"telemetry {cost_us:.1f} us of a step of {step_us:.0f} us "
-        f"(mlp-300-100, 2 workers, {workload.batch_per_worker} a worker): "
-        f"{100 * cost_us / step_us:.2f} %"
+        f"clock {statistics.median(clock):.1f} us and recorder {statistics.median(recorder):.1f} us"
+        f" a step; sampler {sampler:.2f} ms of processor a second"
     )
+    rows = []
+    for workload in [w for w in RUNS if w.name in options.workloads.split(",")]:
+        bare: list[float] = []
+        full: list[float] = []
+        cpu: list[float] = []
+        for repeat in range(options.repeats):
+            if repeat and time.perf_counter() - began > options.seconds:
+                break
+            # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
+            sides = [(bare, False), (full, True)]
+            for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
+                wall_us, cpu_us = measure(workload, telemetry=telemetry)
+                values.append(wall_us)
+                cpu += [cpu_us] * telemetry
+            print(f"{workload.name}: {bare[-1]:.0f} us without, {full[-1]:.0f} us with", flush=True)
+        ratio = statistics.median(full) / statistics.median(bare)
+        step_us, cpu_us = statistics.median(bare), statistics.median(cpu)
+        # Of processor: what others do on the machine meanwhile does not count.
+        parts = statistics.median(clock) + statistics.median(recorder) + sampler * cpu_us / 1e3
+        rows.append(
+            {
+                "workload": workload.name,
+                "batch_per_worker": workload.batch_per_worker,
+                "repeats": len(full),
+                "step_us_without": describe(bare),
+                "step_us_with": describe(full),
+                "with_over_without": round(ratio, 4),
+                "step_cpu_us": describe(cpu),
+                "parts_cpu_us_a_step": round(parts, 2),
+                "parts_over_step_cpu": round(parts / cpu_us, 4),
+            }
+        )
+        print(
+            f"{workload.name}: a step takes {statistics.median(full):.0f} us with telemetry, "
+            f"{step_us:.0f} us without: x{ratio:.4f}; of processor its parts take {parts:.0f} us, "
+            f"{100 * parts / cpu_us:.2f} % of the step's {cpu_us:.0f} us"
+        )
+    if options.save:
+        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-telemetry.json"
+        if path.exists():  # Workloads measured at another time today stay.
+            mine = {row["workload"] for row in rows}
+            rows += [r for r in json.loads(path.read_text())["rows"] if r["workload"] not in mine]
+        machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
+        body = {
+            "about": {"workers": WORKERS, "threads_each": 1},
+            "machine": machine,
+            "versions": versions(),
+            "clock_cpu_us_a_step": describe(clock),
+            "recorder_cpu_us_a_step": describe(recorder),
+            "sampler_cpu_ms_a_second": round(sampler, 3),
+            "rows": rows,
+        }
+        path.write_text(json.dumps(body, indent=2) + "\n")
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ ROOMS: dict[str, set[str]] = {
     },
     # What people hold in their hands.
     "report": {"errors", "telemetry", "telemetry.events"},
+    "dashboard": {"errors", "telemetry", "telemetry.events", "report"},
     "launch": {
         "errors",
         "specs",
@@ -68,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "job",
         "report",
         "telemetry",
+        "telemetry.events",
         "worker",
         "cluster",
         "cluster.remote",
@@ -104,6 +106,7 @@ ROOMS: dict[str, set[str]] = {
     "load": {"errors", "job", "telemetry", "worker"},
     "cli": {
         "cluster",
+        "dashboard",
         "data",
         "errors",
         "job",
@@ -126,6 +129,7 @@ TORCH_FREE = (
     "telemetry",
     "job",
     "report",
+    "dashboard",
     "cluster",
     "plan",
     "launch",

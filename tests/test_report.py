@@ -414,7 +414,7 @@ def test_report_of_many_runs_has_every_part(tmp_path: Path) -> None:
     for heading in ("Summary", "Findings", "Accuracy and loss", "Where the time went", "Staleness",
                     "Switches", "Stages", "Runs", "Configuration and versions"):  # fmt: skip
         assert f"<h2>{heading}</h2>" in body
-    assert len(figures) == 4 + 3 + 1
+    assert len(figures) == 4 + 1 + 3 + 1
     assert all(len(figure["layout"]["shapes"]) == 2 for figure in figures[:4])
     assert "half of the samples seen (at=50%)" in body
     assert "2.8.0" in body
@@ -447,7 +447,7 @@ def test_report_escapes_hostile_text(tmp_path: Path) -> None:
     loads.feed(text)
     assert loads.scripts == 2
     assert loads.handlers == []
-    assert loads.loads == []
+    assert loads.loads == ["#task-0", "#task-1"]  # Places in the page itself.
     assert "<script>alert" not in text
     _, figures = read_page(out)
     names = [trace["name"] for figure in figures for trace in figure["data"]]

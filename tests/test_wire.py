@@ -23,7 +23,7 @@ from paceline.comm.wire import Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
 from paceline.protocol.messages import Apply, Message, Part, ServerReady, ServerStop
-from paceline.strategies.server import Server
+from paceline.strategies.server import Server, warm_up
 
 TOKEN = "a token of this run"
 WAIT_S = 5.0
@@ -325,6 +325,7 @@ class Served:
     """A server in a thread of this process."""
 
     def __init__(self) -> None:
+        warm_up()  # As a server's process does: torch's first step imports for seconds.
         self.control = Orders()
         self.server = Server(
             index=4,

@@ -8,13 +8,33 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options as opt
+from paceline.errors import UsageError
+
+OF_THE_MATRIX = ("job", "strategies", "seeds", "workers", "model", "data", "batch",
+                 "batch_per_worker", "seed", "slow", "delay")  # fmt: skip
+"""Options that say what a matrix file says itself."""
+
+OF_A_MATRIX_ALONE = ("scale", "retry", "twin")
 
 
 def compare(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="The folder for all runs.", show_default=False)],
     strategies: Annotated[
-        str, typer.Option(help='Strategies, parted by ";": "single; allreduce; ps".')
-    ],
+        str | None, typer.Option(help='Strategies, parted by ";": "single; allreduce; ps".')
+    ] = None,
+    matrix: Annotated[
+        str | None,
+        typer.Option(help="In place of strategies and job: a matrix file, or a shipped one."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="full, or small: the matrix's small part.")] = "full",
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Make failed runs of the matrix again.")
+    ] = False,
+    twin: Annotated[
+        str | None,
+        typer.Option(help="The matrix in virtual time: a pool file, or a number of machines."),
+    ] = None,
     job: opt.JobFile = None,
     seeds: Annotated[int, typer.Option(help="Runs of each strategy, seeds counted up.")] = 1,
     workers: opt.Workers = 2,
@@ -55,6 +75,22 @@ def compare(
     quiet: opt.Quiet = False,
 ) -> None:
     given = locals()
+    told = [
+        name
+        for name in given
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]
+    if matrix is not None:
+        comparison, title = compare_matrix(given, told)
+        show_comparison(comparison, out, title=title)
+        if comparison["runs_failed"]:
+            raise typer.Exit(1)
+        return
+    for name in OF_A_MATRIX_ALONE:
+        if name in told:
+            raise UsageError(f"--{name} belongs to a matrix: add --matrix FILE, or leave it out")
+    if strategies is None:
+        raise UsageError('compare what? add --strategies "allreduce; ps", or --matrix FILE')
     from paceline.specs.strategy import split_strategies
 
     chosen = split_strategies(strategies)
@@ -78,6 +114,39 @@ def compare(
         raise typer.Exit(1)
 
 
+def compare_matrix(given: dict[str, Any], told: list[str]) -> tuple[dict[str, Any], str]:
+    """Run a matrix; its comparison and its title."""
+    from paceline.job import Job
+    from paceline.launch.matrix import MatrixOptions, Run, run_matrix
+    from paceline.launch.matrix_file import read_matrix
+    from paceline.launch.run import run_job
+
+    for name in OF_THE_MATRIX:
+        if name in told:
+            word = name.replace("_", "-")
+            raise UsageError(f"--{word} is for the matrix to say: change its file, or leave it out")
+    matrix = read_matrix(given["matrix"], scale=given["scale"])
+    fields = {name: given[name] for name in told if name in Job.model_fields}
+    if "data_dir" in fields:
+        fields["data_dir"] = str(Path(fields["data_dir"]).resolve())
+    run: Run = run_job
+    if given["twin"] is not None:
+        from paceline.twin.clusters import read_cluster
+        from paceline.twin.run import play_instead
+
+        run = play_instead(read_cluster(given["twin"]))
+    options = MatrixOptions(
+        out=given["out"],
+        given=fields,
+        threads=given["threads"],
+        timeout_s=given["timeout"],
+        retry=given["retry"],
+        force=given["force"],
+        progress=not given["quiet"],
+    )
+    return run_matrix(matrix, options, run=run), matrix.title
+
+
 def show_comparison(
     comparison: dict[str, Any], out: Path, title: str = "Strategies compared"
 ) -> None:
@@ -88,5 +157,9 @@ def show_comparison(
     from paceline.report.table import results_table
 
     report = write_report([out], out / "report.html", title=title)
-    Console().print(results_table(comparison))
+    console = Console()
+    for task in comparison.get("tasks", [comparison]):
+        if "task" in task:
+            console.print(task["task"], style="bold", markup=False)
+        console.print(results_table(task))
     typer.echo(f"report: {report}")

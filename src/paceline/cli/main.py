@@ -11,13 +11,16 @@ import typer
 
 from paceline.cli import (
     compare,
+    dashboard,
     data,
     demo,
     doctor,
     evaluate,
+    export,
     launch,
     plan,
     pool,
+    profile,
     report,
     train,
     tune,
@@ -53,6 +56,13 @@ app.command("twin", help="The same strategies in virtual time, on machines you m
 )
 app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
 app.command("report", help="Write an HTML report of one or more runs.")(report.report)
+app.command("dashboard", help="Look at the runs of a folder in a browser, live and afterwards.")(
+    dashboard.dashboard
+)
+app.command("profile", help="Times by operator of a run, or of two side by side.")(profile.profile)
+app.command("export", help="A run's record as a trace, CSV files or TensorBoard logs.")(
+    export.export
+)
 app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
     doctor.doctor
 )

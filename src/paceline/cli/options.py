@@ -70,6 +70,14 @@ Delay = Annotated[
     list[str] | None,
     typer.Option(help="Trouble on purpose: worker=1,ms=10[,from=EPOCH,to=EPOCH]."),
 ]
+Profile = Annotated[str | None, typer.Option(help="Time the operators of one epoch, e.g. epoch=3.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(help="Serve metrics for Prometheus on loopback; 0 takes any free port."),
+]
+NoTelemetry = Annotated[
+    bool, typer.Option("--no-telemetry", help="Record totals only: no steps, vitals, verdicts.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace the run in the output folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
@@ -91,6 +99,16 @@ def read_troubles(
 ) -> tuple[Trouble, ...]:
     slowed = [read_trouble("slow", text, workers) for text in slow or []]
     return (*slowed, *(read_trouble("delay", text, workers) for text in delay or []))
+
+
+def read_profile_epoch(text: str | None) -> int | None:
+    """The epoch, from 1, of `epoch=N`."""
+    if text is None:
+        return None
+    name, _, number = text.partition("=")
+    if name.strip() != "epoch" or not number.strip().isdigit() or int(number) < 1:
+        raise UsageError(f"--profile is {text!r}: write epoch=N, counted from 1, e.g. epoch=3")
+    return int(number)
 
 
 def make_reference(

@@ -65,6 +65,9 @@ def train(
     timeout: opt.Timeout = 300.0,
     slow: opt.Slow = None,
     delay: opt.Delay = None,
+    profile: opt.Profile = None,
+    metrics_port: opt.MetricsPort = None,
+    no_telemetry: opt.NoTelemetry = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
@@ -94,6 +97,9 @@ def train(
             threads=threads,
             timeout_s=timeout,
             troubles=opt.read_troubles(slow, delay, place.workers),
+            profile_epoch=opt.read_profile_epoch(profile),
+            metrics_port=metrics_port,
+            telemetry=not no_telemetry,
             resume=resume,
             force=force,
             predicted=place.predicted,

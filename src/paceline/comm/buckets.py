@@ -6,6 +6,7 @@ the same numbers in another order and so differs in the last bits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -101,6 +102,16 @@ class Bucket:
                 parameter.grad = self.views[index] if used[index] > 0 else None
 
 
+def covered_ns(spans: list[list[int]], until: int) -> int:
+    """Length of the union of spans before `until`; a span without an end reaches beyond it."""
+    total = reached = 0
+    for began, *ended in sorted(spans):
+        stop = min(ended[0] if ended else until, until)
+        total += max(0, stop - max(began, reached))
+        reached = max(reached, stop)
+    return total
+
+
 class GradientExchange:
     """Sums weighted gradients over a group, bucket by bucket, overlapped with backward."""
 
@@ -130,6 +141,10 @@ class GradientExchange:
         self._own_square = 0.0
         self._launched = 0
         self._works: list[dist.Work | None] = []
+        self._timed = False
+        self._spans: list[list[int]] = []
+        self.hidden_us: int | None = None
+        """Of the last step: exchange while backward went on; None where it was not timed."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(bucket, index)
@@ -139,11 +154,14 @@ class GradientExchange:
         ]
         self.bytes_before = 0
 
-    def begin(self, weight: float, *, measure: bool = False) -> None:
+    def begin(self, weight: float, *, measure: bool = False, timed: bool = False) -> None:
         """Gradients computed from now on belong to one step and count with this weight.
 
-        `measure` asks for the squared norms of the own gradient and of the sum (`squares`).
+        `measure` asks for the squared norms of the own gradient and of the sum (`squares`),
+        `timed` for `hidden_us`.
         """
+        self._timed = timed
+        self._spans = []
         self._armed = True
         self._measuring = measure
         self._own_square = 0.0
@@ -191,13 +209,26 @@ class GradientExchange:
             self._compressed[self._launched].begin(bucket.values)
         else:
             self._works.append(self._group.sum_async(bucket.flat))
+        if self._timed and self._works[-1] is not None:
+            self._time(self._works[-1])
         self._launched += 1
+
+    def _time(self, work: dist.Work) -> None:
+        """Note when an exchange began, and when it is done."""
+        span = [time.perf_counter_ns()]
+        self._spans.append(span)
+
+        def note(_: object) -> None:
+            span.append(time.perf_counter_ns())
+
+        work.get_future().add_done_callback(note)
 
     def finish(self) -> None:
         """Wait for all sums; afterwards every parameter's `grad` is the weighted sum."""
         if not self._armed:
             return
         self._armed = False
+        waits_from = time.perf_counter_ns()
         while self._launched < len(self._buckets):
             self._launch_next()
         for index, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
@@ -206,6 +237,7 @@ class GradientExchange:
             if self._compressed:
                 self._compressed[index].finish()
             bucket.hand_out()
+        self.hidden_us = covered_ns(self._spans, waits_from) // 1000 if self._timed else None
 
     def squares(self) -> tuple[float, float]:
         """Squared norms of the own gradient and of the sum, for a step that was measured."""

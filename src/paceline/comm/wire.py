@@ -95,6 +95,8 @@ class Channel:
         self.peer = peer
         self.timeout_s = timeout_s
         self.bytes_sent = 0
+        self.bytes_received = 0
+        """Bodies alone, in both directions."""
         sock.settimeout(timeout_s)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -164,7 +166,12 @@ class Channel:
         if patient:
             select.select([self._sock], [], [])
         head_bytes, body_bytes = unpack_header(bytes(self._receive(HEADER.size)), max_body)
+        self.bytes_received += body_bytes
         return unpack_head(self._receive(head_bytes)), body_bytes
+
+    def has_input(self) -> bool:
+        """Something is there to be received."""
+        return bool(select.select([self._sock], [], [], 0)[0])
 
     def receive_into(self, target: memoryview) -> None:
         got = 0

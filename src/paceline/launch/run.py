@@ -10,7 +10,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +24,7 @@ from paceline.launch.distant import DistantLauncher
 from paceline.launch.launcher import Launcher
 from paceline.launch.local import LocalLauncher
 from paceline.launch.supervisor import Outcome, Supervisor
+from paceline.launch.watch import Watch
 from paceline.protocol.coordinator import RunPlan
 from paceline.specs.optimizer import read_optimizer
 from paceline.specs.strategy import Strategy, read_strategy
@@ -55,9 +56,21 @@ class RunOptions:
     """`step_s`, `seconds` and `seconds_interval` that a plan expects; put beside what came out."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     """Where and how processes are started; child processes of this one if nothing is said."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What a report calls this run: `task`, what it is compared within, and `arm`, its name."""
+    telemetry: bool = True
+    """Steps one by one, vitals each second, verdicts; without it only totals are recorded."""
+    profile_epoch: int | None = None
+    """From 1: the epoch whose operators are timed."""
+    metrics_port: int | None = None
+    """Where to serve metrics while the run goes on, on loopback; 0 for any port."""
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise UsageError(f"--metrics-port is {self.metrics_port}: 0 to 65535 are ports")
+        if self.metrics_port is not None and not self.telemetry:
+            raise UsageError("--metrics-port needs what --no-telemetry leaves out: give one")
         if self.workers < 1:
             raise UsageError(f"--workers is {self.workers}: at least one is needed")
         if self.threads is not None and self.threads < 1:
@@ -134,6 +147,16 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
+    if options.profile_epoch is not None and not isinstance(options.launcher, LocalLauncher):
+        raise UsageError(
+            "--profile times operators of processes on this machine only: "
+            "leave it out, or run with --workers alone"
+        )
+    if options.profile_epoch is not None and options.profile_epoch > resolved.epochs:
+        raise UsageError(
+            f"--profile epoch={options.profile_epoch}: the run has {resolved.epochs} epochs, "
+            "name one of them"
+        )
     live = None
     reference = refer_to(job, resolved)
     if reference is None:
@@ -240,6 +263,7 @@ def _run(
         "troubles": [t.to_plain() for t in options.troubles],
         "predicted": options.predicted,
         "job": facts,
+        "labels": dict(options.labels),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
         "machine": machine(),
@@ -255,7 +279,14 @@ def _run(
         "checkpoint": checkpoint,
         "keep_checkpoints": options.keep_checkpoints,
         "troubles": tuple(t.to_plain() for t in options.troubles),
+        "telemetry": options.telemetry,
+        "profile_epoch": options.profile_epoch,
     }
+    watch = None
+    if options.telemetry:
+        watch = Watch(
+            config, writer, metrics_port=options.metrics_port, metrics_file=folder.metrics
+        )
 
     async def supervise() -> Outcome:
         supervisor = Supervisor(
@@ -269,24 +300,32 @@ def _run(
             show=keeper.note,
             memory=memory,
             show_output=plan.own_loop,
+            watch=watch,
         )
         return await supervisor.run()
 
-    outcome = run_async(supervise)
-    trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
-    if outcome.usage and trained == 0 and (fresh or earlier is not None):
-        # The user's mistake, found before the first step: nothing half-written stays behind.
+    def leave_nothing() -> None:
+        """The user's mistake, found before the first step: nothing half-written stays behind."""
         writer.close()
         if earlier is not None:
             folder.config.write_bytes(earlier)
-        else:
+        elif fresh:
             folder.clear()
             with contextlib.suppress(OSError):
                 options.out.rmdir()
+
+    try:
+        outcome = run_async(supervise)
+    except UsageError:
+        leave_nothing()
+        raise
+    trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
+    if outcome.usage and trained == 0 and (fresh or earlier is not None):
+        leave_nothing()
         raise UsageError(outcome.error)
     keeper.ended(outcome.status, outcome.error, outcome.seconds)
     writer.close()
-    result = make_result(config, outcome, folder)
+    result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     return conclude(result, outcome, folder)
 

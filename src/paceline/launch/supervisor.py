@@ -20,9 +20,10 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.files import FileDesk
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import Launcher, Process
+from paceline.launch.watch import Watch
 from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
 from paceline.protocol.membership import Member
-from paceline.protocol.messages import Failing, Finished, Message, ServerStop
+from paceline.protocol.messages import Failing, Finished, Message, Observed, ServerStop
 from paceline.protocol.pace import Tell, TellServers
 from paceline.telemetry.folder import RunFolder
 from paceline.worker.assignment import Assignment
@@ -38,6 +39,7 @@ STACKS_S = 2.0
 ORDERLY_S = 10.0
 """How long processes may take to end by themselves when the run is done."""
 PROGRESS_S = 0.5
+JUDGE_S = 1.0
 
 Shown = Callable[[str, dict[str, Any]], None]
 """Gets notes for people: kind and facts."""
@@ -77,6 +79,7 @@ class Supervisor:
         show: Shown,
         memory: dict[str, Any] | None = None,
         show_output: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         self._plan = plan
         self._launcher = launcher
@@ -87,6 +90,7 @@ class Supervisor:
         self._began = started_wall_s
         self._show = show
         self._show_output = show_output
+        self._watch_live = watch
         self._token = secrets.token_hex(32)
         self._coordinator = Coordinator(plan, now=self._now(), memory=memory)
         self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
@@ -111,6 +115,9 @@ class Supervisor:
         """Run to the end; always cleans up, also when cancelled (then the status says so)."""
         self._end_like_ctrl_c_on_sigterm()
         try:
+            if self._watch_live is not None:
+                await self._watch_live.start(self._now, self._token)
+                self._tasks.append(asyncio.create_task(self._judge()))
             await self._start()
             await self._ended.wait()
             if self._end is not None and self._end.status == "done":
@@ -188,6 +195,10 @@ class Supervisor:
                 Failure(who, text, weight, message.blame == "usage", details=message.traceback)
             )
             return
+        if isinstance(message, Observed):
+            if self._watch_live is not None:
+                self._watch_live.take(who, message.event)
+            return
         if isinstance(message, Finished):
             self._finished.add(who)
         try:
@@ -209,6 +220,8 @@ class Supervisor:
 
     def _on_gone(self, who: str) -> None:
         self._gone.add(who)
+        if self._watch_live is not None:
+            self._watch_live.look()
         if self._ended.is_set() or not who.startswith("server"):
             return  # A worker's end is told by its process, with its exit status.
         if not any(f.who == who for f in self._failures):
@@ -260,6 +273,18 @@ class Supervisor:
         self._logs[who].write(line + "\n")
         self._logs[who].flush()
 
+    async def _judge(self) -> None:
+        """Say what limits the run as soon as it can be told."""
+        assert self._watch_live is not None
+        while True:
+            await asyncio.sleep(JUDGE_S)
+            try:
+                for event in self._watch_live.judge(self._now()):
+                    self._show("verdict", event.to_plain())
+            except Exception as error:
+                # A rule that fails must not end a run that goes well.
+                self._log("supervisor", f"verdicts: {type(error).__name__}: {error}")
+
     # ---- what goes out ------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -282,17 +307,17 @@ class Supervisor:
         self._progress_due = now + PROGRESS_S
         history = self._coordinator.history
         strategy = self._plan.strategy.phases[history.phase]
-        self._show(
-            "progress",
-            {
-                "t": now,
-                "epoch": history.epoch,
-                "samples": history.samples,
-                "updates": history.updates,
-                "loss": history.tally.loss,
-                "strategy": str(strategy),
-            },
-        )
+        facts = {
+            "t": now,
+            "epoch": history.epoch,
+            "samples": history.samples,
+            "updates": history.updates,
+            "loss": history.tally.loss,
+            "strategy": str(strategy),
+        }
+        if self._watch_live is not None:
+            self._watch_live.live.progress = facts
+        self._show("progress", facts)
 
     # ---- failures -----------------------------------------------------------------------------
 
@@ -383,6 +408,8 @@ class Supervisor:
     async def _clean_up(self) -> None:
         for process in self._processes:
             process.kill()
+        if self._watch_live is not None:
+            await self._watch_live.stop()
         await self._hub.close()
         for task in self._tasks:
             task.cancel()

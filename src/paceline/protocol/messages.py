@@ -253,6 +253,14 @@ class Heartbeat(Message):
 
 
 @value
+class Observed(Message):
+    """An event of telemetry, as it is written into the run folder; for those who watch live."""
+
+    who: str
+    event: Plain
+
+
+@value
 class Failing(Message):
     """A process is about to end because of an exception.
 

@@ -12,8 +12,8 @@ from html import escape
 from typing import Any
 
 from paceline.report.comparison import as_mapping
-from paceline.report.findings import average_phases
 from paceline.report.formats import format_number, format_seconds
+from paceline.report.phases import average_phases
 from paceline.report.runs import Run
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES
@@ -33,11 +33,12 @@ PHASE_STYLES: dict[str, tuple[str, str]] = {
     "comm_exposed": ("#D55E00", ""),
     "optimizer": ("#F0E442", ""),
     "wait": ("#E69F00", "/"),
-    "eval": ("#CC79A7", ""),
+    "queue": ("#D55E00", "/"),
+    "eval": ("#CC79A7", "."),
     "switch": ("#666666", "x"),
     "other": ("#BBBBBB", "."),
 }
-"""Colour and hatching: ten phases are more than the palette tells apart, the hatching helps."""
+"""Colour and hatching: eleven phases are more than the palette tells apart, the hatching helps."""
 
 LOG_AXIS_RATIO = 30.0
 """A loss that falls by more than this is drawn on a logarithmic axis."""

@@ -14,11 +14,14 @@ MEASURES = (
     "samples_per_s",
     "test_acc",
     "val_acc",
+    "train_acc",
     "train_loss",
+    "val_loss",
     "test_loss",
+    "samples",
     "updates",
 )
-SETTINGS = ("model", "data", "workers", "servers", "virtual")
+SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")
 """Runs of one strategy that differ in one of these are not the same thing repeated."""
 
 
@@ -27,8 +30,8 @@ def compare_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A result may carry `dir`, the folder it came from. Only runs that are `done` are averaged; the
     others are kept among the runs and counted in `runs_failed`. Where runs of one strategy differ
-    in model, data, workers, servers or being virtual, they form groups of their own and `label`
-    says how they differ; otherwise `label` is the strategy text.
+    in model, data, batch, workers, servers or being virtual, they form groups of their own and
+    `label` says how they differ; otherwise `label` is the strategy text, or a matrix's name for it.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for result, label in zip(results, label_results(results), strict=True):
@@ -68,12 +71,16 @@ def label_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def name_strategy(result: Mapping[str, Any]) -> str:
-    return str(result.get("strategy") or "unknown")
+    """What tables call a run: the name that a matrix gave it, else its strategy's text."""
+    arm = as_mapping(result.get("labels")).get("arm")
+    return str(arm or result.get("strategy") or "unknown")
 
 
 def describe_setting(setting: str, value: object) -> str:
     if setting == "virtual":
         return "virtual" if value else "measured"
+    if setting == "batch":
+        return f"batch {value}"
     if setting in ("workers", "servers"):
         return f"{value} {setting if value != 1 else setting[:-1]}"
     return str(value)
@@ -81,7 +88,8 @@ def describe_setting(setting: str, value: object) -> str:
 
 def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]:
     done = [run for run in runs if run.get("status") == "done"]
-    entry: dict[str, Any] = {"label": label, "strategy": name_strategy(runs[0])}
+    strategy = str(runs[0].get("strategy") or "unknown")
+    entry: dict[str, Any] = {"label": label, "strategy": strategy}
     for setting in SETTINGS:
         entry[setting] = next((r[setting] for r in runs if r.get(setting) is not None), None)
     entry["virtual"] = bool(entry["virtual"])
@@ -138,6 +146,26 @@ def compare_bytes(result: Mapping[str, Any]) -> float | None:
 
 def as_mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def compare_tasks(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same for a matrix: within each task, because ratios across tasks mean nothing.
+
+    `tasks` holds a comparison each; `strategies` the entries of all, each with its `task`.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        task = as_mapping(result.get("labels")).get("task")
+        groups.setdefault(str(task or "unknown"), []).append(result)
+    tasks = [{"task": task, **compare_results(group)} for task, group in groups.items()]
+    return {
+        "runs_total": len(results),
+        "runs_failed": sum(task["runs_failed"] for task in tasks),
+        "tasks": tasks,
+        "strategies": [
+            {"task": task["task"], **entry} for task in tasks for entry in task["strategies"]
+        ],
+    }
 
 
 def write_comparison(path: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

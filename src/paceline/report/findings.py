@@ -7,23 +7,36 @@ from typing import Any
 
 from paceline.report.comparison import as_mapping
 from paceline.report.formats import format_number, format_percent, format_seconds
-from paceline.report.runs import Run
+from paceline.report.frontier import choose_measure, find_frontier
+from paceline.report.phases import average_phases
+from paceline.report.runs import Run, list_rows
 from paceline.report.stats import as_finite, measure_spread, weigh_difference
+from paceline.report.target import choose_target, fastest, find_reached
+from paceline.report.tasks import Task
 
 WORTH_A_WORD = 0.05
 """A share of the workers' time below which waiting is not mentioned."""
+
+UNEQUAL_UPDATES = 1.5
+"""From this factor on it is said that runs made unequally many updates."""
 
 UNEVEN = 0.8
 """Workers that wait within this factor of each other wait alike."""
 
 
-def list_findings(comparison: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+def list_findings(
+    comparison: dict[str, Any], runs: Sequence[Run], *, target: float | None = None
+) -> list[str]:
     """Plain sentences, most important first; not escaped."""
     entries = comparison["strategies"]
+    task = Task(name="", runs=list(runs), comparison=comparison)
     return [
         *describe_failures(comparison),
         *describe_fastest(entries),
         *describe_accuracy(entries),
+        *describe_target(task, target),
+        *describe_frontier(task),
+        *describe_verdicts(entries, runs),
         *describe_waiting(entries, runs),
         *describe_switches(entries),
         *describe_staleness(entries, runs),
@@ -132,6 +145,65 @@ def describe_accuracy(entries: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
+def describe_target(task: Task, target: float | None) -> list[str]:
+    """Which strategy had the target first, beside the slowest to have it."""
+    chosen = choose_target(task) if target is None else target
+    if chosen is None or len(task.entries) < 2:
+        return []
+    found = find_reached(task, chosen)
+    word = f"a validation accuracy of {format_percent(chosen, 1)}"
+    sentences = []
+    ranked = fastest(found)
+    if len(ranked) > 1:
+        best, last = ranked[0], ranked[-1]
+        a, b = best.seconds["mean"], last.seconds["mean"]
+        _, sure = weigh_difference(best.seconds, last.seconds, comparisons=len(ranked) - 1)
+        end = {
+            True: "more than the spread of the seeds explains",
+            False: "which is within the spread of the seeds",
+            None: "which one seed cannot tell from chance",
+        }[sure]
+        sentences.append(
+            f"To {word}, {best.label} took {format_seconds(a)} and {last.label}, the last, "
+            f"{format_seconds(b)}: {b / a:.2f} times as long, {format_seconds(b - a)} more, {end}."
+        )
+    never = [f"{r.label} ({r.reached} of {r.runs})" for r in found if r.runs > r.reached]
+    if never:
+        sentences.append(f"Not every run reached {word}: {', '.join(never)}.")
+    return sentences
+
+
+def describe_frontier(task: Task) -> list[str]:
+    front = find_frontier(task)
+    measured = [e for e in task.entries if e["seconds"]["mean"] is not None]
+    if len(measured) < 2 or not front:
+        return []
+    measure = choose_measure(task)
+    parts = [
+        f"{e['label']} ({format_percent(e[measure]['mean'])} in "
+        f"{format_seconds(e['seconds']['mean'])})"
+        for e in front
+    ]
+    word = "accuracy" if measure == "test_acc" else "validation accuracy"
+    return [f"By the means, none beats these in both time and {word}: {'; '.join(parts)}."]
+
+
+def describe_verdicts(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
+    """What limited the runs, as their telemetry judged them."""
+    found = []
+    for entry in entries:
+        mine = [run for run in runs if run.label == entry["label"] and run.is_done]
+        counts: dict[str, list[str]] = {}
+        for run in mine:
+            for verdict in list_rows(run.result.get("verdicts")):
+                counts.setdefault(str(verdict.get("rule")), []).append(str(verdict.get("text")))
+        for rule, texts in counts.items():
+            found.append(
+                f"{entry['label']}, {rule} ({len(texts)} times in {len(mine)} runs): {texts[0]}."
+            )
+    return found
+
+
 def describe_waiting(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
     """Who waits: the share of the workers' time spent idle, and which worker most and least."""
     parts = []
@@ -152,20 +224,6 @@ def describe_waiting(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> 
     if not parts:
         return []
     return [f"Share of the workers' time spent idle (wait, comm exposed): {'; '.join(parts)}."]
-
-
-def average_phases(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Mean seconds a worker and phase over the runs that are done, else over all of them."""
-    chosen = [run for run in runs if run.is_done] or list(runs)
-    gathered: dict[str, dict[str, list[float]]] = {}
-    for run in chosen:
-        for worker, phases in run.phases.items():
-            for phase, seconds in phases.items():
-                gathered.setdefault(worker, {}).setdefault(phase, []).append(seconds)
-    return {
-        worker: {phase: sum(values) / len(values) for phase, values in phases.items()}
-        for worker, phases in gathered.items()
-    }
 
 
 def describe_switches(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -210,6 +268,13 @@ def describe_cautions(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) ->
         found.append(
             f"The runs did not train on equally many samples ({format_number(counts['min'])} to "
             f"{format_number(counts['max'])}): seconds compare whole runs, not equal work."
+        )
+    updates = measure_spread(r.get("updates") for r in done)
+    if updates["n"] > 1 and updates["min"] and updates["max"] / updates["min"] >= UNEQUAL_UPDATES:
+        found.append(
+            f"The runs did not make equally many updates ({format_number(updates['min'])} to "
+            f"{format_number(updates['max'])}, {updates['max'] / updates['min']:.1f} times as "
+            "many): a difference in accuracy may be theirs rather than the strategies'."
         )
     if any(entry["virtual"] for entry in entries):
         found.append("Seconds of virtual runs are simulated by the twin, not measured.")

@@ -11,22 +11,33 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.report import charts, formats, page, table
-from paceline.report.comparison import as_mapping, compare_results
-from paceline.report.findings import list_findings
+from paceline.report.comparison import as_mapping
+from paceline.report.content import Content, Section, make_content
 from paceline.report.runs import UNFINISHED, Run, load_runs
 from paceline.report.stats import as_finite, measure_spread
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 
 
-def write_report(runs: list[Path], out: Path, *, title: str) -> Path:
-    """Write the report of the runs in the folders to `out` and return it.
+def write_report(
+    runs: list[Path],
+    out: Path,
+    *,
+    title: str,
+    target: float | None = None,
+    published: bool = False,
+) -> Path:
+    """Write the HTML report of the runs in the folders to `out` and return it.
 
     A folder that is no run itself is searched for runs below it. Failed, unfinished and cut-off
     runs are in the report, with what is missing. UsageError if a folder holds no run or `out`
     cannot be written; `out` is replaced whole or not at all.
     """
-    text = render_report(load_runs(runs), title=title)
+    content = make_content(load_runs(runs), title=title, target=target, published=published)
+    return write_text(out, render_report(content))
+
+
+def write_text(out: Path, text: str) -> Path:
     partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,37 +50,87 @@ def write_report(runs: list[Path], out: Path, *, title: str) -> Path:
     return out
 
 
-def render_report(runs: Sequence[Run], *, title: str) -> str:
-    comparison = compare_results([run.result for run in runs])
+def render_report(content: Content) -> str:
     figures: list[dict[str, Any]] = []
-    body = [
-        *render_header(title, runs),
-        *render_problems(runs),
-        *render_summary(comparison, runs),
-        *render_curves(runs, figures),
-        *render_phases(runs, figures),
-        *render_staleness(runs, figures),
+    runs = content.runs
+    body = [*render_header(content), *render_problems(runs)]
+    several = len(content.sections) > 1
+    if several:
+        body += render_contents(content)
+    for number, section in enumerate(content.sections):
+        if several:
+            body.append(f'<h2 class="task" id="task-{number}">{escape(section.title)}</h2>')
+        body += render_section(section, figures)
+    body += [
         *render_switches(runs),
         *render_stages(runs),
         *render_runs(runs),
         *render_configuration(runs),
     ]
-    return page.render_page(title, body, figures)
+    return page.render_page(content.title, body, figures)
 
 
-def render_header(title: str, runs: Sequence[Run]) -> list[str]:
-    facts = []
-    for name, word in (("model", "model"), ("data", "data"), ("epochs", "epochs")):
-        kinds = list(dict.fromkeys(str(r.result[name]) for r in runs if r.result.get(name)))
-        if kinds:
-            facts.append(f"{word} {', '.join(kinds)}")
-    facts.append(f"{len(runs)} run" + ("s" if len(runs) != 1 else ""))
+def render_contents(content: Content) -> list[str]:
+    links = "".join(
+        f'<li><a href="#task-{number}">{escape(section.title)}</a></li>'
+        for number, section in enumerate(content.sections)
+    )
+    return [f"<ul>{links}</ul>"]
+
+
+def render_section(section: Section, figures: list[dict[str, Any]]) -> list[str]:
+    runs = section.task.runs
+    return [
+        *render_summary(section),
+        *render_curves(runs, figures),
+        *render_frontier(section, figures),
+        *render_phases(runs, figures),
+        *render_staleness(runs, figures),
+        *render_sheets(section),
+    ]
+
+
+def render_sheets(section: Section) -> list[str]:
+    parts = []
+    for sheet in section.sheets:
+        parts.append(f"<h3>{escape(sheet.title)}</h3>")
+        parts.append(page.render_table(sheet.heads, sheet.shown(), words=sheet.words))
+        if sheet.note:
+            parts.append(page.render_note(sheet.note))
+    return ["<h2>Tables</h2>", *parts] if parts else []
+
+
+def render_frontier(section: Section, figures: list[dict[str, Any]]) -> list[str]:
+    named = {name: (heading, figure) for name, heading, figure in section.figures}
+    boxes = [
+        place_figure(*named[name], figures) for name in ("frontier", "published") if name in named
+    ]
+    if not boxes:
+        return []
+    note = (
+        "A filled mark: no other strategy is both faster and more accurate, by the means. "
+        "Small points are single runs; colours as in the curves above."
+    )
+    if "published" in named:
+        note += " Dashed: as published; solid: here."
+    return [
+        "<h2>Accuracy against time</h2>",
+        page.render_note(note),
+        f'<div class="grid">{"".join(boxes)}</div>',
+    ]
+
+
+def render_header(content: Content) -> list[str]:
+    runs = content.runs
     virtual = sum(bool(run.result.get("virtual")) for run in runs)
     badge = ""
     if virtual:
         text = "virtual time" if virtual == len(runs) else f"{virtual} runs in virtual time"
         badge = f' <span class="badge">{escape(text)}</span>'
-    return [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(" · ".join(facts))}{badge}</p>']
+    return [
+        f"<h1>{escape(content.title)}</h1>",
+        f'<p class="soft">{escape(content.facts)}{badge}</p>',
+    ]
 
 
 def render_problems(runs: Sequence[Run]) -> list[str]:
@@ -98,15 +159,15 @@ def describe_run(run: Run) -> str:
     return f"{run.name}: {run.label}" + (f", seed {seed}" if seed is not None else "")
 
 
-def render_summary(comparison: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+def render_summary(section: Section) -> list[str]:
+    comparison = section.task.comparison
     columns, rows = table.choose_columns(comparison)
     parts = ["<h2>Summary</h2>", page.render_table(columns, rows, words=("strategy",))]
     note = table.describe_table(comparison)
     if note:
         parts.append(page.render_note(note))
-    findings = list_findings(comparison, runs)
-    if findings:
-        parts += ["<h2>Findings</h2>", page.render_list(findings)]
+    if section.findings:
+        parts += ["<h2>Findings</h2>", page.render_list(section.findings)]
     return parts
 
 

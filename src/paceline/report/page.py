@@ -20,6 +20,8 @@ body { margin: 0 auto; max-width: 1180px; padding: 20px 24px 60px; background: v
   color: var(--front); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 36px 0 8px; }
+h2.task { font-size: 1.4rem; border-top: 2px solid var(--line); padding-top: 18px;
+  margin-top: 48px; }
 h3 { font-size: 1rem; margin: 12px 0 0; font-weight: 600; overflow-wrap: anywhere; }
 p, li { max-width: 80ch; overflow-wrap: anywhere; }
 .soft { color: var(--soft); margin: 4px 0; }

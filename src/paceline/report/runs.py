@@ -129,9 +129,19 @@ def find_run_folders(path: Path) -> Iterator[Path]:
     if any((path / part).exists() for part in ("run.json", "result.json", "events")):
         yield path
         return
-    for child in sorted(path.iterdir()):
+    order = read_order(path)
+    for child in sorted(path.iterdir(), key=lambda p: (order.get(p.name, len(order)), p.name)):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from find_run_folders(child)
+
+
+def read_order(path: Path) -> dict[str, int]:
+    """The places of a matrix's runs: its first strategy is the one that others stand against."""
+    try:
+        rows = json.loads((path / "matrix.json").read_text(encoding="utf-8"))["runs"]
+        return {str(row["name"]): number for number, row in enumerate(rows)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def shorten_names(folders: Sequence[Path]) -> list[str]:
@@ -209,9 +219,11 @@ def read_known_events(folder: RunFolder, who: str, missing: list[str]) -> list[d
 def rebuild_result(events: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
     """As much of a result as the coordinator's events tell."""
     result: dict[str, Any] = {"status": UNFINISHED, "error": None}
-    for name in ("strategy", "model", "data", "workers", "servers", "seed", "epochs"):
-        if isinstance(config.get(name), str | int):
-            result[name] = config[name]
+    asked = {**as_mapping(config.get("job")), **config}
+    for name in ("strategy", "model", "data", "workers", "servers", "seed", "batch"):
+        if isinstance(asked.get(name), str | int):
+            result[name] = asked[name]
+    result["labels"] = dict(as_mapping(config.get("labels")))
     # By epoch and by samples: a resumed run tells again what it lost at the cut.
     rows: dict[Any, dict[str, Any]] = {}
     switches: dict[Any, dict[str, Any]] = {}

@@ -53,6 +53,11 @@ class Shown:
         elif kind == "decision":
             if facts["row"]["strategy"] == facts["row"]["chosen"]:  # a switch is told when it comes
                 progress.note(f"at sample {facts['row']['samples']}: {facts['row']['reason']}")
+        elif kind == "verdict":
+            if facts["state"] == "began":
+                progress.note(f"{facts['text']}: {facts['suggestion']}")
+            else:
+                progress.note(f"no longer: {facts['text']}")
         elif kind == "output":
             progress.note(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
 

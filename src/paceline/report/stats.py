@@ -36,20 +36,29 @@ def measure_spread(values: Iterable[object]) -> dict[str, Any]:
 def weigh_difference(
     a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
 ) -> tuple[float, bool | None]:
-    """The difference of two means (a - b), and whether the spread of seeds allows to claim it.
+    """The difference of two means (a - b), and whether the spread of seeds allows to claim it."""
+    difference, _, sure = weigh_claim(a, b, comparisons=comparisons)
+    return difference, sure
 
-    Welch's t test, at a level divided by the number of comparisons made at once. The verdict is
-    None when a side has fewer than two seeds: then nothing can be said.
+
+def weigh_claim(
+    a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
+) -> tuple[float, float | None, bool | None]:
+    """The difference (a - b), how often seeds alone would give one as large, and the verdict.
+
+    Welch's t test; the chance is multiplied by the number of comparisons made at once. Chance and
+    verdict are None when a side has fewer than two seeds: then nothing can be said.
     """
     difference = a["mean"] - b["mean"]
     if a["std"] is None or b["std"] is None:
-        return difference, None
+        return difference, None, None
     part_a, part_b = a["std"] ** 2 / a["n"], b["std"] ** 2 / b["n"]
     if part_a + part_b == 0:
-        return difference, difference != 0
+        return difference, float(difference == 0), difference != 0
     freedom = (part_a + part_b) ** 2 / (part_a**2 / (a["n"] - 1) + part_b**2 / (b["n"] - 1))
     t = abs(difference) / math.sqrt(part_a + part_b)
-    return difference, 2 * integrate_t_tail(t, freedom) * comparisons < CHANCE
+    chance = min(1.0, 2 * integrate_t_tail(t, freedom) * comparisons)
+    return difference, chance, chance < CHANCE
 
 
 def integrate_t_tail(t: float, freedom: float, *, intervals: int = 400) -> float:

@@ -9,6 +9,8 @@ from paceline.state import Section, capture, restore
 from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
 from paceline.telemetry.phases import COMM, OPTIMIZER
 
+HIDDEN_EVERY = 8
+"""Steps between two measurements of what the exchange hides behind backward."""
 NORMS_EVERY = 16
 """Steps between two measurements of the gradient's norms, from which its noise is told."""
 
@@ -40,7 +42,8 @@ class AllReduceRunner(Runner):
     def begin_step(self, work: Work) -> None:
         if self._exchange is not None:
             measure = work.step % NORMS_EVERY == 0 and work.lease.samples > 0
-            self._exchange.begin(work.weight, measure=measure)
+            timed = work.step % HIDDEN_EVERY == 0
+            self._exchange.begin(work.weight, measure=measure, timed=timed)
 
     def finish_step(self, work: Work) -> None:
         if self._exchange is not None:
@@ -54,6 +57,9 @@ class AllReduceRunner(Runner):
             own, whole = self._exchange.squares()
             self._norms = (work.lease.samples, own, work.lease.batch, whole)
         step_optimizer(self.replica)
+
+    def take_hidden_us(self) -> int | None:
+        return self._exchange.hidden_us if self._exchange is not None else None
 
     def take_norms(self) -> tuple[float, float, float, float] | None:
         norms, self._norms = self._norms, None

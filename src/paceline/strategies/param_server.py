@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from paceline.specs.codec import PowerSgd
 from paceline.specs.strategy import ParameterServer
 from paceline.state import Section, load_weights, persistent_buffers, put_slot, slots_by_parameter
 from paceline.strategies.runner import Runner, Surroundings, Work
-from paceline.telemetry.phases import COMM
+from paceline.telemetry.phases import COMM, QUEUE
 
 
 class ParameterServerRunner(Runner):
@@ -54,7 +55,10 @@ class ParameterServerRunner(Runner):
         self._held = 0
         """The versions of the weights fetched last, and of those in the model."""
         self._background = ThreadPoolExecutor(1) if spec.overlap else None
-        self._in_flight: Future[None] | None = None
+        self._in_flight: Future[float] | None = None
+        self._hidden_us: int | None = 0 if self._background is not None else None
+        self._queued_us = 0
+        """The longest that a server let the last pull wait for updates under way."""
         self._channels = [
             Channel.connect(
                 host,
@@ -104,7 +108,8 @@ class ParameterServerRunner(Runner):
         # Read now: the loop sets the next step's learning rate while this is under way.
         groups = hyper_parameters(self.replica.optimizer)
 
-        def exchange() -> None:
+        def exchange() -> float:
+            began = time.perf_counter()
             try:
                 self._handle += 1
                 self._push(missing, groups)
@@ -112,6 +117,7 @@ class ParameterServerRunner(Runner):
                 # A buffered gradient may wait long for its update: then take what is there.
                 mine = None if self._spec.sync.aggregates else (self.around.rank, self._handle)
                 self._fetch(0, after=mine)
+                return time.perf_counter() - began
             except Exception as error:
                 # The loop may be waiting for work and would not notice.
                 blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
@@ -124,7 +130,10 @@ class ParameterServerRunner(Runner):
     def _land(self) -> None:
         """Wait for the exchange that is under way; its weights are those of the next step."""
         if self._in_flight is not None:
-            self._in_flight.result(self.around.timeout_s)
+            began = time.perf_counter()
+            took_s = self._in_flight.result(self.around.timeout_s)
+            exposed_s = time.perf_counter() - began
+            self._hidden_us = int(max(0.0, took_s - exposed_s) * 1e6)
             self._in_flight = None
             self._take_incoming()
 
@@ -153,8 +162,15 @@ class ParameterServerRunner(Runner):
             )
         )
 
+    def take_hidden_us(self) -> int | None:
+        return self._hidden_us
+
     def _pull(self, version: int, *, exact: bool = False) -> None:
+        began = time.perf_counter_ns()
         self._fetch(version, exact=exact)
+        if self.clock.current == COMM:
+            took_ns = time.perf_counter_ns() - began
+            self.clock.move(COMM, QUEUE, min(self._queued_us * 1000, took_ns))
         self._take_incoming()
 
     def _fetch(
@@ -165,6 +181,7 @@ class ParameterServerRunner(Runner):
             channel.send({"op": "pull", "at_least": version, "after": after, "exact": exact})
         incoming = as_memory(self._incoming)
         versions = []
+        self._queued_us = 0
         for index, (channel, shard) in enumerate(
             zip(self._channels, self._layout.shards, strict=True)
         ):
@@ -179,6 +196,7 @@ class ParameterServerRunner(Runner):
                 target = self._shard_values(self._incoming, shard)
                 self._compressors[index].coder.decode(payload, target)
             versions.append(int(head["version"]))
+            self._queued_us = max(self._queued_us, int(head["queued_us"]))
         self._base = min(versions)
 
     def _take_incoming(self) -> None:
@@ -366,6 +384,10 @@ class ParameterServerRunner(Runner):
     @property
     def bytes_before(self) -> int:
         return self._bytes_before if self._compressors else self.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(channel.bytes_received for channel in self._channels)
 
     @property
     def bytes_sent(self) -> int:

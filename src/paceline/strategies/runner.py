@@ -122,6 +122,15 @@ class Runner(ABC):
         """Squared gradient norms of the last step, where they were measured; see Measured."""
         return None
 
+    def take_hidden_us(self) -> int | None:
+        """Microseconds of the last step's exchange behind computing; None if not measured."""
+        return None
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that came from servers; what comes out of a collective is in `bytes_sent`."""
+        return 0
+
     @property
     def bytes_sent(self) -> int:
         """Payload that this worker has handed to collectives or sent to servers."""

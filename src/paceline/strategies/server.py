@@ -10,6 +10,9 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,8 @@ from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
 from paceline.protocol.server import Action, Answer, Handle, Shard, SumUp, Update
 from paceline.specs.codec import parse_codec
+from paceline.telemetry.phases import APPLY, RECEIVE, SEND, ServerClock
+from paceline.telemetry.sampler import Counters, Serving
 
 
 @dataclass
@@ -192,8 +197,29 @@ def warm_up() -> None:
 class Server:
     """Listens, greets, and turns messages into events of the shard."""
 
-    def __init__(self, *, index: int, host: str, token: str, control: Control, timeout_s: float):
+    def __init__(
+        self,
+        *,
+        index: int,
+        host: str,
+        token: str,
+        control: Control,
+        timeout_s: float,
+        clock: ServerClock | None = None,
+        counters: Counters | None = None,
+        serving: Serving | None = None,
+    ) -> None:
         self._index = index
+        self._clock = clock or ServerClock(time.time())
+        self._counters = counters or Counters()
+        self._serving = serving or Serving()
+        self._held_up_us: dict[Channel, int] = {}
+        """By connection: how long its pull has waited behind its own push's update."""
+        self._apply_ns = 0
+        self._apply_began_ns: int | None = None
+        self.bytes_sent = self.bytes_received = 0
+        self.before_close: Callable[[], None] = lambda: None
+        """Called before a connection is closed: its bytes are counted up to then."""
         self._token = token
         self._control = control
         self._timeout_s = timeout_s
@@ -209,6 +235,7 @@ class Server:
         """Serve until the coordinator says stop; raises what went wrong otherwise."""
         host, port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
+        self._clock.listen()
         self._control.tell(ServerReady(self._index, host, port))
         while True:
             message = self._control.hear()
@@ -252,8 +279,13 @@ class Server:
         try:
             while True:
                 head, body_bytes = channel.receive_head(max_body=MAX_BODY, patient=True)
+                sent = channel.bytes_sent
                 self._answer(channel, head, body_bytes)
+                with self._changed:
+                    self.bytes_received += body_bytes
+                    self.bytes_sent += channel.bytes_sent - sent
         except (PeerLost, DeadlineExceeded):
+            self.before_close()
             channel.close()
         except Exception as error:
             # The worker must not wait for its deadline to learn of it.
@@ -265,27 +297,46 @@ class Server:
     def _answer(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         operation = head["op"]
         if operation == "push":
-            self._take_gradient(channel, head, body_bytes)
+            with self._doing(RECEIVE):
+                self._take_gradient(channel, head, body_bytes)
         elif operation == "pull":
             after = tuple(head["after"]) if head["after"] is not None else None
-            self._wait_for(head["at_least"], after)
-            with self._changed:
-                version, weights = self._shard.version, self._store.weights.clone()
-            self._send_weights(channel, version, weights, exact=bool(head["exact"]))
+            queued_us = self._held_up_us.pop(channel, 0) + self._wait_for(head["at_least"], after)
+            with self._doing(SEND):
+                with self._changed:
+                    version, weights = self._shard.version, self._store.weights.clone()
+                    self._serving.pulls += 1
+                    self._serving.queued_us += queued_us
+                exact = bool(head["exact"])
+                self._send_weights(channel, version, weights, exact=exact, queued_us=queued_us)
         elif operation == "export":
             self._wait_for(head["at_least"])
-            with self._changed:
+            with self._doing(SEND), self._changed:
                 table, tensors = self._store.slots()
                 channel.send({"slots": table}, *(as_memory(t) for t in tensors))
         elif operation == "import":
-            body = torch.empty(body_bytes, dtype=torch.uint8)
-            channel.receive_into(as_memory(body))
-            with self._changed:
-                self._store.load(head, body)
-                self._shard.reset()
+            with self._doing(RECEIVE):
+                body = torch.empty(body_bytes, dtype=torch.uint8)
+                channel.receive_into(as_memory(body))
+                with self._changed:
+                    self._store.load(head, body)
+                    self._shard.reset()
             channel.send({"ok": True})
         else:
             raise WireError(f"a server cannot do {operation!r}")
+
+    @contextmanager
+    def _doing(self, phase: int) -> Iterator[None]:
+        self._clock.begin(phase)
+        try:
+            yield
+        finally:
+            self._clock.end(phase)
+
+    def _applied_ns(self) -> int:
+        """Time spent on updates so far, the one under way included."""
+        began = self._apply_began_ns
+        return self._apply_ns + (time.perf_counter_ns() - began if began is not None else 0)
 
     def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         worker = int(head["worker"])
@@ -293,11 +344,18 @@ class Server:
             buffer = self._store.borrow_buffer()
         self._receive_gradient(channel, head["payload"], body_bytes, buffer)
         handle = int(head["handle"])
+        arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
+            self._serving.pushes += 1
             self._store.gradients[worker, handle] = Gradient(
                 buffer, frozenset(head["missing"]), tuple(head["groups"])
             )
+            self._serving.waiting = max(self._serving.waiting, len(self._store.gradients))
             self._carry_out(self._shard.on_gradient(worker, handle))
+        if channel.has_input():
+            # The worker's pull has come meanwhile: it waits behind updates from here on already.
+            held = min(time.perf_counter_ns() - arrived, self._applied_ns() - applied)
+            self._held_up_us[channel] = held // 1000
 
     def _receive_gradient(
         self, channel: Channel, table: Any, body_bytes: int, buffer: torch.Tensor
@@ -319,17 +377,29 @@ class Server:
         coder.decode(from_bytes(table, body), values)
 
     def _send_weights(
-        self, channel: Channel, version: int, weights: torch.Tensor, *, exact: bool
+        self,
+        channel: Channel,
+        version: int,
+        weights: torch.Tensor,
+        *,
+        exact: bool,
+        queued_us: int,
     ) -> None:
         coder = self._store.weight_coder
         if exact or coder is None:
-            channel.send({"version": version, "payload": None}, as_memory(weights))
+            head = {"version": version, "payload": None, "queued_us": queued_us}
+            channel.send(head, as_memory(weights))
             return
         values = weights.view(self._store.pieces[0].parameter.dtype)
         table, views = to_bytes(coder.encode(values))
-        channel.send({"version": version, "payload": table}, *views)
+        channel.send({"version": version, "payload": table, "queued_us": queued_us}, *views)
 
-    def _wait_for(self, at_least: int, after: Handle | None = None) -> None:
+    def _wait_for(self, at_least: int, after: Handle | None = None) -> int:
+        """Until that version is there; returns for how long updates were under way meanwhile (us).
+
+        What is left of the wait was for a gradient or an order still on its way.
+        """
+        asked, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
             ticket = self._next_ticket
             self._next_ticket += 1
@@ -340,18 +410,32 @@ class Server:
                     f"(now {self._shard.version})"
                 )
             self._answered.discard(ticket)
+            waited = time.perf_counter_ns() - asked
+            return min(waited, self._applied_ns() - applied) // 1000
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, SumUp):
-                square = self._store.sum_up(action.order)
+                with self._applying():
+                    square = self._store.sum_up(action.order)
                 self._control.tell(Reduced(self._index, action.order.version, square))
             elif isinstance(action, Update):
-                self._update(action)
+                with self._applying():
+                    self._update(action)
+                self._counters.steps += 1
             elif isinstance(action, Answer):
                 self._answered.add(action.ticket)
         if actions:
             self._changed.notify_all()
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        began = self._apply_began_ns = time.perf_counter_ns()
+        with self._doing(APPLY):
+            yield
+        took = time.perf_counter_ns() - began
+        self._apply_ns, self._apply_began_ns = self._apply_ns + took, None
+        self._serving.apply_us += took // 1000
 
     def _update(self, action: Update) -> None:
         order = action.order

@@ -1,7 +1,8 @@
 """The run folder: where things lie, how they are written, a reader that forgives a cut-off end.
 
 DIR/run.json                what was asked: configuration, versions, machine
-DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's
+DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's;
+                            DIR/events/server-K.jsonl  a server's
 DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
 DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -25,6 +27,8 @@ OURS = (
     "events",
     "logs",
     "checkpoints",
+    "profile",
+    "metrics.json",
     "result.json",
     "model.safetensors",
     KERAS,
@@ -71,6 +75,14 @@ class RunFolder:
     def log(self, who: str) -> Path:
         return self.path / "logs" / f"{who}.log"
 
+    def profile(self, who: str) -> Path:
+        return self.path / "profile" / f"{who}.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Where the run's metrics are served and with which token; its owner's to read alone."""
+        return self.path / "metrics.json"
+
     def holds_a_run(self) -> bool:
         return any((self.path / name).exists() for name in OURS)
 
@@ -112,6 +124,14 @@ class RunFolder:
         assert isinstance(value, dict)
         return value
 
+    def who_has_events(self) -> list[str]:
+        """`run`, workers and servers, each kind in its order."""
+        found = [p.stem for p in self.path.glob("events/*.jsonl")]
+        order = {"run": 0, "worker": 1, "server": 2}
+        parts = [(stem.partition("-")[0], stem.partition("-")[2], stem) for stem in found]
+        known = [p for p in parts if p[0] in order and (p[1].isdigit() or p[0] == "run")]
+        return [stem for *_, stem in sorted(known, key=lambda p: (order[p[0]], int(p[1] or 0)))]
+
     def workers_with_events(self) -> list[str]:
         found = self.path.glob("events/worker-*.jsonl")
         return sorted((p.stem for p in found), key=lambda stem: int(stem.split("-")[1]))
@@ -124,22 +144,26 @@ class EventSink(Protocol):
 
 
 class EventWriter:
-    """Appends events to one file; each line is complete when written."""
+    """Appends events to one file, from any thread; each line is complete when written."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
         self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
         self.write_line(event.to_line())
 
     def write_line(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
+        with self._lock:
+            if not self._file.closed:  # A sampler's last word may come after the end.
+                self._file.write(line + "\n")
+                self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 def cut_torn_line(path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from paceline.telemetry.events import (
     CheckpointSaved,
+    Counted,
     Decided,
     Ended,
     EpochEnded,
     Event,
+    Judged,
     PhaseBegan,
     Progressed,
     Started,
@@ -47,6 +49,8 @@ class NoteKeeper:
 def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
     """The event of a note; None for what only people watching now care about."""
     t = round(float(facts.get("t", 0.0)), 6)
+    if kind == "totals":
+        return Counted(t=t, epochs=facts["epochs"], samples_per_epoch=facts["samples_per_epoch"])
     if kind == "progress":
         return Progressed(
             t=t,
@@ -63,6 +67,9 @@ def to_event(kind: str, facts: dict[str, Any]) -> Event | None:
         return Switched(t=t, row=facts["row"])
     if kind == "decision":
         return Decided(t=t, row=facts["row"])
+    if kind == "verdict":
+        names = ("state", "rule", "who", "text", "suggestion", "figures")
+        return Judged(t=t, **{name: facts[name] for name in names})
     if kind == "checkpoint":
         return CheckpointSaved(t=t, samples=facts["samples"], path=facts["path"])
     return None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.protocol.history import History
-from paceline.telemetry.events import PHASES
+from paceline.telemetry.events import PHASES, STEP_PHASES
 from paceline.telemetry.folder import RunFolder, read_events
+from paceline.telemetry.live import LiveRun
 from paceline.telemetry.phases import STAGES
+from paceline.telemetry.reading import read_run
+from paceline.telemetry.verdicts import verdicts
 
 
 class Coordinated(Protocol):
@@ -31,7 +36,12 @@ class Ended(Protocol):
 
 
 def make_result(
-    config: dict[str, Any], outcome: Ended, folder: RunFolder, *, virtual: bool = False
+    config: dict[str, Any],
+    outcome: Ended,
+    folder: RunFolder,
+    *,
+    virtual: bool = False,
+    live: LiveRun | None = None,
 ) -> dict[str, Any]:
     """Every field of the contract; what a run that failed never measured is null."""
     history = outcome.coordinator.history
@@ -40,6 +50,7 @@ def make_result(
     last = history.rows[-1] if history.rows else {}
     job = config["job"]
     train_s = history.train_seconds
+    phases, by_epoch = phases_of_workers(totals, None if virtual else folder)
     return {
         "status": outcome.status,
         "error": outcome.error,
@@ -67,7 +78,11 @@ def make_result(
         "decisions": history.decisions,
         "staleness": describe_staleness(history.staleness),
         "lag": {"max": history.max_lag},
-        "phases": phases_of_workers(totals, None if virtual else folder),
+        "phases": phases,
+        "step_phases": by_epoch,
+        "resources": describe_resources(live),
+        "bytes_by_role": bytes_by_role(live),
+        "verdicts": describe_verdicts(live, folder),
         "input": {
             f"worker-{w}": totals[w]["input"] for w in sorted(totals) if totals[w].get("input")
         },
@@ -80,6 +95,7 @@ def make_result(
         ),
         "predicted": beside_actual(config, totals, history.samples, train_s),
         "virtual": virtual,
+        "labels": config.get("labels", {}),
         "versions": config["versions"],
     }
 
@@ -118,45 +134,119 @@ def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, f
     return dict(stages)
 
 
+def describe_resources(live: LiveRun | None) -> dict[str, dict[str, Any]]:
+    """What each process used; empty where nothing was sampled."""
+    if live is None:
+        return {}
+    return {who: live.totals[who].describe() for who in sorted(live.totals)}
+
+
+def bytes_by_role(live: LiveRun | None) -> dict[str, dict[str, int]]:
+    """Bytes over TCP by role, as the kernel counted them on both ends."""
+    if live is None:
+        return {}
+    found: dict[str, dict[str, int]] = {}
+    for who, totals in live.totals.items():
+        role = {"run": "coordinator"}.get(who, who.split("-")[0])
+        sums = found.setdefault(role, {"sent": 0, "received": 0})
+        sums["sent"] += totals.net_out
+        sums["received"] += totals.net_in
+    return found
+
+
+def describe_verdicts(live: LiveRun | None, folder: RunFolder) -> list[dict[str, Any]]:
+    """What limited the run as a whole."""
+    if live is None:
+        return []
+    return [dataclasses.asdict(v) for v in verdicts(read_run(folder.path, steps=False))]
+
+
+Phases = dict[str, dict[str, float]]
+
+
 def phases_of_workers(
     totals: dict[int, dict[str, Any]], folder: RunFolder | None
-) -> dict[str, dict[str, float]]:
-    """Virtual workers know by themselves how long they waited; real ones' steps tell."""
-    waits = time_waited(folder, len(totals)) if folder is not None and len(totals) > 1 else {}
-    phases: dict[str, dict[str, float]] = {}
+) -> tuple[Phases, dict[str, Phases]]:
+    """Seconds by worker and phase: of the whole run, and of steps in the first epoch and later.
+
+    Virtual workers know by themselves how long they waited; real ones' steps tell.
+    """
+    recorded = RecordedSteps()
+    if folder is not None:
+        for worker in sorted(totals):
+            recorded.read(worker, folder.events(f"worker-{worker}"))
+    waits = recorded.waited()
+    phases: Phases = {}
+    parts: dict[str, Phases] = {}
     for worker in sorted(totals):
+        name = f"worker-{worker}"
         mine = {name: float(totals[worker]["phases"][name]) for name in PHASES}
-        moved = min(waits.get(worker, 0.0), mine["comm_exposed"])
-        mine["comm_exposed"] -= moved
-        mine["wait"] += moved
-        phases[f"worker-{worker}"] = {name: round(value, 6) for name, value in mine.items()}
-    return phases
+        moved = sum(waits.get((worker, part), 0.0) for part in PARTS)
+        phases[name] = _move(mine, moved)
+        for part in PARTS:
+            seconds = recorded.seconds.get((worker, part))
+            if seconds is not None:
+                moved = waits.get((worker, part), 0.0)
+                parts.setdefault(part, {})[name] = _move(seconds, moved)
+    return phases, parts
 
 
-def time_waited(folder: RunFolder, workers: int) -> dict[int, float]:
-    """Seconds inside exchanges that a worker spent waiting for slower ones.
+def _move(phases: dict[str, float], waited_s: float) -> dict[str, float]:
+    moved = min(waited_s, phases["comm_exposed"])
+    changed = {
+        "comm_exposed": phases["comm_exposed"] - moved,
+        "wait": phases["wait"] + moved,
+    }
+    return {name: round(value, 6) for name, value in {**phases, **changed}.items()}
+
+
+PARTS = ("first_epoch", "rest")
+"""The first epoch is apart: caches, allocators and connections are cold in it."""
+
+
+class RecordedSteps:
+    """Reads workers' steps once: seconds by phase, and what of the exchanges was waiting.
 
     In a synchronous exchange the last to arrive does not wait: what it takes is the exchange
     itself, and what others take beyond that is waiting.
     """
-    exchanges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for worker in range(workers):
-        for event in read_events(folder.events(f"worker-{worker}")):
-            if event.get("kind") != "steps":
-                continue
-            for epoch, start, staleness, comm_us in zip(
-                event["epoch"],
-                event["start"],
-                event["staleness"],
-                event["comm_exposed"],
-                strict=True,
-            ):
-                if staleness < 0:
-                    exchanges[epoch, start].append((worker, comm_us))
-    waited: dict[int, float] = defaultdict(float)
-    for parts in exchanges.values():
-        if len(parts) == workers:
-            least = min(us for _, us in parts)
-            for worker, us in parts:
-                waited[worker] += (us - least) / 1e6
-    return waited
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[int, str], dict[str, float]] = {}
+        self._exchanges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        self._workers: set[int] = set()
+
+    def read(self, worker: int, path: Path) -> None:
+        self._workers.add(worker)
+        for event in read_events(path):
+            if event.get("kind") == "steps_sum":
+                part = PARTS[event["epoch"] > 0]
+                self._add(worker, part, {k: v / 1e6 for k, v in event["phases_us"].items()})
+            elif event.get("kind") == "steps":
+                self._read_window(worker, event)
+
+    def _add(self, worker: int, part: str, seconds: dict[str, float]) -> None:
+        sums = self.seconds.setdefault((worker, part), dict.fromkeys(STEP_PHASES, 0.0))
+        for name in STEP_PHASES:
+            sums[name] += seconds.get(name, 0.0)
+
+    def _read_window(self, worker: int, event: dict[str, Any]) -> None:
+        epochs = event["epoch"]
+        first = sum(epoch == 0 for epoch in epochs)  # Epochs only ever grow.
+        for part, cut in zip(PARTS, (slice(None, first), slice(first, None)), strict=True):
+            if epochs[cut]:
+                self._add(worker, part, {n: sum(event[n][cut]) / 1e6 for n in STEP_PHASES})
+        columns = (epochs, event["start"], event["staleness"], event["comm_exposed"])
+        for epoch, start, staleness, comm_us in zip(*columns, strict=True):
+            if staleness < 0:
+                self._exchanges[epoch, start].append((worker, comm_us))
+
+    def waited(self) -> dict[tuple[int, str], float]:
+        """Seconds by worker and part."""
+        waited: dict[tuple[int, str], float] = defaultdict(float)
+        for (epoch, _), parts in self._exchanges.items():
+            if len(parts) > 1 and len(parts) == len(self._workers):
+                least = min(us for _, us in parts)
+                for worker, us in parts:
+                    waited[worker, PARTS[epoch > 0]] += (us - least) / 1e6
+        return waited

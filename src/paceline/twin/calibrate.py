@@ -71,12 +71,18 @@ def read_steps(folder: RunFolder, worker: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for event in read_events(folder.events(f"worker-{worker}")):
         if event.get("kind") == "steps":
-            names = [k for k, v in event.items() if isinstance(v, list)]
-            rows.extend(
-                dict(zip(names, values, strict=True))
-                for values in zip(*(event[n] for n in names), strict=True)
-            )
+            rows.extend(rows_of(event))
     return rows[int(WARM_UP * len(rows)) :]
+
+
+def rows_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a window, one by one, of the columns that have an entry for each."""
+    count = len(event["lo"])
+    names = [k for k, v in event.items() if isinstance(v, list) and len(v) == count]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in zip(*(event[n] for n in names), strict=True)
+    ]
 
 
 def busy_s(step: dict[str, Any]) -> float:
@@ -154,7 +160,7 @@ def fit_exchange(
         whole = uncover_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
         return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / whole / 1e9}
     if isinstance(first, ParameterServer):
-        each = [s["comm_exposed"] / 1e6 for worker in mine for s in worker]
+        each = [(s["comm_exposed"] + s.get("queue", 0)) / 1e6 for worker in mine for s in worker]
         seconds = max(1e-9, statistics.median(each))
         return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
     return {}

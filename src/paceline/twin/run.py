@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class TwinOptions:
     force: bool = False
     start_from: Path | None = None
     keep_checkpoints: int = 2
+    labels: Mapping[str, str] = field(default_factory=dict)
     show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         "servers": plan.servers,
         "troubles": [t.to_plain() for t in troubles],
         "job": describe_job(resolved, refer_to(job, resolved)),
+        "labels": dict(options.labels),
         "versions": versions(),
         "virtual": True,
         "depth": options.depth,
@@ -157,6 +159,7 @@ def play_instead(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], d
                 force=options.force,
                 start_from=options.start_from,
                 keep_checkpoints=options.keep_checkpoints,
+                labels=options.labels,
                 show=options.show,
             ),
         )

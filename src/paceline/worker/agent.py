@@ -108,7 +108,7 @@ class Agent:
         self._settle_s = 0.0
         self._entered_at: float | None = None
         self._losses = LossWatch()
-        self._bytes_sent = self._bytes_before = 0
+        self._bytes_sent = self._bytes_before = self._bytes_received = 0
         self._kept: tuple[Section, Section] | None = None
         """State and own section to fall back on, while a switch is on trial."""
         self._spoilt = False
@@ -121,6 +121,10 @@ class Agent:
         self.expecting: Callable[[list[Lease]], None] = lambda leases: None
         """Told of leases well before they are worked on."""
         self.input_totals: Callable[[], dict[str, Any]] = dict
+        self.before_settle: Callable[[], None] = lambda: None
+        """Called when no more steps come until the coordinator says so."""
+        self.before_leave: Callable[[], None] = lambda: None
+        """Called before a runner's connections are closed: their bytes are counted up to then."""
         self.finished = False
         self._between_epochs = False
         self._strategy_text = ""
@@ -194,7 +198,7 @@ class Agent:
         loss = None
         if measured.loss_sum is not None and measured.samples:
             loss = measured.loss_sum / measured.samples
-        self._recorder.step_done(work.lease, loss)
+        self._recorder.step_done(work.lease, loss, self._runner.take_hidden_us())
 
     def _planned(self, plan: Steps) -> Iterator[Work]:
         leases = self._cut_leases(plan)
@@ -330,6 +334,7 @@ class Agent:
     def _settle(self, version: int) -> None:
         """Bring this replica to the newest weights; all replicas are equal afterwards."""
         assert self._runner is not None
+        self.before_settle()
         began = time.perf_counter()
         self._clock.enter(COMM)
         self._runner.settle(version)
@@ -381,8 +386,10 @@ class Agent:
 
     def _leave_runner(self) -> None:
         if self._runner is not None:
+            self.before_leave()
             self._bytes_sent += self._runner.bytes_sent
             self._bytes_before += self._runner.bytes_before
+            self._bytes_received += self._runner.bytes_received
             self._runner.close()
             self._runner = None
 
@@ -392,6 +399,7 @@ class Agent:
             "stages": self._stages.totals_s(),
             "bytes_sent": self._bytes_sent,
             "bytes_before": self._bytes_before,
+            "bytes_received": self._bytes_received,
             "parameter_bytes": sum(
                 p.numel() * p.element_size() for _, p in self._around.replica.trained
             ),

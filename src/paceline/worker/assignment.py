@@ -44,6 +44,10 @@ class Assignment(BaseModel):
     troubles: tuple[dict[str, float], ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()
+    telemetry: bool = True
+    """Record steps and take vitals; without it only totals are told."""
+    profile_epoch: int | None = None
+    """From 1: the epoch whose operators are timed."""
     has_live_job: bool = False
     """A pickled job follows on standard input: only ever from a parent to its own child."""
 

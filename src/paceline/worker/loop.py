@@ -9,6 +9,7 @@ from paceline.telemetry.phases import BACKWARD, FORWARD, INPUT, OTHER, PhaseCloc
 from paceline.worker.agent import Agent
 from paceline.worker.build import Loss, count_correct
 from paceline.worker.feed import Feed
+from paceline.worker.profile import EpochProfiler
 
 
 def train(
@@ -18,6 +19,7 @@ def train(
     feed: Feed,
     loss_of: Loss,
     clock: PhaseClock,
+    profiler: EpochProfiler | None = None,
 ) -> None:
     """Run every lease that the coordinator hands out."""
     model, optimizer = replica.model, replica.optimizer
@@ -28,6 +30,8 @@ def train(
         if isinstance(work, EpochOver):
             continue
         lease = work.lease
+        if profiler is not None:
+            profiler.step_begins(lease.epoch)
         seen = lease.epoch * samples + lease.start
         lr = base_lr * schedule.factor(seen, per_epoch=samples, total=total)
         for group in optimizer.param_groups:

@@ -20,6 +20,7 @@ STACKS_BEGIN = "--- stacks of "
 STACKS_END = "--- end of stacks of "
 _children: list[subprocess.Popen[bytes]] = []
 """This worker's servers: they end when the pipes kept here are closed."""
+LAST_WORDS_S = 5.0
 MARGIN_S = 30.0
 """Waits inside a process outlast the supervisor's deadline, so that it can name the culprit."""
 
@@ -45,6 +46,7 @@ def main() -> None:
             _serve(assignment, control, wait_s)
         else:
             _work(assignment, control, live, wait_s)
+            _see_servers_off()
         code = 0
     except Diverged:
         pass  # The coordinator has been told, and ends the run.
@@ -57,20 +59,9 @@ def main() -> None:
 
 
 def _serve(assignment: Assignment, control: Control, wait_s: float) -> None:
-    import torch
+    from paceline.worker.serving import serve
 
-    from paceline.strategies.server import Server, warm_up
-
-    torch.set_num_threads(1)
-    warm_up()
-    server = Server(
-        index=assignment.index,
-        host=assignment.bind or control.local_address,
-        token=assignment.token,
-        control=control,
-        timeout_s=wait_s,
-    )
-    server.run()
+    serve(assignment, control, wait_s)
 
 
 def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
@@ -84,6 +75,15 @@ def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: 
         run_script(assignment, control, wait_s)
     else:
         run_job(assignment, control, live, wait_s)
+
+
+def _see_servers_off() -> None:
+    """The run is done and servers have been told: let them say their last words."""
+    for child in _children:
+        try:
+            child.wait(LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            pass  # It ends with this process.
 
 
 def _tell_failure(control: Control, assignment: Assignment, error: BaseException) -> None:

@@ -29,9 +29,12 @@ from paceline.state import (
     restore,
 )
 from paceline.strategies.runner import Replica, Surroundings
-from paceline.telemetry.events import InputDone, WorkerBegan, WorkerEnded
+from paceline.telemetry.events import InputDone, Profiled, WorkerBegan, WorkerEnded
+from paceline.telemetry.folder import RunFolder
 from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
 from paceline.telemetry.recorder import StepRecorder
+from paceline.telemetry.resources import allowed_cores, quota_cores
+from paceline.telemetry.sampler import Counters
 from paceline.worker.adapters import watch_imports
 from paceline.worker.agent import Agent, Duties, Heart
 from paceline.worker.assignment import Assignment
@@ -47,7 +50,9 @@ from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.files import open_files
 from paceline.worker.loop import train
+from paceline.worker.profile import EpochProfiler
 from paceline.worker.spawn import unpack_live
+from paceline.worker.witness import Witness
 
 PROBE_PASSES = 4
 RANK_STRIDE = 1_000_003
@@ -66,15 +71,20 @@ class Session:
         self.clock = PhaseClock(self.files.began_wall_s)
         self.stages = PhaseClock(self.files.began_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
-        self.files.events.write(
+        self.counters = Counters()
+        self.witness = Witness(assignment, control, self.files.events, self.clock, self.counters)
+        self.witness.tell(
             WorkerBegan(
                 t=round(self.clock.now_s(), 6),
                 worker=self.rank,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 threads=assignment.threads,
+                cores=allowed_cores(),
+                quota=quota_cores(),
             )
         )
+        self.witness.start()
         self.around: Surroundings | None = None
         self.agent: Agent | None = None
         self._heart: Heart | None = None
@@ -119,9 +129,15 @@ class Session:
             around=around,
             state=state,
             duties=duties,
-            recorder=StepRecorder(self.files.events, self.clock, self._steps_before(state)),
+            recorder=StepRecorder(
+                self.files.events if self.assignment.telemetry else None,
+                self.clock,
+                self._steps_before(state),
+                self.counters,
+            ),
             stages=self.stages,
         )
+        agent.before_leave = self.witness.look
         agent.samples_per_epoch = samples
         agent.troubles = tuple(Trouble.from_plain(t) for t in self.assignment.troubles)
         if self.rank < len(state.workers):
@@ -131,6 +147,23 @@ class Session:
         self.agent = agent
         self.stages.enter(TRAIN)
         return agent
+
+    def make_profiler(self, agent: Agent) -> EpochProfiler | None:
+        """For the epoch that was asked for; it ends when the epoch's steps do."""
+        epoch = self.assignment.profile_epoch
+        if epoch is None:
+            return None
+
+        def written(epoch: int, steps: int, path: str) -> None:
+            t = round(self.clock.now_s(), 6)
+            self.witness.tell(Profiled(t=t, epoch=epoch, steps=steps, path=path))
+
+        # Only where the folder is at hand: a run elsewhere refuses to profile before it starts.
+        assert self.assignment.folder is not None
+        path = RunFolder(self.assignment.folder).profile(self.assignment.who)
+        profiler = EpochProfiler(epoch, path, self.rank, written)
+        agent.before_settle = profiler.stop
+        return profiler
 
     def _steps_before(self, state: TrainState) -> int:
         if self.rank >= len(state.workers):
@@ -173,8 +206,9 @@ class Session:
 
     def close(self) -> None:
         assert self.agent is not None
+        self.witness.stop()
         totals = self.agent.totals()
-        self.files.events.write(
+        self.witness.tell(
             WorkerEnded(
                 t=round(self.clock.now_s(), 6),
                 phases=totals["phases"],
@@ -254,7 +288,8 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     control.tell(
         Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)
     )
-    train(job, agent, replica, feed, loss_of, session.clock)
+    profiler = session.make_profiler(agent)
+    train(job, agent, replica, feed, loss_of, session.clock, profiler)
     feed.close()
     session.close()
 

@@ -1,0 +1,222 @@
+"""The page and its questions over HTTP, with Python's own server: few readers, small answers."""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from paceline.dashboard.page import render_page
+from paceline.dashboard.shelf import Shelf
+from paceline.errors import UsageError
+from paceline.report.page import drop_nan
+
+COOKIE = "paceline-token"
+MOST_COMPARED = 24
+SLOW_CLIENT_S = 30.0
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'nonce-{nonce}'; "
+    "style-src 'nonce-{nonce}' 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Dashboard:
+    """A server over one folder. `url` is where to look; `serve` returns when it is stopped."""
+
+    def __init__(
+        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, ask_token: bool = False
+    ) -> None:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder: name one that holds runs")
+        if not 0 <= port <= 65535:
+            raise UsageError(f"--port is {port}: a number from 0 (any free one) to 65535 is needed")
+        self.shelf = Shelf(folder)
+        self.on_loopback = is_loopback(host)
+        # Whoever can reach another address than loopback must show that they were told.
+        self.token = secrets.token_urlsafe(24) if ask_token or not self.on_loopback else None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        kind = type("Server", (Server,), {"address_family": family})
+        try:
+            self._server: Server = kind((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
+            ) from None
+        self._server.dashboard = self
+        self.is_closed = False
+        self.host, self.port = host, self._server.server_address[1]
+
+    @property
+    def url(self) -> str:
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        if self.host in ("0.0.0.0", "::"):
+            name = socket.gethostname()
+        return f"http://{name}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+    def serve(self) -> None:
+        self.shelf.start()
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self.close()
+
+    def start(self) -> threading.Thread:
+        """Serve in a thread, until `stop`."""
+        thread = threading.Thread(target=self.serve, daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        self._server.shutdown()
+
+    def close(self) -> None:
+        self.is_closed = (
+            True  # For connections that are kept alive: they have threads of their own.
+        )
+        self._server.server_close()
+        self.shelf.stop()
+
+    def close_unserved(self) -> None:
+        """Give the port back without ever having served."""
+        self._server.server_close()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    dashboard: Dashboard
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = SLOW_CLIENT_S
+    server_version = "paceline"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        if self.server.dashboard.is_closed:
+            self.close_connection = True
+            return
+        parts = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if not self._is_ours():
+            self._refuse(HTTPStatus.FORBIDDEN, "this name is not this server's: use its address")
+        elif not self._is_trusted(query):
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "the token is missing or wrong: open the address as printed"
+            )
+        elif parts.path == "/":
+            self._give_page(query)
+        elif parts.path == "/api/runs":
+            self._give({"runs": self.server.dashboard.shelf.list_runs()})
+        elif parts.path == "/api/run":
+            self._give_run(query)
+        elif parts.path == "/api/curves":
+            idents = query.get("ids", "").split("\n")[:MOST_COMPARED]
+            self._give({"runs": self.server.dashboard.shelf.tell_curves(idents)})
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    def _is_ours(self) -> bool:
+        """On loopback only by a name of loopback: a page elsewhere must not reach us by its own."""
+        if not self.server.dashboard.on_loopback:
+            return True
+        name = (self.headers.get("Host") or "").strip()
+        name = name.rsplit(":", 1)[0] if not name.endswith("]") else name
+        return name == "localhost" or is_loopback(name.strip("[]"))
+
+    def _is_trusted(self, query: dict[str, str]) -> bool:
+        token = self.server.dashboard.token
+        if token is None:
+            return True
+        given = query.get("token")
+        if given is None:
+            try:
+                kept = SimpleCookie(self.headers.get("Cookie") or "").get(COOKIE)
+            except CookieError:
+                kept = None
+            given = kept.value if kept is not None else ""
+        return hmac.compare_digest(given.encode(), token.encode())
+
+    def _give_page(self, query: dict[str, str]) -> None:
+        token = self.server.dashboard.token
+        if token is not None and "token" in query:
+            # The token goes from the address, which is seen and kept, into a cookie.
+            self.send_response(HTTPStatus.SEE_OTHER)
+            self.send_header("Location", "/")
+            self.send_header(
+                "Set-Cookie", f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/; Max-Age=864000"
+            )
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        nonce = secrets.token_urlsafe(12)
+        shelf = self.server.dashboard.shelf
+        text = render_page(shelf.root.resolve().name, shelf.list_runs(), nonce)
+        self._send(text.encode(), "text/html; charset=utf-8", nonce=nonce)
+
+    def _give_run(self, query: dict[str, str]) -> None:
+        first = query.get("from", "0")
+        told = self.server.dashboard.shelf.tell_run(
+            query.get("id", ""),
+            generation=query.get("generation", ""),
+            first=int(first) if first.isdecimal() else 0,
+            who=query.get("who") or None,
+        )
+        if told is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such run any more")
+        else:
+            self._give(told)
+
+    def _give(self, value: object) -> None:
+        text = json.dumps(drop_nan(value), separators=(",", ":"))
+        self._send(text.encode(), "application/json")
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        self._send(f"paceline: {text}\n".encode(), "text/plain; charset=utf-8", status=status)
+
+    def _send(
+        self, body: bytes, kind: str, *, status: HTTPStatus = HTTPStatus.OK, nonce: str = ""
+    ) -> None:
+        packed = len(body) > 2000 and "gzip" in (self.headers.get("Accept-Encoding") or "")
+        if packed:
+            body = gzip.compress(body, 3)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        for name, value in HEADERS.items():
+            self.send_header(name, value.replace("{nonce}", nonce))
+        self.end_headers()
+        try:
+            self.wfile.write(body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a page that asks once a second would fill the terminal."""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,173 @@
+"""A matrix of runs from the first to the last: resumable, interleaved, failures kept."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.job import Job, JobRef
+from paceline.launch.compare import clear_runs
+from paceline.launch.matrix_file import Cell, Matrix, iterate_jobs, list_cells
+from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_job, usable_cores
+from paceline.report.comparison import compare_tasks
+from paceline.report.matrix_view import MatrixView
+from paceline.specs.strategy import Strategy
+from paceline.telemetry.folder import RunFolder, write_json
+
+Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
+
+AGAIN = ("cancelled",)
+"""Ends that say nothing about the run: it is made again without being asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixOptions:
+    """How to run a matrix, apart from what is in it."""
+
+    out: Path
+    given: dict[str, Any]
+    """Fields of every job that replace the file's, `data_dir` above all."""
+    threads: int | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    retry: bool = False
+    """Make runs again that failed or diverged before."""
+    force: bool = False
+    progress: bool = False
+
+
+def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_job) -> dict[str, Any]:
+    """Make every run that is not there yet; returns what `comparison.json` holds.
+
+    A run that fails or diverges is kept and counted, and the others go on. What was made before
+    in the same folder is taken as it is, so that a matrix that was cut off goes on by the same
+    command. UsageError, before anything starts, for a mistake in any of the runs, and where the
+    folder holds runs of another matrix.
+    """
+    cells = list_cells(matrix, options.given)
+    for job in iterate_jobs(cells):
+        job.check()
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"--out {options.out} is a file: name a folder")
+    if not options.force:
+        check_folder(options.out, cells)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with hold(options.out):
+        return run_cells(matrix, cells, options, run)
+
+
+@contextlib.contextmanager
+def hold(out: Path) -> Iterator[None]:
+    """Two commands must not make the same runs in the same folder; the end of one frees it."""
+    with (out / "matrix.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"another command is at work on the matrix in {out}: wait for it, or end it"
+            ) from None
+        yield
+
+
+def run_cells(
+    matrix: Matrix, cells: list[Cell], options: MatrixOptions, run: Run
+) -> dict[str, Any]:
+    if options.force:
+        clear_runs(options.out)
+    write_json(
+        options.out / "matrix.json",
+        {
+            "format": 1,
+            "title": matrix.title,
+            "about": matrix.about,
+            "study": matrix.study,
+            "runs": [cell.model_dump(mode="json") for cell in cells],
+        },
+    )
+    threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
+    results: dict[str, dict[str, Any]] = {}
+    sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
+    with MatrixView(matrix.title, sizes, quiet=not options.progress) as view:
+        try:
+            for cell in cells:
+                kept = read_kept(options.out / cell.name, retry=options.retry)
+                if kept is None:
+                    view.begin(cell.name)
+                    kept = run_cell(cell, threads, options, view, run)
+                    view.end(cell.name, kept)
+                else:
+                    view.skip(cell.name, kept)
+                results[cell.name] = {**kept, "dir": cell.name}
+        finally:
+            # Ctrl-C leaves the comparison of what is there.
+            comparison = compare_tasks(list(results.values()))
+            write_json(options.out / "comparison.json", comparison)
+    return comparison
+
+
+def run_cell(
+    cell: Cell, threads: int, options: MatrixOptions, view: MatrixView, run: Run
+) -> dict[str, Any]:
+    folder = RunFolder(options.out / cell.name)
+    half_done = any(folder.checkpoints.glob("[0-9]*/state.json")) and not folder.result.exists()
+    mine = RunOptions(
+        out=folder.path,
+        workers=cell.workers,
+        threads=threads,
+        timeout_s=options.timeout_s,
+        resume=half_done,
+        force=not half_done,
+        labels=cell.labels,
+        show=view.show,
+    )
+    try:
+        return run(cell.reference, cell.spec, mine)
+    except UsageError as error:
+        raise UsageError(f"run {cell.name}: {error}") from None
+    except PacelineError:
+        return folder.read_result()
+
+
+def read_kept(path: Path, *, retry: bool) -> dict[str, Any] | None:
+    """The result of a run that need not be made again."""
+    folder = RunFolder(path)
+    if not folder.result.exists():
+        return None
+    result = folder.read_result()
+    status = result.get("status")
+    if status in AGAIN or (retry and status != "done"):
+        return None
+    return result
+
+
+def check_folder(out: Path, cells: list[Cell]) -> None:
+    """A run that is there already must be the one that the matrix means by its name."""
+    known = out / "matrix.json"
+    if not known.exists():
+        if (out / "comparison.json").exists():
+            raise UsageError(f"--out {out} holds another comparison: name a new folder")
+        return
+    try:
+        before = {row["name"]: row for row in json.loads(known.read_text(encoding="utf-8"))["runs"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"{known} cannot be read: name a new folder, or start over with --force"
+        ) from None
+    for cell in cells:
+        now, then = cell.model_dump(mode="json"), before.get(cell.name)
+        if then is None or not (out / cell.name).exists() or leave_place(then) == leave_place(now):
+            continue
+        raise UsageError(
+            f"--out {out} holds {cell.name} of another matrix: name a new folder, or start over "
+            "with --force"
+        )
+
+
+def leave_place(row: dict[str, Any]) -> dict[str, Any]:
+    """A run without where its data lies, which may have moved since."""
+    return {**row, "job": {k: v for k, v in row.get("job", {}).items() if k != "data_dir"}}

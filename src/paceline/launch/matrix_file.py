@@ -1,0 +1,272 @@
+"""A matrix file: models x data x strategies x batches x workers x seeds, written down once."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from paceline.errors import UsageError, nearest
+from paceline.job import Job, JobRef, make_job
+from paceline.launch.compare import workers_for
+from paceline.launch.run import check_sizes
+from paceline.specs.strategy import Strategy, read_strategy
+
+AXES = ("model", "data", "batch", "seed")
+"""Fields of a job that a matrix varies; the others are the same in every run."""
+
+SCALES = ("full", "small")
+
+
+class Arm(BaseModel):
+    """One strategy of a matrix, with what it alone does differently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    strategy: str
+    arm: str | None = None
+    """How tables call it; the strategy's text by default."""
+    workers: int | None = Field(default=None, ge=1)
+    batch_times: float = Field(default=1.0, gt=0)
+    epochs_times: float = Field(default=1.0, gt=0)
+    job: dict[str, Any] = Field(default_factory=dict)
+
+
+class Work(BaseModel):
+    """A model with its data, and what this pair does differently from the others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    data: str
+    batches: list[int] | None = None
+    job: dict[str, Any] = Field(default_factory=dict)
+
+
+class Matrix(BaseModel):
+    """The file as it is written; `list_cells` makes the runs of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str = "Matrix"
+    about: str = ""
+    study: str | None = None
+    """Whose published figures stand beside these runs in `report --against published`."""
+    job: dict[str, Any] = Field(default_factory=dict)
+    work: list[Work] = Field(default_factory=list)
+    models: list[str] = Field(default_factory=list)
+    data: list[str] = Field(default_factory=list)
+    strategies: list[Arm]
+    batches: list[int] = Field(default_factory=lambda: [128])
+    batch_is: Literal["global", "per-worker"] = "global"
+    workers: list[int] = Field(default_factory=lambda: [2])
+    seeds: list[int] = Field(default_factory=lambda: [0])
+    small: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("strategies", mode="before")
+    @classmethod
+    def _read_arms(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [{"strategy": part} if isinstance(part, str) else part for part in value]
+        return value
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count_seeds(cls, value: Any) -> Any:
+        return list(range(value)) if isinstance(value, int) else value
+
+    @field_validator("work", "strategies", "batches", "workers", "seeds")
+    @classmethod
+    def _check_distinct(cls, value: list[Any]) -> list[Any]:
+        if any(part in value[:i] for i, part in enumerate(value)):
+            raise ValueError("an entry is there twice: every run of a matrix happens once")
+        return value
+
+    @property
+    def pairs(self) -> list[Work]:
+        crossed = [Work(model=m, data=d) for m, d in itertools.product(self.models, self.data)]
+        return [*self.work, *crossed]
+
+
+class Cell(BaseModel):
+    """One run of a matrix."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Its folder."""
+    task: str
+    """What it is compared within: model, data and batch as the matrix says them."""
+    arm: str
+    strategy: str
+    workers: int
+    job: dict[str, Any]
+
+    @property
+    def spec(self) -> Strategy:
+        return read_strategy(self.strategy)
+
+    @property
+    def reference(self) -> JobRef:
+        return JobRef(fields=self.job)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"task": self.task, "arm": self.arm}
+
+
+def read_matrix(name: str, *, scale: str = "full") -> Matrix:
+    """The matrix in a file, or one that is shipped by name; `small` applies its `small:` part."""
+    if scale not in SCALES:
+        raise UsageError(f"--scale is {scale!r}: known: {', '.join(SCALES)}")
+    path = find_matrix(name)
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"matrix {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"matrix {path} is not YAML: {error}".replace("\n", " ")) from None
+    if not isinstance(plain, dict):
+        raise UsageError(f"matrix {path}: a mapping with strategies, work and so on is needed")
+    if scale == "small":
+        plain = apply_small(plain, path)
+    try:
+        return Matrix(**plain)
+    except ValidationError as error:
+        raise UsageError(f"matrix {path}: {explain(error)}") from None
+
+
+def apply_small(plain: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The matrix with what its `small:` part replaces; fields of `job` one by one."""
+    small = plain.get("small")
+    if not isinstance(small, dict) or not small:
+        raise UsageError(f"matrix {path} has no part 'small:': leave --scale out, or write one")
+    mixed = {**plain, **small}
+    if isinstance(plain.get("job"), dict) and isinstance(small.get("job"), dict):
+        mixed["job"] = {**plain["job"], **small["job"]}
+    return mixed
+
+
+def find_matrix(name: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {p.stem: p for p in list_shipped()}
+    if name in shipped:
+        return shipped[name]
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise UsageError(f"matrix {name} does not exist: name a file, or {', '.join(shipped)}")
+    raise UsageError(f"unknown matrix {name!r}: {nearest(name, shipped)}")
+
+
+def list_shipped() -> list[Path]:
+    folder = Path(str(resources.files("paceline"))) / "matrices"
+    return sorted(folder.glob("*.yaml"))
+
+
+def explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "it"
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not a field of a matrix"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def list_cells(matrix: Matrix, given: dict[str, Any]) -> list[Cell]:
+    """Every run, in the order they are made; `given` replaces fields of every job.
+
+    Seed by seed and strategies innermost, so that a slow hour of the machine falls on all
+    strategies alike, and a matrix that is cut off has whole comparisons rather than one column.
+    """
+    if not matrix.pairs:
+        raise UsageError("the matrix names no work: write 'work:', or 'models:' and 'data:'")
+    for name in AXES:
+        if name in matrix.job:
+            raise UsageError(
+                f"the matrix has {name!r} under 'job:', but it is one of its axes: "
+                f"write it as a list beside 'job:'"
+            )
+    cells = [
+        make_cell(matrix, work, arm, batch, workers, seed, given)
+        for seed in matrix.seeds
+        for work in matrix.pairs
+        for batch in work.batches or matrix.batches
+        for workers in matrix.workers
+        for arm in matrix.strategies
+    ]
+    # An arm with its own number of workers comes once, however many the axis has.
+    distinct = {cell.name: cell for cell in cells}
+    for cell in distinct.values():
+        check_cell(cell)
+    return list(distinct.values())
+
+
+def make_cell(
+    matrix: Matrix,
+    work: Work,
+    arm: Arm,
+    batch: int,
+    workers: int,
+    seed: int,
+    given: dict[str, Any],
+) -> Cell:
+    strategy = read_strategy(arm.strategy)
+    count = workers_for(strategy, arm.workers or workers)
+    label = arm.arm or str(strategy)
+    whole = batch * count if matrix.batch_is == "per-worker" else batch
+    fields = {**matrix.job, **work.job, **arm.job, **given}
+    epochs = fields.get("epochs", Job.model_fields["epochs"].default)
+    per_worker = " per worker" if matrix.batch_is == "per-worker" else ""
+    job = {
+        **fields,
+        "model": work.model,
+        "data": work.data,
+        "batch": scale_count(whole, arm.batch_times),
+        "epochs": scale_count(epochs, arm.epochs_times),
+        "seed": seed,
+    }
+    parts = (work.data, work.model, f"b{batch}", f"w{count}", make_slug(label), f"seed{seed}")
+    return Cell(
+        name="-".join(parts),
+        task=f"{work.model} on {work.data}, batch {batch}{per_worker}",
+        arm=label,
+        strategy=str(strategy),
+        workers=count,
+        job=job,
+    )
+
+
+def scale_count(count: Any, times: float) -> Any:
+    """A whole number, at least one; what is no number is left for the job to complain about."""
+    return max(1, round(count * times)) if times != 1 and isinstance(count, int) else count
+
+
+def make_slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60]
+
+
+def check_cell(cell: Cell) -> None:
+    """All that can be wrong with a run, before the first one starts; data is looked for later."""
+    try:
+        job = make_job(**cell.job)
+        check_sizes(job.batch, cell.spec, cell.workers)
+    except UsageError as error:
+        raise UsageError(f"run {cell.name}: {error}") from None
+
+
+def iterate_jobs(cells: list[Cell]) -> Iterator[Job]:
+    """One job for each model and data set."""
+    seen = set()
+    for cell in cells:
+        key = cell.job["model"], cell.job["data"]
+        if key not in seen:
+            seen.add(key)
+            yield make_job(**cell.job)

@@ -1,0 +1,391 @@
+"""The tables of a report as data: written as HTML, Markdown, CSV and LaTeX from the same cells."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.report import formats
+from paceline.report.comparison import as_mapping
+from paceline.report.runs import Run
+from paceline.report.stats import as_finite, measure_spread, weigh_claim
+from paceline.report.table import describe_workers, escape_markdown
+from paceline.report.target import choose_target, find_reached
+from paceline.report.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    title: str
+    kind: str = "text"
+    """text, number, share, seconds, bytes, ratio; and of spreads: share_spread, seconds_spread,
+    number_spread, loss_spread."""
+
+    def show(self, value: Any) -> str:
+        if value is None:
+            return formats.NOTHING
+        text: str = SHOW[self.kind](value)
+        return text
+
+
+def show_number_spread(spread: Any) -> str:
+    if spread["mean"] is None:
+        return formats.NOTHING
+    text = formats.format_number(spread["mean"])
+    return text if not spread["std"] else f"{text} ± {formats.format_number(spread['std'])}"
+
+
+def show_loss_spread(spread: Any) -> str:
+    if spread["mean"] is None:
+        return formats.NOTHING
+    text = f"{spread['mean']:.4f}"
+    return text if spread["std"] is None else f"{text} ± {spread['std']:.4f}"
+
+
+SHOW: dict[str, Any] = {
+    "text": str,
+    "number": formats.format_number,
+    "share": formats.format_percent,
+    "points": lambda x: f"{100 * x:+.2f} points",
+    "seconds": formats.format_seconds,
+    "signed_seconds": lambda x: ("+" if x >= 0 else "−") + formats.format_seconds(abs(x)),  # noqa: RUF001
+    "bytes": formats.format_bytes,
+    "ratio": formats.format_ratio,
+    "chance": lambda p: f"{p:.3f}" if p >= 0.001 else "< 0.001",
+    "share_spread": formats.format_accuracy_spread,
+    "seconds_spread": formats.format_seconds_spread,
+    "number_spread": show_number_spread,
+    "loss_spread": show_loss_spread,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table: raw cells in `rows`, a way to show each column."""
+
+    name: str
+    """Of the files it is written to."""
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[list[Any]]
+    note: str = ""
+
+    def trim(self) -> Sheet:
+        """Without the columns that say nothing."""
+        used = [
+            i for i, column in enumerate(self.columns)
+            if any(column.show(row[i]) != formats.NOTHING for row in self.rows)
+        ]  # fmt: skip
+        return Sheet(
+            name=self.name,
+            title=self.title,
+            columns=tuple(self.columns[i] for i in used),
+            rows=[[row[i] for i in used] for row in self.rows],
+            note=self.note,
+        )
+
+    @property
+    def heads(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    @property
+    def words(self) -> list[str]:
+        return [column.title for column in self.columns if column.kind == "text"]
+
+    def shown(self) -> list[list[str]]:
+        return [
+            [column.show(cell) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
+
+    def to_markdown(self) -> str:
+        marks = [":---" if column.kind == "text" else "---:" for column in self.columns]
+        cells = [[escape_markdown(cell) for cell in row] for row in self.shown()]
+        lines = ["| " + " | ".join(line) + " |" for line in (self.heads, marks, *cells)]
+        return "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
+
+    def to_csv(self) -> str:
+        """Plain numbers; a spread becomes three columns."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        heads: list[str] = []
+        for column in self.columns:
+            if column.kind.endswith("_spread"):
+                heads += [f"{column.title} {part}" for part in ("mean", "std", "n")]
+            else:
+                heads.append(column.title)
+        writer.writerow(heads)
+        for row in self.rows:
+            line: list[Any] = []
+            for column, cell in zip(self.columns, row, strict=True):
+                if column.kind.endswith("_spread"):
+                    spread = cell or {}
+                    line += [spread.get("mean"), spread.get("std"), spread.get("n")]
+                else:
+                    line.append(guard_formula(cell))
+            writer.writerow(line)
+        return out.getvalue()
+
+    def to_latex(self) -> str:
+        form = "".join("l" if column.kind == "text" else "r" for column in self.columns)
+        lines = [
+            "% needs \\usepackage{booktabs}",
+            "\\begin{table}",
+            "\\centering",
+            f"\\caption{{{escape_latex(self.title)}}}",
+            f"\\begin{{tabular}}{{{form}}}",
+            "\\toprule",
+            " & ".join(map(escape_latex, self.heads)) + " \\\\",
+            "\\midrule",
+            *(" & ".join(map(escape_latex, row)) + " \\\\" for row in self.shown()),
+            "\\bottomrule",
+            "\\end{tabular}",
+            "\\end{table}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def guard_formula(cell: Any) -> Any:
+    """A text that a spreadsheet would take for a formula is made a text."""
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@" and cell else cell
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "±": r"$\pm$", "×": r"$\times$", "−": r"$-$", "–": "--", "→": r"$\to$",  # noqa: RUF001
+}  # fmt: skip
+
+
+def escape_latex(text: str) -> str:
+    return "".join(LATEX.get(c, c) for c in formats.make_one_line(text))
+
+
+def list_sheets(task: Task, target: float | None = None) -> list[Sheet]:
+    """The studies' tables of one task, those with something in them."""
+    found = [
+        make_accuracy_sheet(task),
+        make_time_sheet(task),
+        make_target_sheet(task, target),
+        make_resource_sheet(task),
+        make_claim_sheet(task),
+    ]
+    return [sheet.trim() for sheet in found if sheet is not None and sheet.rows]
+
+
+def make_accuracy_sheet(task: Task) -> Sheet:
+    measures = ("train_acc", "val_acc", "test_acc", "train_loss", "val_loss", "test_loss")
+    rows = [
+        [entry["label"], entry["runs_done"], *(entry[measure] for measure in measures)]
+        for entry in task.entries
+    ]
+    accuracy, loss = "share_spread", "loss_spread"
+    return Sheet(
+        name="accuracy",
+        title="Accuracy and loss",
+        columns=(
+            Column(title="strategy"),
+            Column(title="runs", kind="number"),
+            Column(title="train acc", kind=accuracy),
+            Column(title="val acc", kind=accuracy),
+            Column(title="test acc", kind=accuracy),
+            Column(title="train loss", kind=loss),
+            Column(title="val loss", kind=loss),
+            Column(title="test loss", kind=loss),
+        ),
+        rows=rows,
+        note="Mean ± standard deviation over seeds of the runs that are done. Training figures are "
+        "those of the last epoch, measured while training on it.",
+    )
+
+
+def make_time_sheet(task: Task) -> Sheet:
+    several = len(task.entries) > 1
+    rows = [
+        [
+            entry["label"],
+            describe_workers(entry),
+            entry["seconds"],
+            entry["seconds_over_first_strategy_seconds"] if several else None,
+            entry["seconds_minus_first_strategy_seconds"] if several and number else None,
+            entry["samples"],
+            entry["updates"],
+            entry["samples_per_s"],
+            entry["staleness_mean"],
+            entry["switch_pause_s"]["mean"],
+        ]
+        for number, entry in enumerate(task.entries)
+    ]
+    first = task.comparison["first_strategy"]
+    return Sheet(
+        name="time",
+        title="Time and work",
+        columns=(
+            Column(title="strategy"),
+            Column(title="workers"),
+            Column(title="seconds", kind="seconds_spread"),
+            Column(title="seconds over the first's", kind="ratio"),
+            Column(title="seconds minus the first's", kind="signed_seconds"),
+            Column(title="samples", kind="number_spread"),
+            Column(title="updates", kind="number_spread"),
+            Column(title="samples/s", kind="number_spread"),
+            Column(title="mean staleness", kind="number_spread"),
+            Column(title="switch pause", kind="seconds"),
+        ),
+        rows=rows,
+        note=f"The first is {first}. A ratio below 1 is faster." if several else "",
+    )
+
+
+def make_target_sheet(task: Task, target: float | None) -> Sheet | None:
+    chosen = choose_target(task) if target is None else target
+    if chosen is None:
+        return None
+    found = find_reached(task, chosen)
+    if not any(row.reached for row in found):
+        return None
+    first = next((row for row in found if row.seconds["mean"] is not None), found[0])
+    base = first.seconds["mean"]
+    rows = [
+        [
+            row.label,
+            f"{row.reached} of {row.runs}",
+            row.seconds,
+            row.seconds["mean"] / base if row.seconds["mean"] is not None and base else None,
+            row.seconds["mean"] - base
+            if row.seconds["mean"] is not None and row is not first
+            else None,
+            row.samples,
+            row.updates,
+        ]
+        for row in found
+    ]
+    why = "" if target is not None else ", the highest half percent that every run reached"
+    return Sheet(
+        name="target",
+        title=f"Time to a validation accuracy of {formats.format_percent(chosen, 1)}",
+        columns=(
+            Column(title="strategy"),
+            Column(title="runs that reached it"),
+            Column(title="seconds", kind="seconds_spread"),
+            Column(title="over the first's", kind="ratio"),
+            Column(title="minus the first's", kind="signed_seconds"),
+            Column(title="samples", kind="number_spread"),
+            Column(title="updates", kind="number_spread"),
+        ),
+        rows=rows,
+        note=f"From the start of the run to the end of the first epoch with it{why}. "
+        f"The first is {first.label}; a ratio below 1 is faster.",
+    )
+
+
+ROLES = {"worker": "workers", "server": "servers", "run": "coordinator"}
+
+
+def make_resource_sheet(task: Task) -> Sheet:
+    rows = []
+    for entry in task.entries:
+        runs = [run for run in task.runs_of(entry) if run.is_done]
+        for role, word in ROLES.items():
+            used = list_resources(runs, role)
+            if not used:
+                continue
+            seconds = [as_finite(u.get("seconds")) or 0.0 for u in used]
+            rates = {
+                name: [
+                    (as_finite(u.get(name)) or 0.0) / s
+                    for u, s in zip(used, seconds, strict=True)
+                    if s > 0
+                ]
+                for name in ("net_in", "net_out")
+            }
+
+            def most(name: str, used: list[Any] = used) -> float | None:
+                known = [as_finite(u.get(name)) for u in used]
+                return max((x for x in known if x is not None), default=None)
+
+            rows.append(
+                [
+                    entry["label"],
+                    word,
+                    measure_spread(u.get("cpu_mean") for u in used)["mean"],
+                    most("cpu_peak"),
+                    measure_spread(u.get("rss_mean") for u in used)["mean"],
+                    most("rss_peak"),
+                    measure_spread(rates["net_in"])["mean"],
+                    most("net_in_peak"),
+                    measure_spread(rates["net_out"])["mean"],
+                    most("net_out_peak"),
+                ]
+            )
+    return Sheet(
+        name="resources",
+        title="Processor, memory and network by role",
+        columns=(
+            Column(title="strategy"),
+            Column(title="role"),
+            Column(title="cores, mean", kind="number"),
+            Column(title="cores, peak", kind="number"),
+            Column(title="memory, mean", kind="bytes"),
+            Column(title="memory, peak", kind="bytes"),
+            Column(title="in a second, mean", kind="bytes"),
+            Column(title="in, peak", kind="bytes"),
+            Column(title="out a second, mean", kind="bytes"),
+            Column(title="out, peak", kind="bytes"),
+        ),
+        rows=rows,
+        note="Of one process of the role: means over processes and runs, peaks the busiest second "
+        "of any.",
+    )
+
+
+def list_resources(runs: Sequence[Run], role: str) -> list[Any]:
+    found = []
+    for run in runs:
+        for who, used in as_mapping(run.result.get("resources")).items():
+            if who.partition("-")[0] == role:
+                found.append(as_mapping(used))
+    return found
+
+
+CLAIMS = {
+    True: "the seeds allow the claim",
+    False: "within the spread of the seeds",
+    None: "one seed on a side: cannot be told",
+}
+
+
+def make_claim_sheet(task: Task) -> Sheet:
+    """Every strategy against the first: do the seeds allow to say that they differ?"""
+    rows = []
+    first, rest = task.entries[0], task.entries[1:]
+    for measure, word in (("test_acc", "test accuracy"), ("seconds", "seconds")):
+        for entry in rest:
+            a, b = entry[measure], first[measure]
+            if a["mean"] is None or b["mean"] is None:
+                continue
+            difference, chance, sure = weigh_claim(a, b, comparisons=len(rest))
+            amount = (
+                f"{100 * difference:+.2f} points"
+                if measure == "test_acc"
+                else Column(title="", kind="signed_seconds").show(difference)
+            )
+            rows.append([word, entry["label"], amount, min(a["n"], b["n"]), chance, CLAIMS[sure]])
+    return Sheet(
+        name="claims",
+        title=f"What the seeds allow to say against {first['label']}",
+        columns=(
+            Column(title="measure"),
+            Column(title="strategy"),
+            Column(title="difference"),
+            Column(title="seeds", kind="number"),
+            Column(title="chance", kind="chance"),
+            Column(title="verdict"),
+        ),
+        rows=rows,
+        note="Chance: how often seeds alone would give a difference this large (Welch's t test), "
+        f"times the number of strategies compared ({max(1, len(rest))}); below 0.05 it is claimed.",
+    )
