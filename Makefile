@@ -40,7 +40,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) --editable '.[dev,ssh,s3,hdfs,sftp,http,images]'
+	$(PIP) --editable '.[dev,ssh,s3,hdfs,sftp,http,images,keras,spark,ray,figures,tensorboard]'
 	touch $@
 
 clean:
