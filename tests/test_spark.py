@@ -339,7 +339,7 @@ def test_too_many_workers_and_wrong_columns(session: Any, frame: Any, tmp_path: 
     for change, words in (
         ({"labelCol": "lable"}, "no column 'lable': did you mean 'label'"),
         ({"labelCol": "image"}, "labels are numbers"),
-        ({"shape": "1x9x9"}, "shape 1x9x9 has 81 numbers, and features have 64"),
+        ({"shape": "1x9x9"}, "shape 1x9x9 has 81 numbers, features have 64"),
         ({"strategy": "alreduce"}, "did you mean 'allreduce'"),
         ({"store": None}, "store is not said"),
         ({"model": "cnn-smal"}, "did you mean 'cnn-small'"),
