@@ -170,7 +170,14 @@ def said(finished: Finished, word: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["allreduce", "ps", "switch(allreduce, ps, at=50%)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("allreduce", marks=pytest.mark.slow),
+        pytest.param("ps", marks=pytest.mark.slow),
+        "switch(allreduce, ps, at=50%)",
+    ],
+)
 def test_unchanged_mnist_script(
     run_cli: RunCli, tmp_path: Path, digits: Path, strategy: str
 ) -> None:
@@ -203,6 +210,7 @@ def test_unchanged_mnist_script(
         np.testing.assert_array_equal(tensor.numpy(), kept[name])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_tensorflow_script_without_tensorflow(
     run_cli: RunCli, tmp_path: Path, digits: Path
@@ -248,6 +256,7 @@ model.save(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
@@ -278,6 +287,7 @@ def test_two_workers_train_as_plain_keras_does(
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mistakes_in_a_script_are_one_line(run_cli: RunCli, tmp_path: Path) -> None:
     finished, _ = launch(
@@ -319,6 +329,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["allreduce"])
 def test_job_of_a_compiled_model(tmp_path: Path, strategy: str) -> None:

@@ -217,6 +217,7 @@ def test_data_written_to_hdfs_by_spark(session: Any, frame: Any, tmp_path: Path)
         pytest.skip(f"no HDFS can be started here: {missing}")
 
 
+@pytest.mark.slow
 @needs_spark
 def test_run_calls_a_function_on_every_executor(session: Any) -> None:
     from paceline.spark import run
@@ -245,6 +246,7 @@ def test_run_calls_a_function_on_every_executor(session: Any) -> None:
         run(lambda: {1, 2}, 1)
 
 
+@pytest.mark.slow
 @needs_spark
 def test_train_from_the_command_line(
     cluster: sparks.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +294,7 @@ session.stop()
 """
 
 
+@pytest.mark.slow
 @needs_spark
 def test_killed_executor_ends_the_run_in_words(cluster: sparks.Cluster, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
@@ -330,6 +333,7 @@ def test_killed_executor_ends_the_run_in_words(cluster: sparks.Cluster, tmp_path
     assert re.search(r"worker [01]", result["error"])
 
 
+@pytest.mark.slow
 @needs_spark
 def test_too_many_workers_and_wrong_columns(session: Any, frame: Any, tmp_path: Path) -> None:
     from paceline.spark import engine
