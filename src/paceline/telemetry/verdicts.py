@@ -26,6 +26,8 @@ WARM_UP_S = 2.0
 
 SLOW = 1.5
 """A worker that computes so many times slower than the median is a straggler."""
+SLOW_AMONG_OTHERS = 2.5
+"""Where other programs take the cores, who waited how long for one is known only roughly."""
 THROTTLED = 0.1
 CROWDED = 0.3
 """Waiting for a core beside running on one, summed over all processes of a machine."""
@@ -435,7 +437,8 @@ def judge_straggler(scene: Scene, found: list[Verdict]) -> list[Verdict]:
         rest = [w for w in scene.workers if w is not seen]
         # One that finds a core less often than the others computes as fast whenever it has one.
         having_one = statistics.median(w.compute_with_core_s for w in rest if w.compute_s > 0)
-        if slowness < SLOW or seen.compute_with_core_s < SLOW * having_one:
+        enough = SLOW_AMONG_OTHERS if _has(found, "neighbours") else SLOW
+        if slowness < SLOW or seen.compute_with_core_s < enough * having_one:
             continue
         others = statistics.median(w.compute_s for w in rest if w.compute_s > 0)
         verdicts.append(
