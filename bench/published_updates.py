@@ -25,9 +25,10 @@ import torch
 from paceline.data import load
 from paceline.report.published import find_curve, read_facts
 
-MODELS = {"mnist": (300, 100), "fashion-mnist": (128,)}
+MODELS = {"fashion-mnist": (128,), "mnist": (300, 100)}
 WORKERS = 9
-READINGS = ("worker", "nine", "ninth", "same ninth")
+READINGS = ("same ninth", "ninth", "nine", "worker")
+"""The quickest first."""
 
 
 def build(hidden: tuple[int, ...]) -> torch.nn.Module:
@@ -76,8 +77,10 @@ def train(
 
 
 def read(table: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows, pixels from 0 to 1 as Keras' examples have them."""
     x, y = table.batch(np.arange(len(table)))
-    return x.reshape(len(x), -1), y
+    x = x.reshape(len(x), -1)
+    return (x - x.min()) / (x.max() - x.min()), y
 
 
 def find_test_accuracy(data: str, strategy: str, batch: int) -> float:
@@ -93,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--readings", nargs="+", choices=READINGS, default=READINGS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for data, hidden in MODELS.items():
@@ -100,7 +104,7 @@ def main() -> None:
         x, y = read(tables.train)
         test_x, test_y = read(tables.test)
         for batch in (128, 256):
-            for reading in READINGS:
+            for reading in options.readings:
                 model = build(hidden)
                 size = batch * WORKERS if reading == "nine" else batch
                 curve = train(model, x, y, list_epochs(reading, len(x), options.epochs), size)
