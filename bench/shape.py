@@ -61,21 +61,25 @@ def show(work: Path) -> None:
     equal = read(work, "equal")
     whole = equal[0]["seconds"]["mean"]
     for row in equal:
-        each = ", ".join(f"{100 * run['test_acc']:.2f}" for run in row["runs"])
         spread, seconds = row["test_acc"], row["seconds"]["mean"]
         other = slow[row["strategy"]]["seconds"]["mean"]
+        whole_set = all(run["status"] == "done" for run in row["runs"])
+        mean = f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f} %" if whole_set else ""
         print(
-            f"| `{row['strategy']}` | {100 * spread['mean']:.2f} ± {100 * spread['std']:.2f} % "
-            f"| {each} | {seconds:,.0f} | {100 * (1 - seconds / whole):.0f} % "
+            f"| `{row['strategy']}` | {mean} | {each_seed(row)} "
+            f"| {seconds:,.0f} | {100 * (1 - seconds / whole):.0f} % "
             f"| {100 * (1 - other / slow_all):.0f} % |"
         )
     print(f"\nAt learning rate {HIGH_LR}:\n\n| strategy | test accuracy of each seed |\n|---|---|")
     for row in read(work, "high"):
-        each = ", ".join(
-            f"{100 * run['test_acc']:.2f} %" if run["test_acc"] is not None else run["status"]
-            for run in row["runs"]
-        )
-        print(f"| `{row['strategy']}` | {each} |")
+        print(f"| `{row['strategy']}` | {each_seed(row)} |")
+
+
+def each_seed(row: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{100 * run['test_acc']:.2f}" if run["test_acc"] is not None else run["status"]
+        for run in row["runs"]
+    )
 
 
 def draw(work: Path, out: Path) -> None:
@@ -91,6 +95,8 @@ def draw(work: Path, out: Path) -> None:
     names.update({s: f"switch {s.split('=')[1].rstrip(')')}" for s in SWITCHES})
     for row in equal:
         accuracy, seconds = row["test_acc"], row["seconds"]
+        if any(run["status"] != "done" for run in row["runs"]):
+            continue  # The table says it.
         left.errorbar(
             seconds["mean"],
             100 * accuracy["mean"],
