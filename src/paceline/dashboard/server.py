@@ -8,11 +8,13 @@ import ipaddress
 import json
 import secrets
 import socket
+import sys
 import threading
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.dashboard.page import render_page
@@ -99,6 +101,11 @@ class Dashboard:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     dashboard: Dashboard
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
