@@ -95,15 +95,25 @@ def check_equal_to_one_process(
     assert largest_difference(read_weights(tmp_path / "run"), train_plainly(job)) <= tolerance
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp, servers=2)"])
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        *(("allreduce", text) for text in OPTIMIZERS),
+        ("ps(sync=bsp, servers=2)", "adam"),
+        *(
+            pytest.param("ps(sync=bsp, servers=2)", text, marks=pytest.mark.slow)
+            for text in OPTIMIZERS
+            if text != "adam"
+        ),
+    ],
+)
 def test_three_workers_equal_one_process_on_an_indivisible_batch(
     tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
     check_equal_to_one_process(tmp_path, strategy, 3, optimizer, 1e-9)
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
 def test_other_numbers_of_workers_equal_one_process(
     tmp_path: Path, strategy: str, workers: int

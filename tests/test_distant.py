@@ -84,6 +84,7 @@ def test_servers_and_a_switch(tmp_path: Path) -> None:
     assert len(result["switches"]) == 1
 
 
+@pytest.mark.slow
 def test_servers_with_places_of_their_own(tmp_path: Path) -> None:
     launcher = EngineLauncher(Places(), 2, own_servers=1)
     result = run_on(launcher, tmp_path / "run", "ps(sync=bsp, servers=2)")
@@ -121,6 +122,7 @@ def test_live_objects_are_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_resumes_from_a_checkpoint_that_only_the_supervisor_has(tmp_path: Path) -> None:
     longer = JobRef(fields={**FIELDS, "epochs": 4})
     run_on(LocalLauncher(), tmp_path / "whole", "allreduce", longer)

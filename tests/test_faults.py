@@ -303,6 +303,7 @@ def test_file_size_limit_is_one_line(start_cli: StartCli, tmp_path: Path) -> Non
     assert_no_room(finished, out, "File too large")
 
 
+@pytest.mark.slow
 def test_auto_undoes_a_switch_that_spoils_the_weights(run_cli: RunCli, tmp_path: Path) -> None:
     """At 400 times the learning rate the servers' strategy diverges within a few updates."""
     strategy = "switch(allreduce, ps(lr_scale=400), when=auto)"

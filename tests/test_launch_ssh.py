@@ -500,7 +500,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", ["power", "cable"])
+@pytest.mark.parametrize("how", ["power", pytest.param("cable", marks=pytest.mark.slow)])
 def test_lost_machine_ends_the_job_and_is_named(
     lab: Lab, start_cli: StartCli, tmp_path: Path, how: str
 ) -> None:
@@ -570,6 +570,7 @@ def test_machine_that_cannot_be_used_is_named(lab: Lab, run_cli: RunCli, tmp_pat
     assert f"2 of 3 machines cannot be used: {names}" in done.last_line
 
 
+@pytest.mark.slow
 def test_environment_is_made_from_requirements(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     code = "import sys; print('prefix', sys.prefix)"
     fill(tmp_path, {"p/x.py": code, "p/requirements.txt": "# nothing to fetch\n"})

@@ -39,14 +39,19 @@ def train(out: Path, strategy: str, workers: int, **fields: Any) -> dict[str, An
     [
         ("single", 1),
         ("allreduce", 2),
-        ("allreduce", 3),
-        ("allreduce", 5),
         ("allreduce(codec=topk(0.1))", 2),
-        ("allreduce(codec=powersgd(2))", 2),
         ("ps(sync=bsp)", 2),
-        ("ps(sync=bsp, codec=onebit)", 2),
-        ("local_sgd(h=3)", 2),
-        ("diloco(h=3)", 2),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (
+                ("allreduce", 3),
+                ("allreduce", 5),
+                ("allreduce(codec=powersgd(2))", 2),
+                ("ps(sync=bsp, codec=onebit)", 2),
+                ("local_sgd(h=3)", 2),
+                ("diloco(h=3)", 2),
+            )
+        ),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(

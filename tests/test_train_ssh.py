@@ -179,6 +179,7 @@ def test_servers_on_a_machine_of_their_own(
     assert all_gone(lab)
 
 
+@pytest.mark.slow
 def test_planned_run_leaves_the_slow_machine_out(
     lab: Lab, run_cli: RunCli, project: Path, tmp_path: Path
 ) -> None:
@@ -201,8 +202,8 @@ def test_planned_run_leaves_the_slow_machine_out(
 @pytest.mark.parametrize(
     ("strategy", "how"),
     [
-        ("allreduce", "cable"),
         ("ps", "power"),
+        pytest.param("allreduce", "cable", marks=pytest.mark.slow),
         pytest.param("allreduce", "power", marks=pytest.mark.slow),
         pytest.param("ps", "cable", marks=pytest.mark.slow),
     ],

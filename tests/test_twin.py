@@ -261,11 +261,11 @@ def test_one_virtual_machine_is_a_real_single_run_bit_for_bit(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "switch(allreduce, local_sgd(h=3), ps(sync=bsp), at=(30%, 70%))",
+        "allreduce",
         *(
             pytest.param(text, marks=pytest.mark.slow)
             for text in (
-                "allreduce",
+                "switch(allreduce, local_sgd(h=3), ps(sync=bsp), at=(30%, 70%))",
                 "ps(sync=bsp)",
                 "local_sgd(h=4)",
                 "local_sgd(drift=0.05)",
