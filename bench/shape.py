@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SWITCHES = [f"switch(allreduce, ps, at={p}%)" for p in (25, 50, 75)]
-LR, HIGH_LR = 0.05, 0.075
+LR, HIGH_LR = 0.035, 0.1
 COMMON = (
     *("--model", "cnn-small", "--data", "fashion-mnist", "--cluster", "published-eight"),
     *("--epochs", "5", "--batch", "128", "--schedule", "cosine(warmup=1)", "--threads", "1"),
