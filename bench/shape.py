@@ -108,12 +108,12 @@ def draw(work: Path, out: Path) -> None:
         left.annotate(
             names[row["strategy"]],
             (seconds["mean"], 100 * accuracy["mean"]),
-            xytext=(6, 6),
+            xytext=(6, -12) if row["strategy"] == "allreduce" else (6, 6),
             textcoords="offset points",
             fontsize=9,
         )
     left.set(xlabel="virtual seconds", ylabel="test accuracy, % (mean ± std of 3 seeds)")
-    left.margins(x=0.2)
+    left.margins(x=0.25)
     slow = {r["strategy"]: r["seconds"]["mean"] for r in read(work, "slow")}
     shown = ["ps", *SWITCHES]
     whole = equal[0]["seconds"]["mean"]
