@@ -28,7 +28,8 @@ from paceline.job import Job
 from paceline.specs.strategy import read_strategy
 from paceline.specs.trouble import read_trouble
 from paceline.telemetry.folder import RunFolder, read_events
-from paceline.twin.calibrate import calibrate_from_run, rows_of
+from paceline.telemetry.reading import rows_of
+from paceline.twin.calibrate import calibrate_from_run
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 

@@ -216,6 +216,7 @@ class BatchSource:
                     f"{expected} expected: all but the last must be of one size"
                 )
             a, b = lo - place * self.batch, end - place * self.batch
+            # Called at once, within this turn of the loop.
             parts.append(self._tree.map_structure(lambda t: t[a:b], whole))  # noqa: B023
             lo = end
         joined = parts[0]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-Slots = dict[str, torch.Tensor]
+Slots = dict[str, Tensor]
+Group = dict[str, Any]
 
 
 class KerasOptimizer(torch.optim.Optimizer):
@@ -34,7 +36,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         """Whether a part of a parameter can be updated without the rest of it."""
         return not any(group["clipnorm"] for group in self.param_groups)
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         made = {name: torch.zeros_like(parameter) for name in self.slots}
         return {"step": torch.zeros((), dtype=torch.float32), **made}
 
@@ -53,13 +55,11 @@ class KerasOptimizer(torch.optim.Optimizer):
                 state["step"] += 1
                 self.update(parameter, gradient, state, group)
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: Slots, group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         raise NotImplementedError
 
 
-def _clip(gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def _clip(gradient: Tensor, group: dict[str, Any]) -> Tensor:
     if group["clipnorm"]:
         norm = gradient.square().sum().sqrt()
         limit = float(group["clipnorm"])
@@ -73,13 +73,13 @@ class SGD(KerasOptimizer):
     slots = ("momentum",)
     defaults_of: ClassVar[dict[str, Any]] = {"momentum": 0.0, "nesterov": False}
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         made = super().first_slots(parameter, group)
         if not group["momentum"]:
             del made["momentum"]
         return made
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         lr, momentum = group["lr"], group["momentum"]
         if not momentum:
             parameter.sub_(gradient, alpha=lr)
@@ -100,13 +100,13 @@ class Adam(KerasOptimizer):
         "amsgrad": False,
     }
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         made = super().first_slots(parameter, group)
         if group["amsgrad"]:
             made["velocity_hat"] = torch.zeros_like(parameter)
         return made
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         step, beta_1, beta_2 = float(state["step"]), group["beta_1"], group["beta_2"]
         alpha = group["lr"] * (1 - beta_2**step) ** 0.5 / (1 - beta_1**step)
         mean, square = state["momentum"], state["velocity"]
@@ -125,7 +125,7 @@ class Adamax(KerasOptimizer):
     slots = ("momentum", "norm")
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean, norm = state["momentum"], state["norm"]
         mean.lerp_(gradient, 1 - group["beta_1"])
         torch.maximum(norm.mul_(group["beta_2"]), gradient.abs(), out=norm)
@@ -137,10 +137,10 @@ class Nadam(KerasOptimizer):
     slots = ("momentum", "velocity")
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         return {**super().first_slots(parameter, group), "u_product": torch.ones(())}
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         step, beta_1, beta_2 = float(state["step"]), group["beta_1"], group["beta_2"]
         now = beta_1 * (1 - 0.5 * 0.96**step)
         soon = beta_1 * (1 - 0.5 * 0.96 ** (step + 1))
@@ -162,7 +162,7 @@ class RMSprop(KerasOptimizer):
         "centered": False,
     }
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         made = super().first_slots(parameter, group)
         if group["momentum"]:
             made["momentum"] = torch.zeros_like(parameter)
@@ -170,7 +170,7 @@ class RMSprop(KerasOptimizer):
             made["average_gradient"] = torch.zeros_like(parameter)
         return made
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         rho = group["rho"]
         square = state["velocity"].lerp_(gradient.square(), 1 - rho)
         if group["centered"]:
@@ -184,12 +184,12 @@ class RMSprop(KerasOptimizer):
 class Adagrad(KerasOptimizer):
     defaults_of: ClassVar[dict[str, Any]] = {"initial_accumulator_value": 0.1, "epsilon": 1e-7}
 
-    def first_slots(self, parameter: torch.Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
         made = super().first_slots(parameter, group)
         first = group["initial_accumulator_value"]
         return {**made, "accumulator": torch.full_like(parameter, first)}
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         total = state["accumulator"].addcmul_(gradient, gradient)
         parameter.addcdiv_(gradient, (total + group["epsilon"]).sqrt_(), value=-group["lr"])
 
@@ -198,7 +198,7 @@ class Adadelta(KerasOptimizer):
     slots = ("accumulated_grad", "accumulated_delta_var")
     defaults_of: ClassVar[dict[str, Any]] = {"rho": 0.95, "epsilon": 1e-7}
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         rho, epsilon = group["rho"], group["epsilon"]
         square, moved = state["accumulated_grad"], state["accumulated_delta_var"]
         square.lerp_(gradient.square(), 1 - rho)
@@ -211,7 +211,7 @@ class Lion(KerasOptimizer):
     slots = ("momentum",)
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.99}
 
-    def update(self, parameter, gradient, state, group):  # type: ignore[no-untyped-def]
+    def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean = state["momentum"]
         parameter.sub_(mean.lerp(gradient, 1 - group["beta_1"]).sign_(), alpha=group["lr"])
         mean.lerp_(gradient, 1 - group["beta_2"])

@@ -178,6 +178,7 @@ class Dataset:
 
         def rows() -> Iterator[Any]:
             for row in range(count):
+                # Called at once, within this turn of the loop.
                 yield tree.map_structure(lambda a: a[row], arrays)  # noqa: B023
 
         return Dataset(rows, count)

@@ -59,15 +59,23 @@ class ProcessRecord:
         for window in self.steps:
             if window.get("kind") != "steps":
                 continue
-            columns = [k for k, v in window.items() if isinstance(v, list) and v]
             began = float(window["began"] if "began" in window else window["t"])
             before = began
-            for index, values in enumerate(zip(*(window[c] for c in columns), strict=False)):
-                step = dict(zip(columns, values, strict=True))
+            for index, step in enumerate(rows_of(window)):
                 step["number"] = window["first_step"] + index
                 step["began"] = before
                 before = step["ended"] = began + step.get("end", 0) / 1e6
                 yield step
+
+
+def rows_of(window: Plain) -> list[Plain]:
+    """The steps of a window, one by one, by the columns that have an entry for each."""
+    count = len(window["lo"])
+    columns = [k for k, v in window.items() if isinstance(v, list) and len(v) == count]
+    return [
+        dict(zip(columns, values, strict=True))
+        for values in zip(*(window[c] for c in columns), strict=True)
+    ]
 
 
 @dataclass

@@ -13,6 +13,7 @@ from paceline.job import JobRef
 from paceline.plan.cost import exposed_s
 from paceline.specs.strategy import AllReduce, ParameterServer, read_strategy
 from paceline.telemetry.folder import RunFolder, read_events
+from paceline.telemetry.reading import rows_of
 
 FEWEST_STEPS = 5
 WARM_UP = 0.1
@@ -73,16 +74,6 @@ def read_steps(folder: RunFolder, worker: int) -> list[dict[str, Any]]:
         if event.get("kind") == "steps":
             rows.extend(rows_of(event))
     return rows[int(WARM_UP * len(rows)) :]
-
-
-def rows_of(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a window, one by one, of the columns that have an entry for each."""
-    count = len(event["lo"])
-    names = [k for k, v in event.items() if isinstance(v, list) and len(v) == count]
-    return [
-        dict(zip(names, values, strict=True))
-        for values in zip(*(event[n] for n in names), strict=True)
-    ]
 
 
 def busy_s(step: dict[str, Any]) -> float:
