@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
+from paceline import models
 from paceline.cluster.files import make_pool
 from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
+from paceline.comm.buckets import plan_layout
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job
 from paceline.plan.cost import (
     Workload,
     allreduce_s,
     coded_bytes,
+    early_share,
     exposed_s,
     ring_s,
     tree_s,
@@ -490,8 +494,22 @@ def test_collectives_cost_what_the_formulas_say() -> None:
     tree = pool.model_copy(update={"collective": "tree"})
     assert small == allreduce_s(tree, pool.slots, 1e3) < allreduce_s(ring, pool.slots, 1e3)
     assert large == allreduce_s(ring, pool.slots, 1e9) < allreduce_s(tree, pool.slots, 1e9)
-    assert exposed_s(1.0, 10.0, 0.5e6, 25e6) == 1.0  # one bucket: nothing to hide behind
-    assert exposed_s(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
+    assert exposed_s(1.0, 10.0, 0.0) == 1.0  # one bucket: nothing to hide behind
+    assert exposed_s(1.0, 10.0, 0.75) == pytest.approx(0.25)
+    assert exposed_s(1.0, 0.3, 0.75) == pytest.approx(0.8)  # backward is too short for more
+
+
+def test_buckets_of_the_cost_model_are_those_of_a_run() -> None:
+    """The share sent early is what `plan_layout` leaves to all but its last bucket."""
+    for name in ("mlp-300-100", "cnn-small", "resnet20", "mlp-wide"):
+        model = models.build(name, input_shape=(3, 32, 32), classes=10)
+        named = list(model.named_parameters())
+        work = replace(WORK, shapes=tuple(tuple(p.shape) for _, p in named), item_bytes=4)
+        for bucket in (1 << 16, 25 << 20):
+            sizes = {n: p.numel() for n, p in named}
+            layout = plan_layout(named, bucket)
+            last = sum(sizes[n] for n in layout[-1])
+            assert early_share(work, bucket) == pytest.approx(1 - last / sum(sizes.values()))
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,13 @@ class GradientExchange:
         *,
         in_backward: bool,
         codec: Codec | None = None,
+        before_send: Callable[[], None] = lambda: None,
     ) -> None:
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
         self._group = group
+        self._before_send = before_send
         self._buckets = [Bucket([(n, by_name[n]) for n in names]) for names in layout]
         self._compressed = [
             CompressedSum(codec, [v.shape for v in b.views], b.flat.dtype, group)
@@ -202,6 +204,7 @@ class GradientExchange:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
         bucket.close()
+        self._before_send()
         self.bytes_before += bucket.flat.numel() * bucket.flat.element_size()
         if self._compressed:
             # The flags must arrive exactly, whatever the codec does to the gradients.

@@ -114,7 +114,7 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
     crowd = max(_crowding(h) for h in hosts)
     own = own_s(pool, members, nbytes) * crowd
     links = [pool.link_of(h) for h in hosts]
-    latency_s = max(link.latency_s for link in links)
+    latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
     if len(names) == 1:
         # All on one machine: nothing crosses a network, but every hop is a hand-over.
         return own + 2 * (members - 1) * latency_s
@@ -141,11 +141,35 @@ def _crowding(host: Host) -> float:
     return max(1.0, host.workers / host.cores)
 
 
-def exposed_s(exchange_s: float, compute_s: float, nbytes: float, bucket_bytes: float) -> float:
-    """What of an exchange the backward pass does not hide: at least its last bucket."""
+def exposed_s(exchange_s: float, compute_s: float, early: float) -> float:
+    """What of an exchange the backward pass does not hide, if it can begin with that share of it."""
+    return exchange_s - min(exchange_s * early, BACKWARD_SHARE * compute_s)
+
+
+def early_share(work: Workload, bucket_bytes: float) -> float:
+    """The part of the gradients that is sent before backward ends: all but the last bucket.
+
+    Buckets are filled as `comm.buckets.plan_layout` fills them: from the last layer on, and what
+    tips one over still goes in.
+    """
+    if len(work.shapes) == 1:
+        return early_share_of(work.bytes, bucket_bytes)
+    buckets: list[int] = []
+    room = 0.0
+    for shape in reversed(work.shapes):
+        if room <= 0:
+            room = FIRST_BUCKET_BYTES if not buckets else bucket_bytes
+            buckets.append(0)
+        nbytes = math.prod(shape) * work.item_bytes
+        buckets[-1] += nbytes
+        room -= nbytes
+    return 1 - buckets[-1] / sum(buckets)
+
+
+def early_share_of(nbytes: float, bucket_bytes: float) -> float:
+    """The same where the layers are not known."""
     buckets = 1 + math.ceil(max(0.0, nbytes - FIRST_BUCKET_BYTES) / bucket_bytes)
-    hidden = min(exchange_s * (buckets - 1) / buckets, BACKWARD_SHARE * compute_s)
-    return exchange_s - hidden
+    return (buckets - 1) / buckets
 
 
 def coded_bytes(codec: Codec | None, work: Workload) -> float:

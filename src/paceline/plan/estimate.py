@@ -20,6 +20,7 @@ from paceline.plan.cost import (
     Workload,
     coded_bytes,
     compute_on,
+    early_share,
     exposed_s,
     network_s,
     own_s,
@@ -164,7 +165,8 @@ def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[floa
         return slowest + update + exchange / between, compute, 0.0
     slowest = _slowest(compute, machines.cv[chosen])
     bucket = strategy.bucket_mb * (1 << 20) if isinstance(strategy, AllReduce) else 25 << 20
-    return slowest + exposed_s(exchange, slowest, nbytes, bucket) + update, compute, 0.0
+    exposed = exposed_s(exchange, slowest, early_share(machines.work, bucket))
+    return slowest + exposed + update, compute, 0.0
 
 
 def _shares(machines: Machines, chosen: Ints, strategy: Strategy) -> Floats:
@@ -200,7 +202,7 @@ def _expected_largest(count: int) -> float:
 def _allreduce(machines: Machines, chosen: Ints, nbytes: float) -> float:
     pool, count = machines.pool, len(chosen)
     latency, bandwidth = (
-        float(machines.latency[chosen].max()),
+        float(machines.latency[chosen].max()) + pool.hop_ms / 1e3,
         float(machines.bandwidth[chosen].min()),
     )
     return network_s(pool, count, nbytes, latency, bandwidth) + own_s(pool, count, nbytes)

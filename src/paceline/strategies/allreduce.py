@@ -34,6 +34,7 @@ class AllReduceRunner(Runner):
                 self.replica.layout,
                 in_backward=self.replica.reduce_in_backward,
                 codec=spec.codec,
+                before_send=around.before_send,
             )
 
     def import_state(self, state: Section) -> None:

@@ -74,6 +74,8 @@ class Surroundings:
     timeout_s: float
     servers: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    before_send: Callable[[], None] = lambda: None
+    """Called when gradients computed so far are about to leave in the middle of backward."""
 
 
 class Runner(ABC):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.plan.cost import allreduce_s, coded_bytes, exposed_s
+from paceline.plan.cost import allreduce_s, coded_bytes, early_share, exposed_s
 from paceline.protocol.messages import (
     Advanced,
     Go,
@@ -47,6 +47,9 @@ class PlannedCrew:
         self._cuts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
         self.bytes_sent = self.bytes_before = 0.0
         self._exchange_s, self._bytes = self._cost_exchange()
+        self._early = 0.0
+        if isinstance(strategy, AllReduce):
+            self._early = early_share(world.work, strategy.bucket_mb * (1 << 20))
         self._forget()
 
     def _cost_exchange(self) -> tuple[float, float]:
@@ -159,8 +162,7 @@ class PlannedCrew:
                 self._wait_for_all(self._free, self._exchange_s)
             return told
         if isinstance(strategy, AllReduce):
-            bucket_bytes = strategy.bucket_mb * (1 << 20)
-            exposed = exposed_s(self._exchange_s, float(busy.max()), self._bytes, bucket_bytes)
+            exposed = exposed_s(self._exchange_s, float(busy.max()), self._early)
             self._wait_for_all(ends, exposed)
             self._free = self._free + update
             world.clocks.add_all("optimizer", update)

@@ -283,7 +283,10 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0
     if needs_speeds(read_strategy(assignment.strategy)):
-        slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
+        # As slow as it will ever be: the groups hold for the whole run.
+        slow = max(
+            (t.factor / t.cores for t in agent.troubles if t.worker == session.rank), default=1.0
+        )
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
     control.tell(
         Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)
