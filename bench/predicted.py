@@ -38,7 +38,7 @@ STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
 QUOTA = 1 / 4
 """Of a core, for each worker: four of them and a server leave cores free."""
 SLOWER = 3
-STEPS, PROBED_STEPS = 128, 30
+STEPS, PROBED_STEPS = 128, 40
 STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
 
 
