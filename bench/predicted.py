@@ -1,12 +1,12 @@
 """The twin beside real runs on this machine: samples a second and the share of waiting.
 
-    python bench/predicted.py --data-dir DIR --pairs 5 --out bench/results/predicted.json
+    python bench/predicted.py --pairs 5 --out bench/results/predicted.json
     python bench/predicted.py --out bench/results/predicted.json --show-only
 
-Pairs of a probe (one worker alone, the way between two processes) and a measurement follow each
-other; nothing else of the measurement is known to the twin. One real run goes through the four
-strategies one after another, so that they share a start. Pairs are added to those that the file
-holds already.
+A probe (each kind of machine alone, one worker with a server, the way between two processes) and
+the measurement that it is to foretell follow each other; nothing of the measurement is known to the
+twin. One real run goes through the four strategies one after another, so that they share a start.
+Pairs are added to those that the file holds already.
 Prints a Markdown table: medians over the pairs, and beside the twin's error the measurement's own
 spread.
 """
@@ -20,80 +20,110 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.pool import Pool
-from paceline.job import Job
+from made_job import write_job
+from paceline.cluster.pool import Pool, StepCost
+from paceline.job import refer_to_job
+from paceline.launch.run import usable_cores
 from paceline.specs.strategy import read_strategy
-from paceline.specs.trouble import read_trouble
+from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import RunFolder, read_events
 from paceline.telemetry.reading import rows_of
-from paceline.twin.calibrate import calibrate_from_run
+from paceline.twin.calibrate import busy_s, calibrate_from_run, read_steps, steady_mean
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
-MODELS = {
-    "mlp-300-100": {"data": "fashion-mnist", "epochs": 1},
-    "cnn-small": {"data": "digits", "epochs": 32},
-    "resnet8": {"data": "digits", "epochs": 12},
-}
-QUOTA = 4
-"""Each worker has a quarter of a core, so that processes hardly touch each other."""
+QUOTA = 1 / 4
+"""Of a core, for each worker: four of them and a server leave cores free."""
+SLOWER = 3
+STEPS, PROBED_STEPS = 128, 30
 STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
-BATCH = 128
-LR = 0.001
-"""Nothing may diverge here; the learning rate costs no time."""
 
 
-def slowed(workers: int, one_slower: bool) -> list[str]:
-    """What each worker is slowed by.
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
 
-    A worker that is slowed sleeps, which is a quota on its processor without the jerks of one.
+    model: str
+    shape: tuple[int, ...]
+    share: int
+
+
+CASES = (
+    Case("mlp-300-100", (1, 28, 28), 256),
+    Case("cnn-small", (1, 28, 28), 32),
+    Case("resnet8", (1, 8, 8), 64),
+)
+
+
+def quotas(workers: int, one_slower: bool) -> list[float]:
+    """What of a core each worker has."""
+    return [QUOTA / (SLOWER if one_slower and w == 0 else 1) for w in range(workers)]
+
+
+def probe(case: Case, workers: int, folder: Path) -> Pool:
+    """What is known before a measurement: a worker alone, and the ways between processes.
+
+    One process is up to a fifth faster than the next here, all its life: so there are three.
     """
-    factors = [QUOTA * (3 if one_slower and w == 0 else 1) for w in range(workers)]
-    return [f"worker={w},factor={f}" for w, f in enumerate(factors)]
-
-
-def probe(job: dict[str, Any], workers: int, out: Path) -> Pool:
-    """One worker alone under its quota, with the share that it will have, and the ways between."""
-    run(job, "single", 1, slowed(1, False), out, BATCH // workers, max(1, job["epochs"] // 4))
-    alone = calibrate_from_run(out)
-    figures = probe_ways(int(RunFolder(out).read_result()["parameter_bytes"]))
-    host = alone.hosts[0].model_copy(update={"host": "localhost", "workers": workers})
-    return alone.model_copy(update={"hosts": (host,), **figures})
-
-
-def run(
-    job: dict[str, Any],
-    strategy: str,
-    workers: int,
-    slow: list[str],
-    out: Path,
-    batch: int,
-    epochs: int,
-) -> None:
-    command = [
-        *(sys.executable, "-c", "from paceline.cli.main import main; main()", "train"),
-        *("--model", job["model"], "--data", job["data"], "--epochs", str(epochs)),
-        *("--lr", str(LR), "--workers", str(workers), "--out", str(out), "--force", "--quiet"),
-        *("--checkpoint-every", "never", "--threads", "1", "--batch", str(batch)),
-        *("--strategy", strategy),
+    job = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
+    alone, slow, served = folder / "alone", folder / "slow", folder / "served"
+    run(job, "single", quotas(1, False), alone)
+    run(job, "single", quotas(1, True), slow)
+    run(job, "ps", quotas(1, False), served)
+    busy = [
+        quota * steady_mean([busy_s(s) for s in read_steps(RunFolder(out), 0)])
+        for out, quota in ((alone, QUOTA), (slow, QUOTA / SLOWER), (served, QUOTA))
     ]
-    if job["data_dir"] is not None:
-        command += ["--data-dir", str(job["data_dir"])]
-    for one in slow:
-        command += ["--slow", one]
+    found = calibrate_from_run(alone)
+    host = found.hosts[0]
+    cost = StepCost(
+        per_sample_s=statistics.fmean(busy) / case.share,
+        update_s=host.measured[case.model].update_s,
+    )
+    host = host.model_copy(
+        update={
+            "host": "localhost",
+            "cores": usable_cores(),
+            "workers": workers,
+            "measured": {"any": cost},
+        }
+    )
+    ways = probe_ways(int(RunFolder(alone).read_result()["parameter_bytes"]))
+    pool = found.model_copy(update={"hosts": (host,), **ways, "control_ms": 0.0})
+    return pool.model_copy(update={"control_ms": fit_control(job, pool, served)})
+
+
+def fit_control(job: Path, pool: Pool, served: Path) -> float:
+    """Milliseconds that one worker and one server take for an exchange beyond what is modelled."""
+    real = steady_mean([s["comm_exposed"] + s["wait"] for s in read_steps(RunFolder(served), 0)])
+    one = pool.model_copy(update={"hosts": (pool.hosts[0].model_copy(update={"workers": 1}),)})
+    result = play(job, one, "ps", quotas(1, False), served.with_name("played"))
+    phases = result["phases"]["worker-0"]
+    steps = result["samples"] / refer_to_job(job, {}).resolve().batch
+    return max(0.0, real / 1e3 - 1e3 * (phases["comm_exposed"] + phases["wait"]) / steps)
+
+
+def run(job: Path, strategy: str, cores: list[float], out: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from paceline.cli.main import main; main()", "train", str(job)),
+        *("--workers", str(len(cores)), "--out", str(out), "--force", "--quiet"),
+        *("--threads", "1", "--strategy", strategy),
+    ]
+    for worker, share in enumerate(cores):
+        command += ["--slow", f"worker={worker},cores={share}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
 
 
-def measure(job: dict[str, Any], workers: int, slow: list[str], out: Path) -> dict[str, Any]:
+def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
     """One real run through all strategies: rate and share of waiting of each."""
     points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
-    strategy = f"switch({', '.join(STRATEGIES)}, at=({points}))"
-    run(job, strategy, workers, slow, out, BATCH, job["epochs"])
-    return split_phases(RunFolder(out), workers)
+    run(job, f"switch({', '.join(STRATEGIES)}, at=({points}))", cores, out)
+    return split_phases(RunFolder(out), len(cores))
 
 
 def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
@@ -132,28 +162,19 @@ def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str,
     return {"rate": rate, "waiting": sum(waits) / sum(seconds)}
 
 
-def make_job(job: dict[str, Any]) -> Job:
-    return Job(
-        model=job["model"],
-        data=job["data"],
-        data_dir=job["data_dir"],
-        epochs=job["epochs"],
-        batch=BATCH,
-        lr=LR,
-        checkpoint_every="never",
+def play(job: Path, pool: Pool, strategy: str, cores: list[float], out: Path) -> dict[str, Any]:
+    troubles = tuple(Trouble(worker=w, cores=c) for w, c in enumerate(cores))
+    options = TwinOptions(
+        out=out, pool=pool, depth="cost", troubles=troubles, force=True, workers=len(cores)
     )
+    return run_twin(refer_to_job(job, {}), read_strategy(strategy), options)
 
 
-def predict(spec: Job, pool: Pool, workers: int, one_slower: bool, out: Path) -> dict[str, Any]:
-    """Play each strategy in virtual time; the probed machine has its quota already."""
-    slow = [read_trouble("slow", "worker=0,factor=3", workers)] if one_slower else []
-    troubles = tuple(slow)
+def predict(job: Path, pool: Pool, workers: int, one_slower: bool, out: Path) -> dict[str, Any]:
+    """Play each strategy in virtual time."""
     found = {}
     for strategy in STRATEGIES:
-        options = TwinOptions(
-            out=out, pool=pool, depth="cost", troubles=troubles, force=True, workers=workers
-        )
-        result = run_twin(spec, read_strategy(strategy), options)
+        result = play(job, pool, strategy, quotas(workers, one_slower), out)
         phases = result["phases"].values()
         whole = sum(sum(p[c] for c in STEP_COLUMNS) for p in phases)
         found[strategy] = {
@@ -165,23 +186,23 @@ def predict(spec: Job, pool: Pool, workers: int, one_slower: bool, out: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(c.model for c in CASES))
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--out", type=Path, default=Path("bench/results/predicted.json"))
     parser.add_argument("--show-only", action="store_true")
     given = parser.parse_args()
     cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    wanted = given.models.split(",")
     for pair in range(0 if given.show_only else given.pairs):
-        for model in given.models.split(","):
+        for case in (c for c in CASES if c.model in wanted):
             for workers in map(int, given.workers.split(",")):
                 began = time.time()
-                job = {"model": model, "data_dir": given.data_dir, **MODELS[model]}
                 with tempfile.TemporaryDirectory() as folder:
-                    one_pair(cells, job, workers, Path(folder))
+                    one_pair(cells, case, workers, Path(folder))
                 print(
-                    f"pair {pair + 1}: {model}, {workers} workers, {time.time() - began:.0f} s",
+                    f"pair {pair + 1}: {case.model}, {workers} workers, "
+                    f"{time.time() - began:.0f} s",
                     file=sys.stderr,
                 )
                 given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -189,20 +210,20 @@ def main() -> None:
     show(cells)
 
 
-def one_pair(cells: dict[str, Any], job: dict[str, Any], workers: int, folder: Path) -> None:
-    """A probe, and the runs that it is to predict."""
-    spec = make_job(job)
-    pool = probe(job, workers, folder / "alone")
+def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> None:
+    """A probe, and the runs that it is to foretell."""
+    pool = probe(case, workers, folder)
+    job = write_job(folder / "job.py", case.model, case.shape, case.share * workers, STEPS)
     for one_slower in (False, True):
-        real = measure(job, workers, slowed(workers, one_slower), folder / "real")
-        twin = predict(spec, pool, workers, one_slower, folder / "twin")
+        real = measure(job, quotas(workers, one_slower), folder / "real")
+        twin = predict(job, pool, workers, one_slower, folder / "twin")
         for strategy in STRATEGIES:
             state = "one 3x slower" if one_slower else "calm"
-            key = f"{job['model']}|{workers}|{state}|{strategy}"
+            key = f"{case.model}|{workers}|{state}|{strategy}"
             cell = cells.setdefault(key, {"real": [], "twin": [], "probe": []})
             cell["real"].append(real[strategy])
             cell["twin"].append(twin[strategy])
-            cell["probe"].append(pool.model_dump(mode="json", exclude_defaults=True))
+            cell["probe"].append(pool.to_plain())
 
 
 def show(cells: dict[str, Any]) -> None:

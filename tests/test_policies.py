@@ -17,7 +17,7 @@ from paceline.protocol.policies import make_policy
 from paceline.protocol.pulse import Noise, Pulse, Window, find_straggler
 from paceline.specs.schedule import Schedule, read_schedule
 from paceline.specs.strategy import read_strategy
-from paceline.specs.trouble import read_trouble
+from paceline.specs.trouble import Slowness, Trouble, read_trouble
 
 CALM = (100.0, 101.0, 99.0, 100.0)
 LAGGING = (100.0, 101.0, 33.0, 100.0)
@@ -304,17 +304,30 @@ def test_what_needs_more_workers_than_there_are_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "complaint"),
     [
-        ("slow", "worker=0", "factor=... is missing"),
+        ("slow", "worker=0", "factor=... or cores=... is missing"),
         ("slow", "worker=5,factor=2", "workers 0 to 1"),
         ("slow", "worker=0,factor=0.5", "at least 1"),
         ("slow", "worker=0,factr=2", "did you mean 'factor'"),
         ("delay", "worker=0,ms=x", "not a number"),
         ("delay", "worker=0,ms=1,from=3,to=2", "must lie before"),
+        ("slow", "worker=0,cores=0", "above 0"),
+        ("slow", "worker=0,cores=0.5,factor=2", "one too many"),
+        ("delay", "worker=0,cores=0.5", "unknown"),
     ],
 )
 def test_bad_trouble_is_refused(kind: str, text: str, complaint: str) -> None:
     with pytest.raises(SpecError, match=complaint):
         read_trouble(kind, text, 2)
+
+
+def test_a_quota_counts_processor_time_and_a_factor_what_went_by() -> None:
+    """Half a core: 2 s for one second of work, though neighbours made it take 1.5 s here."""
+    quota, factor = read_trouble("slow", "worker=0,cores=0.5", 2), Trouble(0, factor=3.0)
+    assert Slowness.of([quota], 0, 0.0).wall_s(1.5, 1.0) == 2.0
+    assert Slowness.of([quota], 0, 0.0).wall_s(2.5, 1.0) == 2.5
+    assert Slowness.of([factor], 0, 0.0).wall_s(1.5, 1.0) == 4.5
+    assert Slowness.of([quota, factor], 0, 0.0).wall_s(1.5, 1.0) == 6.0
+    assert Slowness.of([quota, factor], 1, 0.0) == Slowness()
 
 
 def test_trouble_is_read() -> None:

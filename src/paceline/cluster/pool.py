@@ -152,6 +152,8 @@ class Pool(_Strict):
     collective: Literal["ring", "tree", "auto"] = "auto"
     collective_gb_s: float = Field(default=1.0, gt=0)
     """How fast a process sends, receives and adds inside a collective, networks apart."""
+    hop_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """What a process adds to the latency of each hop of a collective: waking up, mostly."""
     transfer_gb_s: float = Field(default=2.0, gt=0)
     """How fast a process sends to a server, or receives from one, networks apart."""
     apply_gb_s: float = Field(default=2.0, gt=0)

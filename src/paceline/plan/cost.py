@@ -114,7 +114,7 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
     crowd = max(_crowding(h) for h in hosts)
     own = own_s(pool, members, nbytes) * crowd
     links = [pool.link_of(h) for h in hosts]
-    latency_s = max(link.latency_s for link in links)
+    latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
     if len(names) == 1:
         # All on one machine: nothing crosses a network, but every hop is a hand-over.
         return own + 2 * (members - 1) * latency_s

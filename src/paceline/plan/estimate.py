@@ -200,7 +200,7 @@ def _expected_largest(count: int) -> float:
 def _allreduce(machines: Machines, chosen: Ints, nbytes: float) -> float:
     pool, count = machines.pool, len(chosen)
     latency, bandwidth = (
-        float(machines.latency[chosen].max()),
+        float(machines.latency[chosen].max()) + pool.hop_ms / 1e3,
         float(machines.bandwidth[chosen].min()),
     )
     return network_s(pool, count, nbytes, latency, bandwidth) + own_s(pool, count, nbytes)

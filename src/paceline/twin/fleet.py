@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.cluster.pool import Jitter, Pool
 from paceline.plan.cost import Compute, Workload, compute_on
-from paceline.specs.trouble import Trouble
+from paceline.specs.trouble import Slowness, Trouble
 from paceline.twin.timeline import Cores, Deed, Timeline
 
 Floats = NDArray[np.float64]
@@ -126,12 +126,18 @@ class Fleet:
     def compute_one(self, worker: int, samples: int, now: float, epoch: float, then: Deed) -> None:
         """Compute a share from `now` on; `then` is told when the gradient is there."""
         seconds = self.work_s(worker, samples, now)
-        factor = self._factor(worker, epoch) if self._troubles else 1.0
-        if factor == 1.0:
+        if not self._troubles:
             self.cores[worker].run(now, seconds, then)
+            return
+        slowness = Slowness.of(self._troubles, worker, epoch)
+        if slowness.cores < 1.0:
+            # With a quota it has its part of the machine whatever the others do.
+            then(now + slowness.wall_s(seconds, seconds))
         else:
             # A worker slowed on purpose sleeps: it takes no more of the machine.
-            self.cores[worker].run(now, seconds, lambda ended: then(now + factor * (ended - now)))
+            self.cores[worker].run(
+                now, seconds, lambda ended: then(now + slowness.factor * (ended - now))
+            )
 
     def compute_all(self, begins: Floats, shares: Floats, epoch: float) -> Floats:
         """When each worker's share is computed, if it begins then; an empty share takes no time."""
@@ -140,12 +146,14 @@ class Fleet:
             seconds[worker] *= self._slowness(worker, float(begins[worker]))
         seconds[shares == 0] = 0.0
         ends: Floats = begins + seconds
+        suffering = {t.worker for t in self._troubles}
+        slow = {w: Slowness.of(self._troubles, w, epoch) for w in suffering}
+        apart = {w for w, slowness in slow.items() if slowness.cores < 1.0}
         for cores, ranks in self._crowds:
-            ends[ranks] = share_evenly(begins[ranks], seconds[ranks], cores)
-        for trouble in self._troubles:
-            if trouble.factor != 1.0 and trouble.in_force(epoch):
-                w = trouble.worker
-                ends[w] = begins[w] + trouble.factor * (ends[w] - begins[w])
+            crowd = [w for w in ranks if w not in apart] if apart else ranks
+            ends[crowd] = share_evenly(begins[crowd], seconds[crowd], cores)
+        for w, slowness in slow.items():
+            ends[w] = begins[w] + slowness.wall_s(float(ends[w] - begins[w]), float(seconds[w]))
         return ends
 
     def delays(self, epoch: float) -> Floats | None:
@@ -161,14 +169,7 @@ class Fleet:
     def delay(self, worker: int, epoch: float) -> float:
         if not self._troubles:
             return 0.0
-        return sum(t.delay_s for t in self._troubles if t.worker == worker and t.in_force(epoch))
-
-    def _factor(self, worker: int, epoch: float) -> float:
-        factor = 1.0
-        for trouble in self._troubles:
-            if trouble.worker == worker and trouble.in_force(epoch):
-                factor *= trouble.factor
-        return factor
+        return Slowness.of(self._troubles, worker, epoch).delay_s
 
     def _slowness(self, worker: int, now: float) -> float:
         factor = 1.0

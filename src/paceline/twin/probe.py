@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.comm.arena import Arena
+from paceline.comm.memory import create_memory, machine_identity, open_memory, remove_memory
+from paceline.comm.shared import slot_bytes
 from paceline.errors import PacelineError
 from paceline.job import Job, name_of
 from paceline.launch.run import usable_cores
 
 WARM_UP, ROUNDS = 3, 12
+PAUSE_S = 0.005
+"""Before each exchange: a worker computes in between, and its peers wake up from waiting."""
 TIMEOUT_S = 60.0
 
 
@@ -55,18 +60,27 @@ def probe_machine(job: Job, workers: int) -> Pool:
 
 def probe_ways(nbytes: int) -> dict[str, Any]:
     """The figures of a pool on what processes of this machine exchange, for gradients so large."""
-    sum_s = probe_collective(nbytes)
+    least_s, sum_s = probe_collective(4), probe_collective(nbytes)
     send_s, latency_s = probe_transfer(nbytes)
     return {
         "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
-        "collective_gb_s": nbytes / max(sum_s - 2 * latency_s, sum_s / 2) / 1e9,
+        # Two processes: an all-reduce is two hops, and each byte goes once.
+        "hop_ms": 1e3 * max(0.0, least_s / 2 - latency_s),
+        "collective_gb_s": nbytes / max(sum_s - least_s, sum_s / 10) / 1e9,
         "transfer_gb_s": nbytes / max(send_s, 1e-9) / 1e9,
         "control_ms": 1e3 * latency_s / 2,
     }
 
 
 def probe_collective(nbytes: int) -> float:
-    """Seconds of one all-reduce of so many bytes between two processes here."""
+    """Seconds of one all-reduce of so many bytes between two processes here, as a run has it."""
+    if machine_identity() is not None:
+        count = max(1, nbytes // 4)
+        name = create_memory(Arena.size_for(2, slot_bytes([4 * count])))
+        try:
+            return _run_pair(_sum_in_memory, name, count)
+        finally:
+            remove_memory(name)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         return _run_pair(_sum_together, store, nbytes)
@@ -77,16 +91,19 @@ def probe_transfer(nbytes: int) -> tuple[float, float]:
     listener = socket.create_server(("127.0.0.1", 0))
     token = secrets.token_hex(32)
     port = listener.getsockname()[1]
+    shared = create_memory(max(1, nbytes)) if machine_identity() is not None else None
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_send_back, args=(port, token, nbytes), daemon=True)
+    child = context.Process(target=_send_back, args=(port, token, nbytes, shared), daemon=True)
     child.start()
     try:
-        return _send_and_wait(listener, token, nbytes)
+        return _send_and_wait(listener, token, nbytes, shared)
     finally:
         listener.close()
         child.join(TIMEOUT_S)
         if child.is_alive():
             child.kill()
+        if shared is not None:
+            remove_memory(shared)
 
 
 def _run_pair(target: Any, *args: Any) -> float:
@@ -99,7 +116,9 @@ def _run_pair(target: Any, *args: Any) -> float:
     for child in children:
         child.start()
     try:
-        return float(results.get(timeout=TIMEOUT_S))
+        both = [results.get(timeout=TIMEOUT_S) for _ in children]
+        # The one who comes last does not wait for the other: its time is the exchange's own.
+        return float(statistics.median(min(same) for same in zip(*both, strict=True)))
     except Exception as error:
         raise PacelineError(
             f"the probe between two processes gave no answer in {TIMEOUT_S:g} s ({error!r})"
@@ -109,6 +128,25 @@ def _run_pair(target: Any, *args: Any) -> float:
             child.join(TIMEOUT_S)
             if child.is_alive():
                 child.kill()
+
+
+def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
+    import torch
+
+    from paceline.comm.group import Shared
+    from paceline.comm.shared import SharedSums
+
+    torch.set_num_threads(1)
+    arena = Arena.open(name, range(2), rank, slot_bytes([4 * count]), TIMEOUT_S)
+    sums = SharedSums(Shared(arena, None, 1), [count], [torch.float32])
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        sums.filled()
+        sums.finish()
+        times.append(time.perf_counter() - began)
+    results.put(times[WARM_UP:])
 
 
 def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
@@ -129,29 +167,33 @@ def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
     tensor = torch.zeros(max(1, nbytes // 4))
     times = []
     for _ in range(WARM_UP + 2 * ROUNDS):
-        dist.barrier()
+        time.sleep(PAUSE_S)
         began = time.perf_counter()
         dist.all_reduce(tensor)
         times.append(time.perf_counter() - began)
-    if rank == 0:
-        results.put(statistics.median(times[WARM_UP:]))
+    results.put(times[WARM_UP:])
     dist.destroy_process_group()
 
 
-def _send_back(port: int, token: str, nbytes: int) -> None:
+def _send_back(port: int, token: str, nbytes: int, shared: str | None) -> None:
     from paceline.comm.wire import Channel
 
     channel = Channel.connect("127.0.0.1", port, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     buffer = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_memory(shared, max(1, nbytes))) if shared is not None else None
     for _ in range(2 * (WARM_UP + ROUNDS)):
-        _, size = channel.receive_head(max_body=len(buffer))
+        head, size = channel.receive_head(max_body=len(buffer))
         if size:
             channel.receive_into(buffer[:size])
+        elif head["there"] and memory is not None:
+            buffer[:] = memory
         channel.send({"size": size})
     channel.close()
 
 
-def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[float, float]:
+def _send_and_wait(
+    listener: socket.socket, token: str, nbytes: int, shared: str | None
+) -> tuple[float, float]:
     from paceline.comm.wire import Channel
 
     listener.settimeout(TIMEOUT_S)
@@ -161,14 +203,21 @@ def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[fl
         raise PacelineError(f"the probe's other process did not come in {TIMEOUT_S:g} s") from None
     channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     body = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_memory(shared, max(1, nbytes))) if shared is not None else None
     long: list[float] = []
     short: list[float] = []
     for _ in range(WARM_UP + ROUNDS):
-        for into, views in ((long, (body,)), (short, ())):
+        for into, there in ((long, True), (short, False)):
+            time.sleep(PAUSE_S)
             began = time.perf_counter()
-            channel.send({"op": "probe"}, *views)
+            if there and memory is not None:
+                memory[:] = body
+            views = (body,) if there and memory is None else ()
+            channel.send({"op": "probe", "there": there}, *views)
             channel.receive_head(max_body=0)
             into.append(time.perf_counter() - began)
     channel.close()
     trip = statistics.median(short[WARM_UP:])
-    return max(1e-9, statistics.median(long[WARM_UP:]) - trip), trip / 2
+    took = max(1e-9, statistics.median(long[WARM_UP:]) - trip)
+    # Through memory each side has copied once; through a socket both worked at the same time.
+    return took / (1 if shared is None else 2), trip / 2

@@ -43,7 +43,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.shards import Cutter
 from paceline.specs.strategy import Strategy
-from paceline.specs.trouble import Trouble
+from paceline.specs.trouble import Slowness, Trouble
 from paceline.state import Section, TrainState, checksum, copy_section, persistent_buffers
 from paceline.strategies import make_runner
 from paceline.strategies.runner import INNER, Runner, Surroundings, Work, average_buffers
@@ -115,8 +115,12 @@ class Agent:
         self._carried = Section()
         """What runners remember for this worker alone, kept through phases that do not use it."""
         self._times_ns = (0, 0)
-        self._began_compute = time.perf_counter()
         self.troubles: tuple[Trouble, ...] = ()
+        self._slowness: Slowness | None = None
+        """Of this step, where there are troubles at all."""
+        self._late = False
+        self._suffered_until = (0.0, 0.0)
+        around.before_send = self._suffer
         self.samples_per_epoch = 1
         self.expecting: Callable[[list[Lease]], None] = lambda leases: None
         """Told of leases well before they are worked on."""
@@ -175,12 +179,16 @@ class Agent:
             pause_s = self._settle_s + time.perf_counter() - self._entered_at
             self._control.tell(Resumed(self._rank, pause_s))
             self._entered_at = None
-        self._began_compute = time.perf_counter()
+        if self.troubles:
+            epoch = work.lease.epoch + work.lease.start / self.samples_per_epoch
+            self._slowness = Slowness.of(self.troubles, self._rank, epoch)
+            self._late = self._slowness.delay_s == 0.0
+            self._suffered_until = (time.perf_counter(), time.thread_time())
 
     def finish(self, work: Work, measured: Measured) -> None:
         """Gradients are there: exchange, update, record, report."""
         assert self._runner is not None
-        self._suffer(work)
+        self._suffer()
         self._clock.enter(OTHER)
         busy_s, comm_s = self._times_since()
         work.measured = dataclasses.replace(
@@ -250,16 +258,25 @@ class Agent:
         before, self._times_ns = self._times_ns, now
         return (now[0] - before[0]) / 1e9, (now[1] - before[1]) / 1e9
 
-    def _suffer(self, work: Work) -> None:
-        """Trouble on purpose: computing takes longer, or the exchange begins late."""
-        epoch = work.lease.epoch + work.lease.start / self.samples_per_epoch
-        for trouble in self.troubles:
-            if trouble.worker == self._rank and trouble.in_force(epoch):
-                computed_s = time.perf_counter() - self._began_compute
-                time.sleep((trouble.factor - 1) * computed_s)
-                if trouble.delay_s:
-                    self._clock.enter(COMM)
-                    time.sleep(trouble.delay_s)
+    def _suffer(self) -> None:
+        """Trouble on purpose: computing has taken longer, and a step's first exchange is late.
+
+        Before gradients leave, as on a machine that is slow by itself; none are held back when
+        what is computed has been suffered for already.
+        """
+        slowness = self._slowness
+        if slowness is None:
+            return
+        began, busy_until = self._suffered_until
+        elapsed_s = time.perf_counter() - began
+        wall_s = slowness.wall_s(elapsed_s, time.thread_time() - busy_until)
+        time.sleep(max(0.0, wall_s - elapsed_s))
+        if not self._late:
+            self._clock.enter(COMM)
+            time.sleep(slowness.delay_s)
+            self._clock.enter(BACKWARD)
+            self._late = True
+        self._suffered_until = (time.perf_counter(), time.thread_time())
 
     def _check_loss(self, loss: float) -> None:
         why = self._losses.look(loss)
@@ -361,6 +378,7 @@ class Agent:
         shared = self._runner.export_state()
         shared.plain["coordinator"] = message.memory
         shared.plain["layout"] = self._around.replica.layout
+        shared.plain["way"] = self._around.replica.way
         self._carry()
         facts = {"step": self.step, "strategy": self._strategy_text}
         own = Section(dict(self._carried.tensors), facts)
@@ -403,6 +421,7 @@ class Agent:
             "parameter_bytes": sum(
                 p.numel() * p.element_size() for _, p in self._around.replica.trained
             ),
+            "collectives": self._around.collectives,
             "peak_rss_bytes": peak_rss_bytes(),
             "input": self.input_totals(),
             "steps": self.step,

@@ -181,6 +181,8 @@ class Session:
             workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
             state = TrainState(broadcast_section(state.shared, around.group), workers)
             replica.layout = state.shared.plain["layout"]
+            # A run with another number of workers adds in another order anyway.
+            replica.way = state.shared.plain.get("way")
         elif self.size > 1:
             state = TrainState(broadcast_section(state.shared, around.group))
         try:
@@ -283,7 +285,10 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0
     if needs_speeds(read_strategy(assignment.strategy)):
-        slow = max((t.factor for t in agent.troubles if t.worker == session.rank), default=1.0)
+        # As slow as it will ever be: the groups hold for the whole run.
+        slow = max(
+            (t.factor / t.cores for t in agent.troubles if t.worker == session.rank), default=1.0
+        )
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
     control.tell(
         Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)

@@ -1,0 +1,210 @@
+"""Predicted step times beside measured ones, over links of several speeds. Needs root.
+
+    python bench/steps.py --pairs 5 --out bench/results/steps.json
+    python bench/steps.py --out bench/results/steps.json --show-only
+
+Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
+each sends. Two hold workers, each with half a core, the third serves parameters. A pair is a probe
+(one worker alone, with a server beside it, the way between two processes; the doctor's links) and
+one run for each number of workers, half of it `allreduce`, half of it `ps`. Pairs are added to
+those that the file holds already. Prints a Markdown table: medians over the pairs, and the
+measurement's own spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from made_job import write_job
+from paceline.cluster.doctor import Orders, examine
+from paceline.cluster.figures import update_pool
+from paceline.cluster.files import load_pool
+from paceline.cluster.pool import Pool, StepCost
+from paceline.job import refer_to_job
+from paceline.plan.estimate import Machines, estimate
+from paceline.specs.strategy import read_strategy
+from paceline.telemetry.folder import RunFolder
+from paceline.twin.calibrate import read_steps
+from paceline.twin.workload import measure_job
+from probing import limit, probe, train
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import lab as machines_here
+
+LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "unlimited": None}
+STRATEGIES = ("allreduce", "ps")
+QUOTA = 1 / 2
+STEPS, PROBED_STEPS = 60, 30
+COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
+
+    model: str
+    shape: tuple[int, ...]
+    share: int
+
+
+CASES = (
+    Case("mlp-300-100", (1, 28, 28), 256),
+    Case("cnn-small", (1, 28, 28), 32),
+    Case("resnet8", (1, 8, 8), 64),
+    Case("resnet20", (3, 32, 32), 4),
+)
+
+
+def limit_links(lab: machines_here.Lab, mbit_s: int | None) -> None:
+    """What each machine sends on the network that they share."""
+    for machine in lab.machines:
+        tc = ("tc", "-n", machine.namespace, "qdisc")
+        machines_here.run(*tc, "del", "dev", "eth0", "root", check=False)
+        if mbit_s is not None:
+            shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "64kb", "latency", "50ms")
+            machines_here.run(*tc, "add", "dev", "eth0", "root", *shape)
+
+
+@contextmanager
+def at_home(lab: machines_here.Lab) -> Iterator[None]:
+    """SSH finds its key and the machines it knows there."""
+    before = os.environ["HOME"]
+    os.environ["HOME"] = str(lab.home)
+    try:
+        yield
+    finally:
+        os.environ["HOME"] = before
+
+
+def examine_links(lab: machines_here.Lab, folder: Path) -> Pool:
+    path = lab.write_pool(folder / "pool.yaml", all={"python": sys.executable})
+    with at_home(lab):
+        return update_pool(asyncio.run(examine(load_pool(path).pool, Orders(flops_s=0.1))))
+
+
+def predict(job: Path, known: Pool, links: Pool, workers: int) -> dict[str, float]:
+    """Seconds of a step, as `paceline plan` has them."""
+    cost = known.hosts[0].measured["any"]
+    stretched = StepCost(per_sample_s=cost.per_sample_s / QUOTA, update_s=cost.update_s)
+    hosts = tuple(h.model_copy(update={"measured": {"any": stretched}}) for h in links.hosts)
+    pool = known.model_copy(update={"hosts": hosts})
+    machines = Machines(pool, measure_job(refer_to_job(job, {}).resolve()))
+    chosen = np.arange(workers)
+    return {s: estimate(machines, chosen, read_strategy(s)).step_s for s in STRATEGIES}
+
+
+def measure(lab: machines_here.Lab, job: Path, workers: int, folder: Path) -> dict[str, float]:
+    """Seconds of a step under each strategy, from all steps but the first of each."""
+    marked = {f"h{n + 1}": {"energy_efficient": True} for n in range(workers)}
+    pool = lab.write_pool(folder / "chosen.yaml", all={"python": sys.executable}, **marked)
+    out = folder / "real"
+    options = ["--pool", pool, "--select", "energy", "--servers-on", lab.machines[2].name]
+    options += ["--strategy", f"switch({', '.join(STRATEGIES)}, at=50%)", *limit([QUOTA] * workers)]
+    train(job, out, *options, home=lab.home)
+    result = RunFolder(out).read_result()
+    bound = result["switches"][0]["samples"]
+    found = {}
+    for strategy in STRATEGIES:
+        rates = []
+        for worker in range(workers):
+            mine = [
+                step
+                for step in read_steps(RunFolder(out), worker)
+                if (step["start"] < bound) == (strategy == STRATEGIES[0])
+            ][2:]
+            seconds = sum(s[c] for s in mine for c in COLUMNS) / 1e6
+            rates.append(sum(s["hi"] - s["lo"] for s in mine) / seconds)
+        found[strategy] = refer_to_job(job, {}).resolve().batch / sum(rates)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--models", default=",".join(c.model for c in CASES))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/steps.json"))
+    parser.add_argument("--show-only", action="store_true")
+    given = parser.parse_args()
+    cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    cases = [c for c in CASES if c.model in given.models.split(",")]
+    if not given.show_only:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            machines_here.make_lab(Path(folder) / "lab") as lab,
+        ):
+            for pair in range(given.pairs):
+                one_pair(lab, cases, cells, Path(folder), f"pair {pair + 1}")
+                given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+    show(cells)
+
+
+def one_pair(
+    lab: machines_here.Lab, cases: list[Case], cells: dict[str, Any], folder: Path, name: str
+) -> None:
+    (folder / "project").mkdir(exist_ok=True)
+    began = time.time()
+    links = {}
+    for link, mbit_s in LINKS.items():
+        limit_links(lab, mbit_s)
+        links[link] = examine_links(lab, folder)
+    for case in cases:
+        alone = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
+        known = probe(alone, (QUOTA, QUOTA), folder)
+        for link, mbit_s in LINKS.items():
+            limit_links(lab, mbit_s)
+            for workers in (1, 2):
+                job = write_job(
+                    folder / "project" / "job.py",
+                    *(case.model, case.shape, case.share * workers, STEPS),
+                )
+                real = measure(lab, job, workers, folder)
+                said = predict(job, known, links[link], workers)
+                for strategy in STRATEGIES:
+                    key = f"{case.model}|{workers}|{link}|{strategy}"
+                    cell = cells.setdefault(key, {"real": [], "said": []})
+                    cell["real"].append(real[strategy])
+                    cell["said"].append(said[strategy])
+        print(f"{name}: {case.model}, {time.time() - began:.0f} s", file=sys.stderr)
+
+
+def show(cells: dict[str, Any]) -> None:
+    """Errors are medians over the pairs; a spread is the median distance from the median."""
+    print("| model | workers | link | strategy | measured ms | predicted ms | error | own spread |")
+    print("|---|---:|---|---|---:|---:|---:|---:|")
+    errors = []
+    for key, cell in sorted(cells.items()):
+        middle = statistics.median(cell["real"])
+        error = statistics.median(
+            s / r - 1 for s, r in zip(cell["said"], cell["real"], strict=True)
+        )
+        spread = statistics.median(abs(r / middle - 1) for r in cell["real"])
+        errors.append(abs(error))
+        words = [f"`{k}`" if n == 3 else k for n, k in enumerate(key.split("|"))]
+        print(
+            f"| {' | '.join(words)} | {1e3 * middle:.1f} "
+            f"| {1e3 * statistics.median(cell['said']):.1f} "
+            f"| {100 * error:+.1f} % | {100 * spread:.1f} % |"
+        )
+    within = sum(e <= 0.2 for e in errors)
+    print(
+        f"\nmedian {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %; "
+        f"{within} of {len(errors)} within 20 %."
+    )
+
+
+if __name__ == "__main__":
+    main()
