@@ -2,6 +2,9 @@
 
     python bench/predicted.py --pairs 5 --out bench/results/predicted.json
     python bench/predicted.py --out bench/results/predicted.json --show-only
+    python bench/predicted.py --out bench/results/predicted.json --replay
+
+`--replay` lets today's twin foretell the recorded measurements from their recorded probes.
 
 A probe (each kind of machine alone, one worker with a server, the way between two processes) and
 the measurement that it is to foretell follow each other; nothing of the measurement is known to the
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,18 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from made_job import write_job
-from paceline.cluster.pool import Pool, StepCost
-from paceline.job import refer_to_job
+from paceline.cluster.files import make_pool
+from paceline.cluster.pool import Pool
 from paceline.launch.run import usable_cores
-from paceline.specs.strategy import read_strategy
-from paceline.specs.trouble import Trouble
 from paceline.telemetry.folder import RunFolder, read_events
 from paceline.telemetry.reading import rows_of
-from paceline.twin.calibrate import busy_s, calibrate_from_run, read_steps, steady_mean
-from paceline.twin.probe import probe_ways
-from paceline.twin.run import TwinOptions, run_twin
+from probing import limit, play, probe, train
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
+VIA = {"allreduce": "allreduce(via=network)", "ps": "ps(via=network)"}
+VIA["ps(sync=ssp(3))"] = "ps(sync=ssp(3), via=network)"
+"""Sockets, as between machines."""
 QUOTA = 1 / 4
 """Of a core, for each worker: four of them and a server leave cores free."""
 SLOWER = 3
@@ -65,64 +66,18 @@ def quotas(workers: int, one_slower: bool) -> list[float]:
     return [QUOTA / (SLOWER if one_slower and w == 0 else 1) for w in range(workers)]
 
 
-def probe(case: Case, workers: int, folder: Path) -> Pool:
-    """What is known before a measurement: a worker alone, and the ways between processes.
-
-    One process is up to a fifth faster than the next here, all its life: so there are three.
-    """
-    job = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
-    alone, slow, served = folder / "alone", folder / "slow", folder / "served"
-    run(job, "single", quotas(1, False), alone)
-    run(job, "single", quotas(1, True), slow)
-    run(job, "ps", quotas(1, False), served)
-    busy = [
-        quota * steady_mean([busy_s(s) for s in read_steps(RunFolder(out), 0)])
-        for out, quota in ((alone, QUOTA), (slow, QUOTA / SLOWER), (served, QUOTA))
-    ]
-    found = calibrate_from_run(alone)
-    host = found.hosts[0]
-    cost = StepCost(
-        per_sample_s=statistics.fmean(busy) / case.share,
-        update_s=host.measured[case.model].update_s,
-    )
-    host = host.model_copy(
-        update={
-            "host": "localhost",
-            "cores": usable_cores(),
-            "workers": workers,
-            "measured": {"any": cost},
-        }
-    )
-    ways = probe_ways(int(RunFolder(alone).read_result()["parameter_bytes"]))
-    pool = found.model_copy(update={"hosts": (host,), **ways, "control_ms": 0.0})
-    return pool.model_copy(update={"control_ms": fit_control(job, pool, served)})
-
-
-def fit_control(job: Path, pool: Pool, served: Path) -> float:
-    """Milliseconds that one worker and one server take for an exchange beyond what is modelled."""
-    real = steady_mean([s["comm_exposed"] + s["wait"] for s in read_steps(RunFolder(served), 0)])
-    one = pool.model_copy(update={"hosts": (pool.hosts[0].model_copy(update={"workers": 1}),)})
-    result = play(job, one, "ps", quotas(1, False), served.with_name("played"))
-    phases = result["phases"]["worker-0"]
-    steps = result["samples"] / refer_to_job(job, {}).resolve().batch
-    return max(0.0, real / 1e3 - 1e3 * (phases["comm_exposed"] + phases["wait"]) / steps)
-
-
-def run(job: Path, strategy: str, cores: list[float], out: Path) -> None:
-    command = [
-        *(sys.executable, "-c", "from paceline.cli.main import main; main()", "train", str(job)),
-        *("--workers", str(len(cores)), "--out", str(out), "--force", "--quiet"),
-        *("--threads", "1", "--strategy", strategy),
-    ]
-    for worker, share in enumerate(cores):
-        command += ["--slow", f"worker={worker},cores={share}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
-
-
 def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
     """One real run through all strategies: rate and share of waiting of each."""
     points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
-    run(job, f"switch({', '.join(STRATEGIES)}, at=({points}))", cores, out)
+    train(
+        job,
+        out,
+        "--strategy",
+        f"switch({', '.join(VIA.get(s, s) for s in STRATEGIES)}, at=({points}))",
+        "--workers",
+        len(cores),
+        *limit(cores),
+    )
     return split_phases(RunFolder(out), len(cores))
 
 
@@ -162,26 +117,19 @@ def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str,
     return {"rate": rate, "waiting": sum(waits) / sum(seconds)}
 
 
-def play(job: Path, pool: Pool, strategy: str, cores: list[float], out: Path) -> dict[str, Any]:
-    troubles = tuple(Trouble(worker=w, cores=c) for w, c in enumerate(cores))
-    options = TwinOptions(
-        out=out, pool=pool, depth="cost", troubles=troubles, force=True, workers=len(cores)
-    )
-    return run_twin(refer_to_job(job, {}), read_strategy(strategy), options)
-
-
 def predict(job: Path, pool: Pool, workers: int, one_slower: bool, out: Path) -> dict[str, Any]:
     """Play each strategy in virtual time."""
-    found = {}
-    for strategy in STRATEGIES:
-        result = play(job, pool, strategy, quotas(workers, one_slower), out)
-        phases = result["phases"].values()
-        whole = sum(sum(p[c] for c in STEP_COLUMNS) for p in phases)
-        found[strategy] = {
-            "rate": result["samples_per_s"],
-            "waiting": sum(p["wait"] for p in phases) / whole,
-        }
-    return found
+    cores = quotas(workers, one_slower)
+    return {s: sum_up_twin(play(job, pool, s, cores, out)) for s in STRATEGIES}
+
+
+def sum_up_twin(result: dict[str, Any]) -> dict[str, float]:
+    phases = result["phases"].values()
+    whole = sum(sum(p[c] for c in STEP_COLUMNS) for p in phases)
+    return {
+        "rate": result["samples_per_s"],
+        "waiting": sum(p["wait"] for p in phases) / whole,
+    }
 
 
 def main() -> None:
@@ -191,10 +139,14 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--out", type=Path, default=Path("bench/results/predicted.json"))
     parser.add_argument("--show-only", action="store_true")
+    parser.add_argument("--replay", action="store_true")
     given = parser.parse_args()
     cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     wanted = given.models.split(",")
-    for pair in range(0 if given.show_only else given.pairs):
+    if given.replay:
+        replay(cells)
+        given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+    for pair in range(0 if given.show_only or given.replay else given.pairs):
         for case in (c for c in CASES if c.model in wanted):
             for workers in map(int, given.workers.split(",")):
                 began = time.time()
@@ -212,7 +164,10 @@ def main() -> None:
 
 def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> None:
     """A probe, and the runs that it is to foretell."""
-    pool = probe(case, workers, folder)
+    alone = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
+    known = probe(alone, (QUOTA, QUOTA / SLOWER), folder)
+    host = known.hosts[0].model_copy(update={"cores": usable_cores(), "workers": workers})
+    pool = known.model_copy(update={"hosts": (host,)})
     job = write_job(folder / "job.py", case.model, case.shape, case.share * workers, STEPS)
     for one_slower in (False, True):
         real = measure(job, quotas(workers, one_slower), folder / "real")
@@ -224,6 +179,22 @@ def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> N
             cell["real"].append(real[strategy])
             cell["twin"].append(twin[strategy])
             cell["probe"].append(pool.to_plain())
+
+
+def replay(cells: dict[str, Any]) -> None:
+    """Once a recorded probe, for all that it was to foretell."""
+    by_name = {case.model: case for case in CASES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for key, cell in cells.items():
+            model, count, state, strategy = key.split("|")
+            case, workers = by_name[model], int(count)
+            job = write_job(folder / "job.py", model, case.shape, case.share * workers, STEPS)
+            cores = quotas(workers, state != "calm")
+            for pair, probed in enumerate(cell["probe"]):
+                pool = make_pool(probed, key)
+                result = play(job, pool, strategy, cores, folder / "twin")
+                cell["twin"][pair] = sum_up_twin(result)
 
 
 def show(cells: dict[str, Any]) -> None:

@@ -2,6 +2,9 @@
 
     python bench/steps.py --pairs 5 --out bench/results/steps.json
     python bench/steps.py --out bench/results/steps.json --show-only
+    python bench/steps.py --out bench/results/steps.json --replay
+
+`--replay` lets today's planner foretell the recorded measurements from their recorded probes.
 
 Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
 each sends. Two hold workers, each with half a core, the third serves parameters. A pair is a probe
@@ -32,7 +35,7 @@ import numpy as np
 from made_job import write_job
 from paceline.cluster.doctor import Orders, examine
 from paceline.cluster.figures import update_pool
-from paceline.cluster.files import load_pool
+from paceline.cluster.files import load_pool, make_pool
 from paceline.cluster.pool import Pool, StepCost
 from paceline.job import refer_to_job
 from paceline.plan.estimate import Machines, estimate
@@ -48,7 +51,7 @@ import lab as machines_here
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "unlimited": None}
 STRATEGIES = ("allreduce", "ps")
 QUOTA = 1 / 2
-STEPS, PROBED_STEPS = 60, 30
+STEPS, PROBED_STEPS = 44, 30
 COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
 
 
@@ -138,10 +141,14 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(c.model for c in CASES))
     parser.add_argument("--out", type=Path, default=Path("bench/results/steps.json"))
     parser.add_argument("--show-only", action="store_true")
+    parser.add_argument("--replay", action="store_true")
     given = parser.parse_args()
     cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     cases = [c for c in CASES if c.model in given.models.split(",")]
-    if not given.show_only:
+    if given.replay:
+        replay(cells)
+        given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+    elif not given.show_only:
         with (
             tempfile.TemporaryDirectory() as folder,
             machines_here.make_lab(Path(folder) / "lab") as lab,
@@ -175,10 +182,24 @@ def one_pair(
                 said = predict(job, known, links[link], workers)
                 for strategy in STRATEGIES:
                     key = f"{case.model}|{workers}|{link}|{strategy}"
-                    cell = cells.setdefault(key, {"real": [], "said": []})
+                    cell = cells.setdefault(key, {"real": [], "said": [], "probe": []})
                     cell["real"].append(real[strategy])
                     cell["said"].append(said[strategy])
+                    cell["probe"].append([known.to_plain(), links[link].to_plain()])
         print(f"{name}: {case.model}, {time.time() - began:.0f} s", file=sys.stderr)
+
+
+def replay(cells: dict[str, Any]) -> None:
+    by_name = {case.model: case for case in CASES}
+    with tempfile.TemporaryDirectory() as folder:
+        for key, cell in cells.items():
+            model, count, _, strategy = key.split("|")
+            case, workers = by_name[model], int(count)
+            path = Path(folder) / "job.py"
+            job = write_job(path, model, case.shape, case.share * workers, STEPS)
+            for pair, (known, links) in enumerate(cell["probe"]):
+                pools = make_pool(known, key), make_pool(links, key)
+                cell["said"][pair] = predict(job, *pools, workers)[strategy]
 
 
 def show(cells: dict[str, Any]) -> None:

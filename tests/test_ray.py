@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -120,6 +121,47 @@ def test_from_python_with_a_server_in_a_place_of_its_own(cluster: Cluster, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done", "1", "1"]
+
+
+LAY_OUT = """
+import numpy as np, ray, sys
+from paceline import Job, train
+from paceline.errors import UsageError
+from paceline.ray import RayLauncher, lay_out
+
+address, folder = sys.argv[1:]
+ray.init(address=address, log_to_driver=False)
+made = np.random.default_rng(0)
+images = made.standard_normal((300, 1, 8, 8)).astype("float32")
+rows = [{"image": image, "label": int(k % 10)} for k, image in enumerate(images)]
+source = ray.data.from_items(rows, override_num_blocks=4)
+data = lay_out(source, folder + "/laid")
+try:
+    lay_out(source, folder + "/laid")
+except UsageError as error:
+    print("refused:", error)
+job = Job(model="cnn-small", data=data, features="image", label="label", shape="1x8x8", epochs=2)
+result = train(job, "allreduce", launcher=RayLauncher(workers=2), out=folder + "/run")
+print("samples", result["samples"], result["status"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_ray_dataset_is_laid_out_and_trained_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Three hundred rows in four blocks, each once an epoch: val and test are cut off them."""
+    script = tmp_path / "lay_out.py"
+    script.write_text(LAY_OUT)
+    command = [sys.executable, str(script), cluster.address, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+    assert "laid is not empty: name another folder" in done.stdout
+    samples, status = done.stdout.split("samples ")[1].split()
+    assert status == "done"
+    tables = [parquet.read_table(p) for p in sorted((tmp_path / "laid").glob("*.parquet"))]
+    assert sum(table.num_rows for table in tables) == 300
+    assert int(samples) % 2 == 0
+    assert 0 < int(samples) <= 600
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import paceline
 from conftest import RunCli, StartCli, read_result, wait_until
 from lab import Lab
 from paceline.cluster.pool import Host
@@ -148,7 +150,8 @@ def test_job_file_on_three_machines_trains_as_here(
     assert "predicted" in done.stdout
     assert all_gone(lab)
     here = tmp_path / "here"
-    again = run_cli("train", project / "job.py", "--workers", "3", "--out", here, *ONE)
+    args = ("--workers", "3", "--strategy", "allreduce(via=network)", "--out", here, *ONE)
+    again = run_cli("train", project / "job.py", *args)
     assert again.code == 0, again.stderr
     mine, theirs = load_file(here / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -301,6 +304,43 @@ def test_a_machine_is_one_machine_whatever_is_known_of_it() -> None:
     launcher = make_launcher([known, Host(host="b")], [Host(host="a")])
     assert len(launcher.hosts) == 2
     assert launcher.seat_servers(1, 2) == [0]
+
+
+def write_wheel(folder: Path) -> Path:
+    """A package that makes what is installed here importable there: nothing has to be fetched."""
+    paths = {Path(torch.__file__).parents[1], Path(paceline.__file__).parents[1]}
+    wheel = folder / "neighbour-1-py3-none-any.whl"
+    info = "neighbour-1.dist-info"
+    with zipfile.ZipFile(wheel, "w") as package:
+        package.writestr("neighbour.pth", "".join(f"{path}\n" for path in paths))
+        package.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: neighbour\nVersion: 1\n")
+        tags = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        package.writestr(f"{info}/WHEEL", tags)
+        package.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+@pytest.mark.slow
+def test_environment_of_a_job_is_made_from_requirements(
+    lab: Lab, run_cli: RunCli, project: Path, tmp_path: Path
+) -> None:
+    """Without Paceline in it one line says so; with it the job trains in that environment."""
+    (project / "parts.py").write_text("import sys\nEPOCHS = 1\nprint('in', sys.prefix)\n")
+    plain = os.path.realpath(sys.executable)
+    pool = lab.write_pool(tmp_path / "pool.yaml", all={"python": plain})
+    args = ("train", project / "job.py", "--pool", pool, "--project", project, "--venv", *ONE)
+    (project / "requirements.txt").write_text("# nothing\n")
+    lacking = run_cli(*args, "--out", tmp_path / "lacking")
+    assert lacking.code == 1
+    assert lab.machines[0].name in lacking.stderr
+    assert "torch" in lacking.stderr
+    (project / "requirements.txt").write_text(f"{write_wheel(tmp_path)}\n")
+    done = run_cli(*args, "--out", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    logs = "".join(p.read_text() for p in (tmp_path / "run").rglob("*.log"))
+    for machine in lab.machines:
+        assert f"in {machine.home}/.paceline/launch/" in logs + done.stdout + done.stderr
+    assert all_gone(lab)
 
 
 # ---- planned machines for any script ---------------------------------------------------------

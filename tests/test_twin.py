@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
+from paceline import models
 from paceline.cluster.files import make_pool
 from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
+from paceline.comm.buckets import plan_layout
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job
 from paceline.plan.cost import (
     Workload,
     allreduce_s,
     coded_bytes,
+    exposed_of,
     exposed_s,
+    plan_buckets,
     ring_s,
     tree_s,
     with_stand_in,
@@ -39,6 +44,7 @@ from paceline.twin.fleet import Draws, Fleet, share_evenly
 from paceline.twin.learner import NOTHING, Costs, Told
 from paceline.twin.run import TwinOptions, run_twin
 from paceline.twin.timeline import Cores, Lane, Timeline
+from paceline.twin.workload import measure_job
 from paceline.twin.world import World
 
 EVERY_STRATEGY = [
@@ -490,8 +496,39 @@ def test_collectives_cost_what_the_formulas_say() -> None:
     tree = pool.model_copy(update={"collective": "tree"})
     assert small == allreduce_s(tree, pool.slots, 1e3) < allreduce_s(ring, pool.slots, 1e3)
     assert large == allreduce_s(ring, pool.slots, 1e9) < allreduce_s(tree, pool.slots, 1e9)
-    assert exposed_s(1.0, 10.0, 0.5e6, 25e6) == 1.0  # one bucket: nothing to hide behind
-    assert exposed_s(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
+    assert exposed_of(1.0, 10.0, 0.5e6, 25e6) == 1.0  # one bucket: nothing to hide behind
+    assert exposed_of(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
+
+
+def test_an_exchange_hides_behind_what_is_left_of_backward() -> None:
+    """The first bucket is ready at half of 10 s; the second, at the end, waits for it."""
+    assert exposed_s(10.0, [(0.5, 4.0), (1.0, 1.0)]) == pytest.approx(1.0)
+    assert exposed_s(10.0, [(0.5, 7.0), (1.0, 1.0)]) == pytest.approx(3.0)
+    assert exposed_s(10.0, [(1.0, 2.5)]) == pytest.approx(2.5)
+
+
+def test_buckets_of_the_cost_model_are_those_of_a_run() -> None:
+    for name in ("mlp-300-100", "cnn-small", "resnet20", "mlp-wide"):
+        job = Job(
+            model=name,
+            data=lambda: (((torch.zeros(4, 3, 32, 32), torch.zeros(4).long())), None, None),
+        )
+        work = measure_job(job)
+        model = models.build(name, input_shape=(3, 32, 32), classes=1)
+        named = list(model.named_parameters())
+        assert work.shapes == tuple(tuple(p.shape) for _, p in named)
+        for size in (1 << 16, 25 << 20):
+            counts = {n: p.numel() for n, p in named}
+            layout = [sum(counts[n] for n in names) for names in plan_layout(named, size)]
+            buckets = plan_buckets(work, size)
+            assert [b.share for b in buckets] == pytest.approx(
+                [count / sum(counts.values()) for count in layout]
+            )
+            ready = [b.ready for b in buckets]
+            assert ready == sorted(ready)
+            # The first layer's gradient is the last operation, the last layer's is done early.
+            assert ready[-1] == pytest.approx(1.0)
+            assert ready[0] > 1 / 3 or len(ready) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.cluster.doctor import most_common
 from paceline.cluster.remote.probe import source_towards
+from paceline.data.places import need, open_store
 from paceline.errors import RunFailed, UsageError
 from paceline.launch.outposts import EngineLauncher, OnLost
 
@@ -213,3 +214,50 @@ class RayLauncher(EngineLauncher):
             threads=max(1, int(cpus_each)),
             **options,
         )
+
+
+def lay_out(dataset: Any, url: str) -> str:
+    """Write a Ray Dataset as Parquet files where the workers will read it; `data=` of a Job.
+
+    Ray's tasks write where the blocks lie. `url` is a folder that all nodes reach (a shared path,
+    `hdfs://`, `s3://`), and must be empty: what lies there is never mixed with something else.
+    Columns that hold arrays become lists of one length, the form in which features are read.
+    """
+    ray = load_ray()
+    parquet = need("pyarrow.fs", "data", "laying out a Ray Dataset")
+    if not isinstance(dataset, need("ray.data", "ray", "Ray Data").Dataset):
+        raise UsageError(
+            f"lay_out writes a ray.data.Dataset, and was given {type(dataset).__name__}"
+        )
+    if not ray.is_initialized():
+        raise UsageError("lay_out needs a connection to Ray: call ray.init() first")
+    store, path = open_store(url)
+    if store.exists(path) and store.find(path):
+        raise UsageError(f"{url} is not empty: name another folder, or remove it")
+    store.makedirs(path, exist_ok=True)
+    files = parquet.PyFileSystem(parquet.FSSpecHandler(store))
+    dataset.map_batches(_as_lists, batch_format="pyarrow", zero_copy_batch=True).write_parquet(
+        path, filesystem=files
+    )
+    written = [name for name in store.find(path) if name.endswith(".parquet")]
+    if not written:
+        raise UsageError("the Ray Dataset has no rows: there is nothing to lay out")
+    return f"{url.rstrip('/')}/*.parquet"
+
+
+def _as_lists(batch: Any) -> Any:
+    """Ray's own kind of column for arrays, which other readers do not know, as plain lists."""
+    import pyarrow as pa
+
+    columns = []
+    for name in batch.column_names:
+        column = batch[name].combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = column.chunk(0) if column.num_chunks else pa.array([], type=column.type)
+        if isinstance(column, pa.ExtensionArray) and hasattr(column, "to_numpy"):
+            rows = column.to_numpy(zero_copy_only=False)
+            flat = pa.array(rows.reshape(-1))
+            width = flat.__len__() // max(1, len(rows))
+            column = pa.FixedSizeListArray.from_arrays(flat, width)
+        columns.append(column)
+    return pa.table(columns, names=batch.column_names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.pool import Host, Pool, StepCost
@@ -41,6 +42,8 @@ class Workload:
     """Samples of val and test, where there are such."""
     slots: int
     """Numbers that the optimizer keeps for each parameter."""
+    ready: tuple[float, ...] = ()
+    """For each shape the share of a step's operations done when its gradient is there, if known."""
 
     @property
     def parameters(self) -> int:
@@ -73,7 +76,7 @@ def with_stand_in(work: Workload, host: Host) -> Workload:
     if measured is None or measured.gradient_mb is None:
         return work
     count = round(measured.gradient_mb * 1e6 / work.item_bytes)
-    return dataclasses.replace(work, shapes=((count,),))
+    return dataclasses.replace(work, shapes=((count,),), ready=())
 
 
 def compute_on(host: Host, work: Workload, pool: Pool) -> Compute:
@@ -141,8 +144,45 @@ def _crowding(host: Host) -> float:
     return max(1.0, host.workers / host.cores)
 
 
-def exposed_s(exchange_s: float, compute_s: float, nbytes: float, bucket_bytes: float) -> float:
-    """What of an exchange the backward pass does not hide: at least its last bucket."""
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are exchanged together."""
+
+    ready: float
+    """The share of a step's computing that is done when they are there."""
+    share: float
+    """Of all bytes."""
+
+
+def plan_buckets(work: Workload, bucket_bytes: float) -> list[Bucket]:
+    """Filled as `comm.buckets.plan_layout` fills them: from the last layer on, a small first one,
+    and what tips one over still goes in. Empty where the layers are not known."""
+    if len(work.ready) != len(work.shapes):
+        return []
+    buckets: list[Bucket] = []
+    room, total = 0.0, float(work.bytes)
+    for shape, ready in zip(reversed(work.shapes), reversed(work.ready), strict=True):
+        if room <= 0:
+            room = FIRST_BUCKET_BYTES if not buckets else bucket_bytes
+            buckets.append(Bucket(0.0, 0.0))
+        nbytes = math.prod(shape) * work.item_bytes
+        last = buckets.pop()
+        buckets.append(Bucket(max(last.ready, ready), last.share + nbytes / total))
+        room -= nbytes
+    return buckets
+
+
+def exposed_s(compute_s: float, exchanges: Sequence[tuple[float, float]]) -> float:
+    """What goes on after computing, if each exchange of so many seconds begins when its share of
+    computing is done, and the one before it is over."""
+    ends = 0.0
+    for ready, seconds in exchanges:
+        ends = max(ends, ready * compute_s) + seconds
+    return max(0.0, ends - compute_s)
+
+
+def exposed_of(exchange_s: float, compute_s: float, nbytes: float, bucket_bytes: float) -> float:
+    """The same where the layers are not known: all but the last of equal buckets can be hidden."""
     buckets = 1 + math.ceil(max(0.0, nbytes - FIRST_BUCKET_BYTES) / bucket_bytes)
     hidden = min(exchange_s * (buckets - 1) / buckets, BACKWARD_SHARE * compute_s)
     return exchange_s - hidden

@@ -20,9 +20,11 @@ from paceline.plan.cost import (
     Workload,
     coded_bytes,
     compute_on,
+    exposed_of,
     exposed_s,
     network_s,
     own_s,
+    plan_buckets,
     with_stand_in,
 )
 from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
@@ -164,7 +166,13 @@ def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[floa
         return slowest + update + exchange / between, compute, 0.0
     slowest = _slowest(compute, machines.cv[chosen])
     bucket = strategy.bucket_mb * (1 << 20) if isinstance(strategy, AllReduce) else 25 << 20
-    return slowest + exposed_s(exchange, slowest, nbytes, bucket) + update, compute, 0.0
+    buckets = plan_buckets(machines.work, bucket)
+    if buckets:
+        each = [(b.ready, _allreduce(machines, chosen, b.share * nbytes)) for b in buckets]
+        exposed = exposed_s(slowest, each)
+    else:
+        exposed = exposed_of(exchange, slowest, nbytes, bucket)
+    return slowest + exposed + update, compute, 0.0
 
 
 def _shares(machines: Machines, chosen: Ints, strategy: Strategy) -> Floats:

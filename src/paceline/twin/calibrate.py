@@ -10,7 +10,7 @@ from typing import Any
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.job import JobRef
-from paceline.plan.cost import exposed_s
+from paceline.plan.cost import exposed_of
 from paceline.specs.strategy import AllReduce, ParameterServer, read_strategy
 from paceline.telemetry.folder import RunFolder, read_events
 from paceline.telemetry.reading import rows_of
@@ -162,6 +162,6 @@ def uncover_s(exposed: float, busy: float, nbytes: float, bucket_bytes: float) -
     low, high = exposed, exposed + busy
     for _ in range(50):
         middle = (low + high) / 2
-        seen = exposed_s(middle, busy, nbytes, bucket_bytes)
+        seen = exposed_of(middle, busy, nbytes, bucket_bytes)
         low, high = (middle, high) if seen < exposed else (low, middle)
     return high

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.plan.cost import allreduce_s, coded_bytes, exposed_s
+from paceline.plan.cost import allreduce_s, coded_bytes, exposed_of, exposed_s, plan_buckets
 from paceline.protocol.messages import (
     Advanced,
     Go,
@@ -47,6 +47,13 @@ class PlannedCrew:
         self._cuts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
         self.bytes_sent = self.bytes_before = 0.0
         self._exchange_s, self._bytes = self._cost_exchange()
+        self._buckets: list[tuple[float, float]] = []
+        """When each bucket is ready, as a share of computing, and the seconds of its exchange."""
+        if isinstance(strategy, AllReduce) and self._workers > 1:
+            self._buckets = [
+                (b.ready, allreduce_s(world.pool, world.fleet.hosts, b.share * self._bytes))
+                for b in plan_buckets(world.work, strategy.bucket_mb * (1 << 20))
+            ]
         self._forget()
 
     def _cost_exchange(self) -> tuple[float, float]:
@@ -159,8 +166,12 @@ class PlannedCrew:
                 self._wait_for_all(self._free, self._exchange_s)
             return told
         if isinstance(strategy, AllReduce):
-            bucket_bytes = strategy.bucket_mb * (1 << 20)
-            exposed = exposed_s(self._exchange_s, float(busy.max()), self._bytes, bucket_bytes)
+            longest = float(busy.max())
+            if self._buckets:
+                exposed = exposed_s(longest, self._buckets)
+            else:
+                size = strategy.bucket_mb * (1 << 20)
+                exposed = exposed_of(self._exchange_s, longest, self._bytes, size)
             self._wait_for_all(ends, exposed)
             self._free = self._free + update
             world.clocks.add_all("optimizer", update)

@@ -58,10 +58,15 @@ def probe_machine(job: Job, workers: int) -> Pool:
 # ---- the way between two processes ------------------------------------------------------------
 
 
-def probe_ways(nbytes: int) -> dict[str, Any]:
-    """The figures of a pool on what processes of this machine exchange, for gradients so large."""
-    least_s, sum_s = probe_collective(4), probe_collective(nbytes)
-    send_s, latency_s = probe_transfer(nbytes)
+def probe_ways(nbytes: int, *, shared: bool = True) -> dict[str, Any]:
+    """The figures of a pool on what processes of this machine exchange, for gradients so large.
+
+    `shared` is through memory where that is possible, as processes of one machine do it; otherwise
+    as those of several machines do.
+    """
+    shared = shared and machine_identity() is not None
+    least_s, sum_s = probe_collective(4, shared), probe_collective(nbytes, shared)
+    send_s, latency_s = probe_transfer(nbytes, shared)
     return {
         "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
         # Two processes: an all-reduce is two hops, and each byte goes once.
@@ -72,9 +77,9 @@ def probe_ways(nbytes: int) -> dict[str, Any]:
     }
 
 
-def probe_collective(nbytes: int) -> float:
-    """Seconds of one all-reduce of so many bytes between two processes here, as a run has it."""
-    if machine_identity() is not None:
+def probe_collective(nbytes: int, shared: bool) -> float:
+    """Seconds of one all-reduce of so many bytes between two processes here."""
+    if shared:
         count = max(1, nbytes // 4)
         name = create_memory(Arena.size_for(2, slot_bytes([4 * count])))
         try:
@@ -86,24 +91,24 @@ def probe_collective(nbytes: int) -> float:
         return _run_pair(_sum_together, store, nbytes)
 
 
-def probe_transfer(nbytes: int) -> tuple[float, float]:
+def probe_transfer(nbytes: int, shared: bool) -> tuple[float, float]:
     """Seconds to hand so many bytes to another process, and those of a short message one way."""
     listener = socket.create_server(("127.0.0.1", 0))
     token = secrets.token_hex(32)
     port = listener.getsockname()[1]
-    shared = create_memory(max(1, nbytes)) if machine_identity() is not None else None
+    memory = create_memory(max(1, nbytes)) if shared else None
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_send_back, args=(port, token, nbytes, shared), daemon=True)
+    child = context.Process(target=_send_back, args=(port, token, nbytes, memory), daemon=True)
     child.start()
     try:
-        return _send_and_wait(listener, token, nbytes, shared)
+        return _send_and_wait(listener, token, nbytes, memory)
     finally:
         listener.close()
         child.join(TIMEOUT_S)
         if child.is_alive():
             child.kill()
-        if shared is not None:
-            remove_memory(shared)
+        if memory is not None:
+            remove_memory(memory)
 
 
 def _run_pair(target: Any, *args: Any) -> float:

@@ -30,13 +30,22 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
     inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
     was = {n: b.clone() for n, b in model.named_buffers()}
     counter = FlopCounterMode(display=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    done: dict[torch.nn.Parameter, int] = {}
+
+    def note(parameter: torch.Tensor) -> None:
+        done[parameter] = counter.get_total_flops()  # type: ignore[index]
+
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]
     with counter:
         build_loss(job, model)(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
     for name, buffer in model.named_buffers():
         buffer.copy_(was[name])
     model.zero_grad(set_to_none=True)
     torch.set_rng_state(generator)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    total = max(1, counter.get_total_flops())
     spec = job.optimizer_spec
     slots = SLOTS.get(spec.word, 2) + (1 if spec.options().get("momentum") else 0)
     return Workload(
@@ -50,4 +59,6 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
         epochs=job.epochs,
         evaluated={split: len(getattr(tables, split)) for split in tables.splits},
         slots=slots,
+        # A parameter that was not used never has a gradient: its bucket waits for the end.
+        ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
     )
