@@ -41,7 +41,7 @@ VIA["ps(sync=ssp(3))"] = "ps(sync=ssp(3), via=network)"
 QUOTA = 1 / 4
 """Of a core, for each worker: four of them and a server leave cores free."""
 SLOWER = 3
-STEPS, PROBED_STEPS = 128, 30
+STEPS, PROBED_STEPS = 128, 40
 STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
 
 

@@ -19,6 +19,9 @@ from paceline.twin.calibrate import busy_s, measure_spread, read_steps, steady_m
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 
+COLD = 7
+"""Steps of a probe that are left out, beside the first tenth: torch still warms up."""
+
 
 def train(job: Path, out: Path, *options: object, home: Path | None = None) -> None:
     """One real run, each of its processes with one thread."""
@@ -59,7 +62,7 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     }
     for name, (strategy, cores) in runs.items():
         train(job, folder / name, "--strategy", strategy, "--workers", 1, *limit([cores]))
-    steps = {name: read_steps(RunFolder(folder / name), 0) for name in runs}
+    steps = {name: read_steps(RunFolder(folder / name), 0)[COLD:] for name in runs}
     busy = [runs[name][1] * steady_mean([busy_s(s) for s in mine]) for name, mine in steps.items()]
     spec = refer_to_job(job, {}).resolve()
     cost = StepCost(

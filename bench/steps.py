@@ -51,7 +51,7 @@ import lab as machines_here
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "unlimited": None}
 STRATEGIES = ("allreduce", "ps")
 QUOTA = 1 / 2
-STEPS, PROBED_STEPS = 44, 30
+STEPS, PROBED_STEPS = 44, 40
 COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
 
 
