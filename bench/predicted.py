@@ -35,6 +35,9 @@ from paceline.telemetry.reading import rows_of
 from probing import limit, play, probe, train
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
+VIA = {"allreduce": "allreduce(via=network)", "ps": "ps(via=network)"}
+VIA["ps(sync=ssp(3))"] = "ps(sync=ssp(3), via=network)"
+"""Sockets, as between machines."""
 QUOTA = 1 / 4
 """Of a core, for each worker: four of them and a server leave cores free."""
 SLOWER = 3
@@ -70,7 +73,7 @@ def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
         job,
         out,
         "--strategy",
-        f"switch({', '.join(STRATEGIES)}, at=({points}))",
+        f"switch({', '.join(VIA.get(s, s) for s in STRATEGIES)}, at=({points}))",
         "--workers",
         len(cores),
         *limit(cores),

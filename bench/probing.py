@@ -58,7 +58,7 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     runs: Mapping[str, tuple[str, float]] = {
         "alone": ("single", quota),
         "slow": ("single", other),
-        "served": ("ps", quota),
+        "served": ("ps(via=network)", quota),
     }
     for name, (strategy, cores) in runs.items():
         train(job, folder / name, "--strategy", strategy, "--workers", 1, *limit([cores]))
@@ -74,7 +74,7 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
         hosts=(Host(host="localhost", measured={"any": cost}),),
         link=Link(mbit_s=float("inf"), latency_ms=0.0),
         jitter=Jitter(cv=min(2.0, measure_spread(steps["alone"]))),
-    ).model_copy(update={**probe_ways(nbytes), "control_ms": 0.0})
+    ).model_copy(update={**probe_ways(nbytes, shared=False), "control_ms": 0.0})
     # What one worker and one server take for an exchange beyond what is modelled.
     played = play(job, pool, "ps", [quota], folder / "played")
     phases = played["phases"]["worker-0"]

@@ -150,7 +150,8 @@ def test_job_file_on_three_machines_trains_as_here(
     assert "predicted" in done.stdout
     assert all_gone(lab)
     here = tmp_path / "here"
-    again = run_cli("train", project / "job.py", "--workers", "3", "--out", here, *ONE)
+    args = ("--workers", "3", "--strategy", "allreduce(via=network)", "--out", here, *ONE)
+    again = run_cli("train", project / "job.py", *args)
     assert again.code == 0, again.stderr
     mine, theirs = load_file(here / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
