@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -19,6 +20,8 @@ from paceline.twin.calibrate import busy_s, measure_spread, read_steps, steady_m
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
 
+COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+"""The parts of a step."""
 COLD = 7
 """Steps of a probe that are left out, beside the first tenth: torch still warms up."""
 
@@ -81,3 +84,15 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     modelled = 1e3 * (phases["comm_exposed"] + phases["wait"]) * spec.batch / played["samples"]
     real = steady_mean([s["comm_exposed"] + s["wait"] for s in steps["served"]]) / 1e3
     return pool.model_copy(update={"control_ms": max(0.0, real - modelled)})
+
+
+def read_cells(path: Path) -> dict[str, Any]:
+    cells: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return cells
+
+
+def write_cells(path: Path, cells: dict[str, Any]) -> None:
+    """A line for each row of the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

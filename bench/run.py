@@ -4,8 +4,7 @@ python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,all
                     [--workers 2] [--no-save]
 
 Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), Paceline's
-`allreduce` and `ps`, and, where `--tensorflow PYTHON` names an interpreter that has TensorFlow,
-`tf-ring` (MultiWorkerMirrored) and `tf-ps` (ParameterServer). A side that fails is kept as failed.
+`allreduce` and `ps`. A side that fails is kept as failed.
 """
 
 from __future__ import annotations
@@ -28,18 +27,12 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 THREADS = 1
-RATIOS = (
-    ("allreduce", "ddp"),
-    ("allreduce", "apart"),
-    ("ps", "apart"),
-    ("allreduce", "tf-ring"),
-    ("ps", "tf-ps"),
-)
+RATIOS = (("allreduce", "ddp"), ("allreduce", "apart"), ("ps", "apart"))
 """What is told: the first over the second, of the same round."""
 
 
-def run_script(python: str, script: str, *words: object) -> float:
-    command = [python, str(HERE / script), *map(str, words)]
+def run_ddp(*words: object) -> float:
+    command = [sys.executable, str(HERE / "plain_ddp.py"), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1:] or "no output")
@@ -54,19 +47,13 @@ def measure_paceline(strategy: str, name: str, workers: int) -> float:
     return float(result["samples_per_s"])
 
 
-def make_sides(workers: int, tensorflow: str | None) -> dict[str, Callable[[str], float]]:
-    ours = sys.executable
+def make_sides(workers: int) -> dict[str, Callable[[str], float]]:
     sides: dict[str, Callable[[str], float]] = {
-        "ddp": lambda name: run_script(ours, "plain_ddp.py", name, workers, THREADS),
-        "apart": lambda name: run_script(ours, "plain_ddp.py", name, workers, THREADS, "apart"),
+        "ddp": lambda name: run_ddp(name, workers, THREADS),
+        "apart": lambda name: run_ddp(name, workers, THREADS, "apart"),
         "allreduce": lambda name: measure_paceline("allreduce", name, workers),
         "ps": lambda name: measure_paceline("ps", name, workers),
     }
-    if tensorflow is not None:
-        for kind in ("tf-ring", "tf-ps"):
-            sides[kind] = lambda name, kind=kind: run_script(  # type: ignore[misc]
-                tensorflow, "peer_tf.py", kind, name, workers, THREADS
-            )
     return sides
 
 
@@ -116,12 +103,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--sides", default="ddp,apart,allreduce,ps,tf-ring,tf-ps")
-    parser.add_argument("--tensorflow", metavar="PYTHON")
+    parser.add_argument("--sides", default="ddp,apart,allreduce,ps")
     parser.add_argument("--no-save", action="store_true")
     given = parser.parse_args()
-    sides = make_sides(given.workers, given.tensorflow)
-    sides = {side: sides[side] for side in given.sides.split(",") if side in sides}
+    sides = make_sides(given.workers)
+    sides = {side: sides[side] for side in given.sides.split(",")}
     rows = [measure(name, sides, given.repeats) for name in given.workloads.split(",")]
     print("\n| network | workers | side | samples/s (least to most) | beside | ratio |")
     print("|---|---:|---|---:|---|---:|")

@@ -39,7 +39,7 @@ class Replica:
         self.layout: list[list[str]] | None = None
         """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
         self.way: str | None = None
-        """How they are summed, `shared` or `torch`; fixed and kept likewise, once it was chosen."""
+        """How they are summed, `shared` or `network`; fixed likewise, once it was chosen."""
         names = {p: n for n, p in model.named_parameters()}
         self.trained: list[tuple[str, torch.nn.Parameter]] = []
         """What the optimizer updates, in the model's order; tied parameters once."""
