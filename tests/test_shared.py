@@ -7,15 +7,16 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
 from paceline.comm.arena import Arena
+from paceline.comm.group import Shared
 from paceline.comm.memory import (
     FOLDER,
     create_memory,
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.skipif(
     machine_identity() is None, reason="shared memory needs Linux on x86-64 with /dev/shm"
 )
 FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
+"""For processes that use torch's collectives, whose threads a fork would not have."""
 TIMEOUT_S = 20.0
 
 
@@ -46,8 +49,7 @@ def sum_in(
 ) -> None:
     nbytes = slot_bytes([c * d.itemsize for c, d in zip(counts, dtypes, strict=True)])
     arena = Arena.open(name, range(size), rank, nbytes, TIMEOUT_S)
-    shared = SimpleNamespace(arena=arena, leaders=None, machines=1)
-    sums = SharedSums(shared, counts, dtypes)  # type: ignore[arg-type]
+    sums = SharedSums(Shared(arena, None, 1), counts, dtypes)
     found = []
     for step in range(steps):
         for bucket, (count, dtype) in enumerate(zip(counts, dtypes, strict=True)):
@@ -84,6 +86,53 @@ def test_sums_have_the_bits_of_adding_in_the_order_of_ranks(size: int, dtype: to
                 total.add_(values_of(rank, step, count, kind))
             wanted = total.view(torch.uint8).tolist()
             assert all(answers[r][step][bucket] == wanted for r in range(size))
+    assert left_behind() == before
+
+
+def sum_across(names: list[str], rank: int, meeting: str, count: int, told: Any) -> None:
+    """Two workers on each of two machines; the first of each meet by torch's collectives."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, 4)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    leaders = dist.new_group([0, 2])
+    mine = [0, 1] if rank < 2 else [2, 3]
+    nbytes = slot_bytes([8 * count])
+    arena = Arena.open(names[rank // 2], mine, rank, nbytes, TIMEOUT_S)
+    sums = SharedSums(Shared(arena, leaders, 2), [count], [torch.float64])
+    found = []
+    for step in range(6):
+        sums.own(0).copy_(values_of(rank, step, count, torch.float64))
+        sums.filled()
+        time.sleep(0.002 * ((rank + step) % 3))
+        sums.finish()
+        found.append(sums.own(0).tolist())
+    told.put((rank, found))
+    dist.destroy_process_group()
+
+
+def test_sums_reach_over_machines_through_their_first_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    before, count = left_behind(), 700
+    names = [create_memory(Arena.size_for(2, slot_bytes([8 * count]))) for _ in range(2)]
+    told = SPAWN.Queue()
+    meeting = str(tmp_path / "meeting")
+    workers = [
+        SPAWN.Process(target=sum_across, args=(names, r, meeting, count, told)) for r in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    answers = dict(told.get(timeout=60) for _ in workers)
+    for name in names:
+        remove_memory(name)
+    for worker in workers:
+        worker.join(TIMEOUT_S)
+    for step in range(6):
+        wanted = sum(values_of(r, step, count, torch.float64) for r in range(4))
+        assert isinstance(wanted, torch.Tensor)
+        assert all(answers[r][step] == answers[0][step] for r in range(4))
+        assert answers[0][step] == pytest.approx(wanted.tolist(), abs=1e-12)
     assert left_behind() == before
 
 
