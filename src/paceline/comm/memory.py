@@ -28,8 +28,11 @@ def machine_identity() -> str | None:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64" or not FOLDER.is_dir():
         return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    places = (os.stat(p) for p in (FOLDER, "/proc/self/ns/net", "/proc/self/ns/pid"))
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        places = [os.stat(p) for p in (FOLDER, "/proc/self/ns/net", "/proc/self/ns/pid")]
+    except OSError:
+        return None  # a container that hides them: nobody can tell who is beside whom
     return f"{boot}/" + "/".join(f"{place.st_dev}-{place.st_ino}" for place in places)
 
 
