@@ -179,6 +179,7 @@ def test_compiled_keras_model(
     """Architecture, optimizer, rate and loss are the model's own."""
     # Without it Keras asks for TensorFlow, and cannot be imported where there is none.
     monkeypatch.setenv("KERAS_BACKEND", "torch")
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # Keras sets it, and leaves it
     pytest.importorskip(
         "keras", reason="Keras is not installed: its models on Spark are not tested"
     )
