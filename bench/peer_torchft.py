@@ -67,7 +67,7 @@ def train(rank: int, name: str, workers: int, threads: int) -> None:
 
 
 def main(name: str, workers: int, threads: int) -> None:
-    from torchft import LighthouseServer
+    from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=workers, join_timeout_ms=1000, quorum_tick_ms=10
@@ -75,7 +75,12 @@ def main(name: str, workers: int, threads: int) -> None:
     children = []
     for rank in range(workers):
         command = [sys.executable, __file__, name, str(workers), str(threads), str(rank)]
-        env = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "GLOO_SOCKET_IFNAME": "lo"}
+        env = {
+            **os.environ,
+            "TORCHFT_LIGHTHOUSE": lighthouse.address(),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RUST_LOG": "warn",
+        }
         out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         children.append(subprocess.Popen(command, env=env, stdout=out, text=True))
     try:
