@@ -39,6 +39,18 @@ class Strategy(Spec):
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot follow the strategy."""
 
+    def check_batch(self, batch: int, workers: int) -> None:
+        """Raise SpecError when a global batch cannot be shared out among so many workers."""
+        if batch < workers:
+            raise SpecError(
+                f"--batch {batch} is smaller than --workers {workers}: "
+                "the global batch must give every worker a sample"
+            )
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        """How a batch is shared out, in proportion; None is evenly."""
+        return None
+
     def lr_note(self, workers: int) -> str:
         """The learning rate in force, in words, for the start of a run and for a switch."""
         return "learning rate x1 an update of the global batch"
@@ -49,6 +61,9 @@ class Single(Strategy):
     """One worker, no exchange; the reference that the exact strategies are equal to."""
 
     word: ClassVar[str] = "single"
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        return (1,) + (0,) * (workers - 1)
 
     def check_workers(self, workers: int) -> None:
         if workers != 1:
@@ -215,6 +230,58 @@ class DiLoCo(Strategy):
         return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
 
 
+def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
+    """`even`, or names of layers."""
+    parts = value if isinstance(value, tuple) else (value,)
+    names = []
+    for part in parts:
+        if not isinstance(part, Call) or part.args or part.named:
+            raise SpecError(f"{where} is {part}: write even, or names of layers")
+        names.append(part.name)
+    return names[0] if names == ["even"] else tuple(names)
+
+
+@dataclass(frozen=True)
+class Pipeline(Strategy):
+    """The model in stages, each on a worker of its own; micro-batches pass through them."""
+
+    word: ClassVar[str] = "pipeline"
+    stages: int = option(integer(1, 1024), 2)
+    micro: int = option(integer(1, 65536), 4)
+    schedule: str = option(choice("1f1b", "gpipe"), "1f1b")
+    cut: str | tuple[str, ...] = option(_read_cut, "even")
+
+    def __post_init__(self) -> None:
+        if self.cuts and len(self.cuts) != self.stages - 1:
+            raise SpecError(
+                f"pipeline(stages={self.stages}) needs {self.stages - 1} cuts, "
+                f"{len(self.cuts)} given"
+            )
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return () if isinstance(self.cut, str) else self.cut
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        """The last stage of each replica answers for its samples."""
+        return tuple(int(w % self.stages == self.stages - 1) for w in range(workers))
+
+    def check_workers(self, workers: int) -> None:
+        if workers % self.stages:
+            raise SpecError(
+                f"pipeline(stages={self.stages}) with {workers} workers: "
+                f"use {self.stages} workers, or a multiple of it for replicas"
+            )
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        replicas = workers // self.stages
+        if batch % (replicas * self.micro):
+            raise SpecError(
+                f"--batch {batch} does not divide into {replicas * self.micro} micro-batches "
+                f"({replicas} replicas of {self.micro}): use a multiple of {replicas * self.micro}"
+            )
+
+
 @dataclass(frozen=True)
 class Switch(Strategy):
     """Several strategies one after another, in one run, at stated points."""
@@ -272,6 +339,10 @@ class Switch(Strategy):
             if not isinstance(part, Single):
                 part.check_workers(workers)
 
+    def check_batch(self, batch: int, workers: int) -> None:
+        for part in self.parts:
+            part.check_batch(batch, workers)
+
     def to_call(self) -> Call:
         points = tuple(p.to_value() for p in self.at)
         at: Value = points[0] if len(points) == 1 else points
@@ -292,7 +363,8 @@ class Switch(Strategy):
 
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
-    c.word: c for c in (Single, AllReduce, ParameterServer, Grouped, LocalSgd, DiLoCo, Switch)
+    c.word: c
+    for c in (Single, AllReduce, ParameterServer, Grouped, LocalSgd, DiLoCo, Pipeline, Switch)
 }
 
 

@@ -17,6 +17,7 @@ RUNNERS = {
     "diloco": "paceline.strategies.local_sgd:DiLoCoRunner",
     "grouped": "paceline.strategies.grouped:GroupedRunner",
     "local_sgd": "paceline.strategies.local_sgd:LocalSgdRunner",
+    "pipeline": "paceline.strategies.pipeline:PipelineRunner",
     "ps": "paceline.strategies.param_server:ParameterServerRunner",
 }
 

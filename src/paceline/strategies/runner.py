@@ -11,8 +11,12 @@ import torch
 from paceline.comm.control import Control
 from paceline.comm.group import Group
 from paceline.protocol.messages import Lease, Measured
+from paceline.scoring import count_correct
 from paceline.state import Section, persistent_buffers
-from paceline.telemetry.phases import PhaseClock
+from paceline.telemetry.phases import BACKWARD, FORWARD, PhaseClock
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 INNER = "inner/"
 """Begins the names of what a worker's local optimizer remembers; a switch ends that."""
@@ -97,9 +101,26 @@ class Runner(ABC):
     def import_state(self, state: Section) -> None:
         """Take over the global state; afterwards training can go on from it."""
 
+    def reads(self, lease: Lease) -> Lease:
+        """The rows that this worker reads for a lease: those of its own share."""
+        return lease
+
     def begin_step(self, work: Work) -> None:
         """Make the weights ready for a forward pass."""
         return
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        """Forward and backward; without rows there is nothing to compute, yet a part to play."""
+        if batch is None:
+            return Measured(0, 0, 0.0, 0)
+        inputs, targets = batch
+        self.clock.enter(FORWARD)
+        output = self.replica.model(inputs)
+        loss = loss_of(output, targets)
+        self.clock.enter(BACKWARD)
+        loss.backward()  # type: ignore[no-untyped-call]
+        correct, predictions = count_correct(output, targets)
+        return Measured(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
 
     @abstractmethod
     def finish_step(self, work: Work) -> None:

@@ -46,7 +46,15 @@ from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Slowness, Trouble
 from paceline.state import Section, TrainState, checksum, copy_section, persistent_buffers
 from paceline.strategies import make_runner
-from paceline.strategies.runner import INNER, Runner, Surroundings, Work, average_buffers
+from paceline.strategies.runner import (
+    INNER,
+    Batch,
+    LossOf,
+    Runner,
+    Surroundings,
+    Work,
+    average_buffers,
+)
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.phases import (
     BACKWARD,
@@ -184,6 +192,16 @@ class Agent:
             self._slowness = Slowness.of(self.troubles, self._rank, epoch)
             self._late = self._slowness.delay_s == 0.0
             self._suffered_until = (time.perf_counter(), time.thread_time())
+
+    def reads(self, lease: Lease) -> Lease:
+        """The rows that this worker needs for a lease."""
+        assert self._runner is not None
+        return self._runner.reads(lease)
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        """Forward and backward, as the strategy has them."""
+        assert self._runner is not None
+        return self._runner.compute(work, batch, loss_of)
 
     def finish(self, work: Work, measured: Measured) -> None:
         """Gradients are there: exchange, update, record, report."""

@@ -10,7 +10,8 @@ import torch
 from paceline.data import Table
 from paceline.errors import UsageError
 from paceline.protocol.messages import split_batch
-from paceline.worker.build import Loss, count_correct
+from paceline.scoring import count_correct
+from paceline.worker.build import Loss
 
 BATCH = 256
 
