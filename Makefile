@@ -31,7 +31,7 @@ stores: $(VENV)/.tools            ## what tests on a real S3 server and a real H
 packages:                         ## what tests on several machines need, where it can be installed
 	.ci/packages
 
-bench: $(VENV)/.package           ## measure beside plain PyTorch DDP; results under bench/results
+bench: $(VENV)/.package           ## measure beside its peers; results under bench/results
 	$(BIN)/python bench/run.py
 
 $(VENV)/.package: pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 TEXT = '''"""Random pictures: nothing is to be learnt from them."""
@@ -30,3 +31,26 @@ def write_job(path: Path, model: str, shape: tuple[int, ...], batch: int, steps:
     text = TEXT.format(model=model, shape=shape, batch=batch, samples=batch * steps)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
+
+    model: str
+    shape: tuple[int, ...]
+    share: int
+
+    def write(self, path: Path, steps: int, workers: int = 1) -> Path:
+        return write_job(path, self.model, self.shape, self.share * workers, steps)
+
+
+CASES = {
+    case.model: case
+    for case in (
+        Case("mlp-300-100", (1, 28, 28), 256),
+        Case("cnn-small", (1, 28, 28), 32),
+        Case("resnet8", (1, 8, 8), 64),
+        Case("resnet20", (3, 32, 32), 4),
+    )
+}

@@ -1,6 +1,9 @@
 """The peer: a plain PyTorch DDP script, as its tutorial has it. Prints samples a second.
 
-python bench/plain_ddp.py WORKLOAD WORKERS THREADS
+python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart]
+
+With `apart` the processes train models of their own and never communicate: what a strategy would
+reach if keeping in step cost nothing.
 """
 
 from __future__ import annotations
@@ -19,35 +22,35 @@ from paceline import models
 from workloads import WORKLOADS, make_data
 
 
-def train(rank: int, name: str, workers: int, threads: int, meeting: str) -> None:
+def train(rank: int, name: str, workers: int, threads: int, meeting: str, apart: bool) -> None:
     workload = WORKLOADS[name]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
     torch.manual_seed(0)
     model = models.build(workload.name, input_shape=workload.shape, classes=10)
-    model = DistributedDataParallel(model)
+    if not apart:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    (inputs, targets), _, _ = make_data(workload.shape, workload.samples)
-    share = workload.batch_per_worker
+    samples, share = workload.samples(workers), workload.batch_per_worker
+    (inputs, targets), _, _ = make_data(workload.shape, samples)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
     dist.barrier()
     began = time.perf_counter()
-    for epoch in range(workload.epochs):
-        order = torch.randperm(workload.samples, generator=torch.Generator().manual_seed(epoch))
-        for start in range(rank * share, workload.samples, share * workers):
-            rows = order[start : start + share]
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
-            loss.backward()
-            optimizer.step()
+    for start in range(rank * share, samples, share * workers):
+        rows = order[start : start + share]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
+        loss.backward()
+        optimizer.step()
     dist.barrier()
     if rank == 0:
-        seconds = time.perf_counter() - began
-        print(workload.samples * workload.epochs / seconds)
+        print(samples / (time.perf_counter() - began))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     name, workers, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(name, workers, threads, f"{folder}/meet"), nprocs=workers)
+        args = (name, workers, threads, f"{folder}/meet", "apart" in sys.argv[4:])
+        mp.spawn(train, args=args, nprocs=workers)

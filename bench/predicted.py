@@ -17,45 +17,29 @@ spread.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from made_job import write_job
+from made_job import CASES, Case
 from paceline.cluster.files import make_pool
 from paceline.cluster.pool import Pool
 from paceline.launch.run import usable_cores
 from paceline.telemetry.folder import RunFolder, read_events
 from paceline.telemetry.reading import rows_of
-from probing import limit, play, probe, train
+from probing import COLUMNS, limit, play, probe, read_cells, train, write_cells
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
+VIA = {"allreduce": "allreduce(via=network)", "ps": "ps(via=network)"}
+VIA["ps(sync=ssp(3))"] = "ps(sync=ssp(3), via=network)"
+"""Sockets, as between machines."""
 QUOTA = 1 / 4
 """Of a core, for each worker: four of them and a server leave cores free."""
 SLOWER = 3
-STEPS, PROBED_STEPS = 128, 30
-STEP_COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
-
-    model: str
-    shape: tuple[int, ...]
-    share: int
-
-
-CASES = (
-    Case("mlp-300-100", (1, 28, 28), 256),
-    Case("cnn-small", (1, 28, 28), 32),
-    Case("resnet8", (1, 8, 8), 64),
-)
+STEPS, PROBED_STEPS = 128, 40
 
 
 def quotas(workers: int, one_slower: bool) -> list[float]:
@@ -70,7 +54,7 @@ def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
         job,
         out,
         "--strategy",
-        f"switch({', '.join(STRATEGIES)}, at=({points}))",
+        f"switch({', '.join(VIA.get(s, s) for s in STRATEGIES)}, at=({points}))",
         "--workers",
         len(cores),
         *limit(cores),
@@ -101,7 +85,7 @@ def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
 
 def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str, float]:
     """Rate of all workers together, and what of their time they spent waiting for others."""
-    seconds = [sum(s[c] for s in mine for c in STEP_COLUMNS) / 1e6 for mine in steps]
+    seconds = [sum(s[c] for s in mine for c in COLUMNS) / 1e6 for mine in steps]
     samples = [sum(s["hi"] - s["lo"] for s in mine) for mine in steps]
     waits = [sum(s["wait"] for s in mine) / 1e6 for mine in steps]
     if synchronous:
@@ -122,7 +106,7 @@ def predict(job: Path, pool: Pool, workers: int, one_slower: bool, out: Path) ->
 
 def sum_up_twin(result: dict[str, Any]) -> dict[str, float]:
     phases = result["phases"].values()
-    whole = sum(sum(p[c] for c in STEP_COLUMNS) for p in phases)
+    whole = sum(sum(p[c] for c in COLUMNS) for p in phases)
     return {
         "rate": result["samples_per_s"],
         "waiting": sum(p["wait"] for p in phases) / whole,
@@ -132,19 +116,18 @@ def sum_up_twin(result: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--models", default=",".join(c.model for c in CASES))
+    parser.add_argument("--models", default="mlp-300-100,cnn-small,resnet8")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--out", type=Path, default=Path("bench/results/predicted.json"))
     parser.add_argument("--show-only", action="store_true")
     parser.add_argument("--replay", action="store_true")
     given = parser.parse_args()
-    cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    wanted = given.models.split(",")
+    cells = read_cells(given.out)
     if given.replay:
         replay(cells)
-        given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+        write_cells(given.out, cells)
     for pair in range(0 if given.show_only or given.replay else given.pairs):
-        for case in (c for c in CASES if c.model in wanted):
+        for case in (CASES[model] for model in given.models.split(",")):
             for workers in map(int, given.workers.split(",")):
                 began = time.time()
                 with tempfile.TemporaryDirectory() as folder:
@@ -154,18 +137,17 @@ def main() -> None:
                     f"{time.time() - began:.0f} s",
                     file=sys.stderr,
                 )
-                given.out.parent.mkdir(parents=True, exist_ok=True)
-                given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+                write_cells(given.out, cells)
     show(cells)
 
 
 def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> None:
     """A probe, and the runs that it is to foretell."""
-    alone = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
+    alone = case.write(folder / "alone.py", PROBED_STEPS)
     known = probe(alone, (QUOTA, QUOTA / SLOWER), folder)
     host = known.hosts[0].model_copy(update={"cores": usable_cores(), "workers": workers})
     pool = known.model_copy(update={"hosts": (host,)})
-    job = write_job(folder / "job.py", case.model, case.shape, case.share * workers, STEPS)
+    job = case.write(folder / "job.py", STEPS, workers)
     for one_slower in (False, True):
         real = measure(job, quotas(workers, one_slower), folder / "real")
         twin = predict(job, pool, workers, one_slower, folder / "twin")
@@ -180,13 +162,12 @@ def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> N
 
 def replay(cells: dict[str, Any]) -> None:
     """Once a recorded probe, for all that it was to foretell."""
-    by_name = {case.model: case for case in CASES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for key, cell in cells.items():
             model, count, state, strategy = key.split("|")
-            case, workers = by_name[model], int(count)
-            job = write_job(folder / "job.py", model, case.shape, case.share * workers, STEPS)
+            case, workers = CASES[model], int(count)
+            job = case.write(folder / "job.py", STEPS, workers)
             cores = quotas(workers, state != "calm")
             for pair, probed in enumerate(cell["probe"]):
                 pool = make_pool(probed, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -18,6 +19,11 @@ from paceline.telemetry.folder import RunFolder
 from paceline.twin.calibrate import busy_s, measure_spread, read_steps, steady_mean
 from paceline.twin.probe import probe_ways
 from paceline.twin.run import TwinOptions, run_twin
+
+COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+"""The parts of a step."""
+COLD = 7
+"""Steps of a probe that are left out, beside the first tenth: torch still warms up."""
 
 
 def train(job: Path, out: Path, *options: object, home: Path | None = None) -> None:
@@ -55,11 +61,11 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     runs: Mapping[str, tuple[str, float]] = {
         "alone": ("single", quota),
         "slow": ("single", other),
-        "served": ("ps", quota),
+        "served": ("ps(via=network)", quota),
     }
     for name, (strategy, cores) in runs.items():
         train(job, folder / name, "--strategy", strategy, "--workers", 1, *limit([cores]))
-    steps = {name: read_steps(RunFolder(folder / name), 0) for name in runs}
+    steps = {name: read_steps(RunFolder(folder / name), 0)[COLD:] for name in runs}
     busy = [runs[name][1] * steady_mean([busy_s(s) for s in mine]) for name, mine in steps.items()]
     spec = refer_to_job(job, {}).resolve()
     cost = StepCost(
@@ -71,10 +77,22 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
         hosts=(Host(host="localhost", measured={"any": cost}),),
         link=Link(mbit_s=float("inf"), latency_ms=0.0),
         jitter=Jitter(cv=min(2.0, measure_spread(steps["alone"]))),
-    ).model_copy(update={**probe_ways(nbytes), "control_ms": 0.0})
+    ).model_copy(update={**probe_ways(nbytes, shared=False), "control_ms": 0.0})
     # What one worker and one server take for an exchange beyond what is modelled.
     played = play(job, pool, "ps", [quota], folder / "played")
     phases = played["phases"]["worker-0"]
     modelled = 1e3 * (phases["comm_exposed"] + phases["wait"]) * spec.batch / played["samples"]
     real = steady_mean([s["comm_exposed"] + s["wait"] for s in steps["served"]]) / 1e3
     return pool.model_copy(update={"control_ms": max(0.0, real - modelled)})
+
+
+def read_cells(path: Path) -> dict[str, Any]:
+    cells: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return cells
+
+
+def write_cells(path: Path, cells: dict[str, Any]) -> None:
+    """A line for each row of the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

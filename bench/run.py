@@ -1,6 +1,10 @@
-"""Paceline beside plain PyTorch DDP: interleaved, repeated, as ratios with absolutes beside.
+"""Paceline beside its peers: interleaved, repeated, as ratios with absolutes beside.
 
-python bench/run.py [--repeats 5] [--workloads mlp-300-100,resnet20] [--no-save]
+python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,allreduce,...]
+                    [--workers 2] [--no-save]
+
+Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), Paceline's
+`allreduce` and `ps`. A side that fails is kept as failed.
 """
 
 from __future__ import annotations
@@ -13,72 +17,120 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import paceline
 from paceline.launch.run import usable_cores, versions
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
-WORKERS = 2
 THREADS = 1
+RATIOS = (("allreduce", "ddp"), ("allreduce", "apart"), ("ps", "apart"))
+"""What is told: the first over the second, of the same round."""
 
 
-def measure_ddp(name: str) -> float:
-    command = [sys.executable, str(HERE / "plain_ddp.py"), name, str(WORKERS), str(THREADS)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+def run_ddp(*words: object) -> float:
+    command = [sys.executable, str(HERE / "plain_ddp.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1:] or "no output")
     return float(done.stdout.split()[-1])
 
 
-def measure_paceline(name: str) -> float:
+def measure_paceline(strategy: str, name: str, workers: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         result = paceline.train(
-            WORKLOADS[name].job(WORKERS), "allreduce", WORKERS, out=f"{folder}/run", threads=THREADS
+            WORKLOADS[name].job(workers), strategy, workers, out=f"{folder}/run", threads=THREADS
         )
     return float(result["samples_per_s"])
+
+
+def make_sides(workers: int) -> dict[str, Callable[[str], float]]:
+    sides: dict[str, Callable[[str], float]] = {
+        "ddp": lambda name: run_ddp(name, workers, THREADS),
+        "apart": lambda name: run_ddp(name, workers, THREADS, "apart"),
+        "allreduce": lambda name: measure_paceline("allreduce", name, workers),
+        "ps": lambda name: measure_paceline("ps", name, workers),
+    }
+    return sides
 
 
 def describe(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def measure(name: str, sides: dict[str, Callable[[str], float]], repeats: int) -> dict[str, Any]:
+    found: dict[str, list[float | None]] = {side: [] for side in sides}
+    failures: dict[str, str] = {}
+    for repeat in range(repeats):
+        # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
+        names = list(sides)[repeat % len(sides) :] + list(sides)[: repeat % len(sides)]
+        for side in names:
+            try:
+                found[side].append(sides[side](name))
+            except Exception as error:
+                found[side].append(None)
+                failures[side] = str(error)
+        told = ", ".join(
+            f"{side} {values[-1]:,.0f}" if values[-1] is not None else f"{side} failed"
+            for side, values in found.items()
+        )
+        print(f"{name} {repeat + 1}/{repeats}: {told}", flush=True)
+    rates = {
+        side: describe([v for v in values if v is not None])
+        for side, values in found.items()
+        if any(v is not None for v in values)
+    }
+    ratios = {}
+    for ours, theirs in RATIOS:
+        pairs = zip(found.get(ours, []), found.get(theirs, []), strict=False)
+        both = [a / b for a, b in pairs if a is not None and b is not None]
+        if both:
+            ratios[f"{ours} / {theirs}"] = describe(both)
+    return {
+        "workload": name,
+        "batch_per_worker": WORKLOADS[name].batch_per_worker,
+        "samples_per_s": rates,
+        "ratios": ratios,
+        "failed": failures,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--sides", default="ddp,apart,allreduce,ps")
     parser.add_argument("--no-save", action="store_true")
-    options = parser.parse_args()
-    rows = []
-    for name in options.workloads.split(","):
-        ddp: list[float] = []
-        ours: list[float] = []
-        for repeat in range(options.repeats):
-            # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
-            sides = [(ddp, measure_ddp), (ours, measure_paceline)]
-            for values, measure in sides if repeat % 2 == 0 else sides[::-1]:
-                values.append(measure(name))
-            print(
-                f"{name} {repeat + 1}/{options.repeats}: DDP {ddp[-1]:.0f}, Paceline {ours[-1]:.0f}"
-            )
-        ratios = [b / a for a, b in zip(ddp, ours, strict=True)]
-        rows.append(
-            {
-                "workload": name,
-                "batch_per_worker": WORKLOADS[name].batch_per_worker,
-                "ddp_samples_per_s": describe(ddp),
-                "paceline_samples_per_s": describe(ours),
-                "paceline_over_ddp": describe(ratios),
-            }
-        )
-        print(
-            f"{name}: Paceline {statistics.median(ours):.0f} samples/s, DDP "
-            f"{statistics.median(ddp):.0f}: x{statistics.median(ratios):.3f} "
-            f"({min(ratios):.3f} to {max(ratios):.3f})"
-        )
-    if not options.no_save:
-        path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-allreduce-beside-ddp.json"
+    given = parser.parse_args()
+    sides = make_sides(given.workers)
+    sides = {side: sides[side] for side in given.sides.split(",")}
+    rows = [measure(name, sides, given.repeats) for name in given.workloads.split(",")]
+    print("\n| network | workers | side | samples/s (least to most) | beside | ratio |")
+    print("|---|---:|---|---:|---|---:|")
+    for row in rows:
+        for side, rate in row["samples_per_s"].items():
+            span = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
+            beside = [
+                (k.split(" / ")[1], r) for k, r in row["ratios"].items() if k.startswith(side)
+            ]
+            for peer, ratio in beside:
+                told = f"x{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+                print(
+                    f"| {row['workload']} | {given.workers} | {side} | {span} | {peer} | {told} |"
+                )
+            if not beside:
+                print(f"| {row['workload']} | {given.workers} | {side} | {span} | | |")
+        for side, why in row["failed"].items():
+            print(f"| {row['workload']} | {given.workers} | {side} | failed: {why} | | |")
+    if not given.no_save:
+        date = time.strftime("%Y-%m-%d")
+        path = HERE / "results" / f"{date}-beside-peers-{given.workers}-workers.json"
         machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
-        about = {"workers": WORKERS, "threads_each": THREADS, "repeats": options.repeats}
+        about = {"workers": given.workers, "threads_each": THREADS, "repeats": given.repeats}
         body = {"about": about, "machine": machine, "versions": versions(), "rows": rows}
         path.write_text(json.dumps(body, indent=2) + "\n")
         print(f"written: {path}")

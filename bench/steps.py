@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -26,24 +25,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from made_job import write_job
+from made_job import CASES, Case
 from paceline.cluster.doctor import Orders, examine
 from paceline.cluster.figures import update_pool
 from paceline.cluster.files import load_pool, make_pool
-from paceline.cluster.pool import Pool, StepCost
+from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.job import refer_to_job
 from paceline.plan.estimate import Machines, estimate
 from paceline.specs.strategy import read_strategy
 from paceline.telemetry.folder import RunFolder
 from paceline.twin.calibrate import read_steps
 from paceline.twin.workload import measure_job
-from probing import limit, probe, train
+from probing import COLUMNS, limit, probe, read_cells, train, write_cells
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
@@ -51,25 +49,7 @@ import lab as machines_here
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "unlimited": None}
 STRATEGIES = ("allreduce", "ps")
 QUOTA = 1 / 2
-STEPS, PROBED_STEPS = 44, 30
-COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
-
-    model: str
-    shape: tuple[int, ...]
-    share: int
-
-
-CASES = (
-    Case("mlp-300-100", (1, 28, 28), 256),
-    Case("cnn-small", (1, 28, 28), 32),
-    Case("resnet8", (1, 8, 8), 64),
-    Case("resnet20", (3, 32, 32), 4),
-)
+STEPS, PROBED_STEPS = 44, 40
 
 
 def limit_links(lab: machines_here.Lab, mbit_s: int | None) -> None:
@@ -97,6 +77,12 @@ def examine_links(lab: machines_here.Lab, folder: Path) -> Pool:
     path = lab.write_pool(folder / "pool.yaml", all={"python": sys.executable})
     with at_home(lab):
         return update_pool(asyncio.run(examine(load_pool(path).pool, Orders(flops_s=0.1))))
+
+
+def only_links(pool: Pool) -> dict[str, Any]:
+    """What a prediction needs of the machines, without this machine's paths and accounts."""
+    hosts = [Host(host=h.host, link=h.link) for h in pool.hosts]
+    return Pool(hosts=tuple(hosts)).to_plain()
 
 
 def predict(job: Path, known: Pool, links: Pool, workers: int) -> dict[str, float]:
@@ -138,16 +124,16 @@ def measure(lab: machines_here.Lab, job: Path, workers: int, folder: Path) -> di
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--models", default=",".join(c.model for c in CASES))
+    parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--out", type=Path, default=Path("bench/results/steps.json"))
     parser.add_argument("--show-only", action="store_true")
     parser.add_argument("--replay", action="store_true")
     given = parser.parse_args()
-    cells: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    cases = [c for c in CASES if c.model in given.models.split(",")]
+    cells = read_cells(given.out)
+    cases = [CASES[model] for model in given.models.split(",")]
     if given.replay:
         replay(cells)
-        given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+        write_cells(given.out, cells)
     elif not given.show_only:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -155,7 +141,7 @@ def main() -> None:
         ):
             for pair in range(given.pairs):
                 one_pair(lab, cases, cells, Path(folder), f"pair {pair + 1}")
-                given.out.write_text(json.dumps(cells, indent=1), encoding="utf-8")
+                write_cells(given.out, cells)
     show(cells)
 
 
@@ -169,15 +155,12 @@ def one_pair(
         limit_links(lab, mbit_s)
         links[link] = examine_links(lab, folder)
     for case in cases:
-        alone = write_job(folder / "alone.py", case.model, case.shape, case.share, PROBED_STEPS)
+        alone = case.write(folder / "alone.py", PROBED_STEPS)
         known = probe(alone, (QUOTA, QUOTA), folder)
         for link, mbit_s in LINKS.items():
             limit_links(lab, mbit_s)
             for workers in (1, 2):
-                job = write_job(
-                    folder / "project" / "job.py",
-                    *(case.model, case.shape, case.share * workers, STEPS),
-                )
+                job = case.write(folder / "project" / "job.py", STEPS, workers)
                 real = measure(lab, job, workers, folder)
                 said = predict(job, known, links[link], workers)
                 for strategy in STRATEGIES:
@@ -185,18 +168,17 @@ def one_pair(
                     cell = cells.setdefault(key, {"real": [], "said": [], "probe": []})
                     cell["real"].append(real[strategy])
                     cell["said"].append(said[strategy])
-                    cell["probe"].append([known.to_plain(), links[link].to_plain()])
+                    cell["probe"].append([known.to_plain(), only_links(links[link])])
         print(f"{name}: {case.model}, {time.time() - began:.0f} s", file=sys.stderr)
 
 
 def replay(cells: dict[str, Any]) -> None:
-    by_name = {case.model: case for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         for key, cell in cells.items():
             model, count, _, strategy = key.split("|")
-            case, workers = by_name[model], int(count)
+            case, workers = CASES[model], int(count)
             path = Path(folder) / "job.py"
-            job = write_job(path, model, case.shape, case.share * workers, STEPS)
+            job = case.write(path, STEPS, workers)
             for pair, (known, links) in enumerate(cell["probe"]):
                 pools = make_pool(known, key), make_pool(links, key)
                 cell["said"][pair] = predict(job, *pools, workers)[strategy]

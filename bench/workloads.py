@@ -16,15 +16,17 @@ class Workload:
     name: str
     shape: tuple[int, ...]
     batch_per_worker: int
-    samples: int
-    epochs: int
+    steps: int
+
+    def samples(self, workers: int) -> int:
+        return self.batch_per_worker * workers * self.steps
 
     def job(self, workers: int) -> Job:
         return Job(
             model=self.name,
-            data=functools.partial(make_data, self.shape, self.samples),
+            data=functools.partial(make_data, self.shape, self.samples(workers)),
             batch=self.batch_per_worker * workers,
-            epochs=self.epochs,
+            epochs=1,
             optimizer="sgd(momentum=0.9)",
             lr=0.01,
             checkpoint_every="never",
@@ -39,6 +41,7 @@ def make_data(shape: tuple[int, ...], samples: int) -> Any:
 
 
 WORKLOADS = {
-    "mlp-300-100": Workload("mlp-300-100", (1, 28, 28), 128, 40960, 4),
-    "resnet20": Workload("resnet20", (3, 32, 32), 32, 1920, 1),
+    "mlp-300-100": Workload("mlp-300-100", (1, 28, 28), 128, 640),
+    "resnet20": Workload("resnet20", (3, 32, 32), 32, 40),
+    "mlp-wide": Workload("mlp-wide", (3, 32, 32), 32, 40),
 }

@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
         "report",
         "worker",
     },
-    "ray": {"errors", "cluster", "cluster.remote", "launch", "worker"},
+    "ray": {"errors", "data", "cluster", "cluster.remote", "launch", "worker"},
     "load": {"errors", "job", "telemetry", "worker"},
     "cli": {
         "cluster",

@@ -224,7 +224,7 @@ def lay_out(dataset: Any, url: str) -> str:
     Columns that hold arrays become lists of one length, the form in which features are read.
     """
     ray = load_ray()
-    parquet = need("pyarrow.fs", "data", "laying out a Ray Dataset")
+    arrow = need("pyarrow.fs", "data", "laying out a Ray Dataset")
     if not isinstance(dataset, need("ray.data", "ray", "Ray Data").Dataset):
         raise UsageError(
             f"lay_out writes a ray.data.Dataset, and was given {type(dataset).__name__}"
@@ -235,7 +235,7 @@ def lay_out(dataset: Any, url: str) -> str:
     if store.exists(path) and store.find(path):
         raise UsageError(f"{url} is not empty: name another folder, or remove it")
     store.makedirs(path, exist_ok=True)
-    files = parquet.PyFileSystem(parquet.FSSpecHandler(store))
+    files = arrow.PyFileSystem(arrow.FSSpecHandler(store))
     dataset.map_batches(_as_lists, batch_format="pyarrow", zero_copy_batch=True).write_parquet(
         path, filesystem=files
     )
@@ -257,7 +257,6 @@ def _as_lists(batch: Any) -> Any:
         if isinstance(column, pa.ExtensionArray) and hasattr(column, "to_numpy"):
             rows = column.to_numpy(zero_copy_only=False)
             flat = pa.array(rows.reshape(-1))
-            width = flat.__len__() // max(1, len(rows))
-            column = pa.FixedSizeListArray.from_arrays(flat, width)
+            column = pa.FixedSizeListArray.from_arrays(flat, len(flat) // max(1, len(rows)))
         columns.append(column)
     return pa.table(columns, names=batch.column_names)

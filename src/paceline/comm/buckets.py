@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.compressed import CompressedSum
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Shared
+from paceline.comm.shared import SharedSums
 from paceline.errors import StateError, UsageError
 from paceline.specs.codec import Codec
 
@@ -39,6 +40,11 @@ def plan_layout(parameters: Named, bucket_bytes: int) -> list[list[str]]:
     return layout
 
 
+def count_of(parameters: Named) -> int:
+    """Numbers in a bucket of these."""
+    return sum(p.numel() for _, p in parameters) + len(parameters)
+
+
 class Bucket:
     """One flat buffer: the gradients of its parameters, then one flag a parameter.
 
@@ -46,13 +52,12 @@ class Bucket:
     gradient at all, as in plain training, where the optimizer then leaves it alone.
     """
 
-    def __init__(self, parameters: Named) -> None:
+    def __init__(self, parameters: Named, flat: torch.Tensor | None = None) -> None:
         self.parameters = parameters
         first = parameters[0][1]
-        sizes = [p.numel() for _, p in parameters]
-        self.flat = torch.zeros(
-            sum(sizes) + len(parameters), dtype=first.dtype, device=first.device
-        )
+        if flat is None:
+            flat = torch.zeros(count_of(parameters), dtype=first.dtype, device=first.device)
+        self.flat = flat
         self.views = []
         start = 0
         for _, parameter in parameters:
@@ -124,13 +129,22 @@ class GradientExchange:
         in_backward: bool,
         codec: Codec | None = None,
         before_send: Callable[[], None] = lambda: None,
+        shared: Shared | None = None,
     ) -> None:
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
         self._group = group
         self._before_send = before_send
-        self._buckets = [Bucket([(n, by_name[n]) for n in names]) for names in layout]
+        named = [[(n, by_name[n]) for n in names] for names in layout]
+        self._shared: SharedSums | None = None
+        if shared is not None:
+            dtypes = [part[0][1].dtype for part in named]
+            self._shared = SharedSums(shared, [count_of(part) for part in named], dtypes)
+        self._buckets = [
+            Bucket(part, self._shared.own(index) if self._shared is not None else None)
+            for index, part in enumerate(named)
+        ]
         self._compressed = [
             CompressedSum(codec, [v.shape for v in b.views], b.flat.dtype, group)
             for b in self._buckets
@@ -206,7 +220,10 @@ class GradientExchange:
         bucket.close()
         self._before_send()
         self.bytes_before += bucket.flat.numel() * bucket.flat.element_size()
-        if self._compressed:
+        if self._shared is not None:
+            self._shared.filled()
+            self._works.append(None)
+        elif self._compressed:
             # The flags must arrive exactly, whatever the codec does to the gradients.
             self._works.append(self._group.sum_async(bucket.flags))
             self._compressed[self._launched].begin(bucket.values)
@@ -234,6 +251,8 @@ class GradientExchange:
         waits_from = time.perf_counter_ns()
         while self._launched < len(self._buckets):
             self._launch_next()
+        if self._shared is not None:
+            self._shared.finish()
         for index, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
             if work is not None:
                 work.wait()

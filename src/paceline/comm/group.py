@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from paceline.comm.arena import Arena
 from paceline.comm.control import StoreClient
+from paceline.comm.memory import create_memory, machine_identity, remove_memory
 from paceline.errors import UsageError
 
 
@@ -71,6 +74,15 @@ def find_interface(address: str) -> str:
 _KEPT: list[CoordinatorStore] = []
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Memory of this machine's workers; the firsts of several machines form a group."""
+
+    arena: Arena
+    leaders: dist.ProcessGroup | None
+    machines: int
+
+
 class Group:
     """Collectives among all workers; a group of one does nothing, exactly."""
 
@@ -81,6 +93,8 @@ class Group:
         """None is everybody."""
         self._timeout: datetime.timedelta | None = None
         self._divided: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._store: CoordinatorStore | None = None
+        self._shared: dict[int, Shared | str] = {}
 
     def divide(self, groups: tuple[tuple[int, ...], ...]) -> Group:
         """This worker's part of a division into groups; every worker must ask for the same."""
@@ -115,7 +129,64 @@ class Group:
             )
         group = cls(rank, size)
         group._timeout = datetime.timedelta(seconds=timeout_s)
+        if size > 1:
+            group._store = meeting
         return group
+
+    def share(self, slot_bytes: int) -> Shared | str:
+        """Memory shared with the workers of this machine, or why there is none.
+
+        Every worker must ask for the same; all get memory, or none does.
+        """
+        if slot_bytes not in self._shared:
+            self._shared[slot_bytes] = self._make_shared(slot_bytes)
+        return self._shared[slot_bytes]
+
+    def _make_shared(self, slot_bytes: int) -> Shared | str:
+        store = self._store
+        if store is None or self._timeout is None:
+            return "a part of the workers has no way to meet"
+        prefix = f"shared/{len(self._shared)}"
+        machines = self._compare(f"{prefix}/machine", machine_identity() or "")
+        if "" in machines:
+            return "it needs Linux on x86-64 with /dev/shm on every machine"
+        together: dict[str, list[int]] = {}
+        for rank, machine in enumerate(machines):
+            together.setdefault(machine, []).append(rank)
+        if len(together) == self.size:
+            return "every worker has a machine of its own"
+        mine = together[machines[self.rank]]
+        name, why, arena = "", "", None
+        try:
+            if mine[0] == self.rank:
+                try:
+                    name = create_memory(Arena.size_for(len(mine), slot_bytes))
+                finally:
+                    store.set(f"{prefix}/name/{self.rank}", name)
+            name = store.get(f"{prefix}/name/{mine[0]}").decode()
+            if name:
+                arena = Arena.open(name, mine, self.rank, slot_bytes, self._timeout.total_seconds())
+            else:
+                why = f"worker {mine[0]} could not make it"
+        except OSError as error:
+            why = f"{error.strerror} in /dev/shm on worker {self.rank}'s machine"
+        told = self._compare(f"{prefix}/trouble", why)
+        if name and mine[0] == self.rank:
+            remove_memory(name)
+        if any(told):
+            return next(filter(None, told))
+        assert arena is not None
+        leaders = None
+        if len(together) > 1:
+            # torch wants every process to take part in making a group.
+            leaders = dist.new_group([m[0] for m in together.values()], timeout=self._timeout)
+        return Shared(arena, leaders, len(together))
+
+    def _compare(self, key: str, value: str) -> list[str]:
+        """What each worker says, in their order."""
+        assert self._store is not None
+        self._store.set(f"{key}/{self.rank}", value)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
 
     def sum_async(self, tensor: torch.Tensor) -> dist.Work | None:
         """Begin summing in place over all workers; `wait()` on what comes back."""

@@ -21,6 +21,8 @@ CANDIDATES = (
     "local_sgd(h=8)",
 )
 ALL_SIZES_UP_TO = 48
+STARTS = 6
+"""Choices of each strategy from which single exchanges are tried."""
 CLIMB_UP_TO = 32
 """Beyond so many machines single exchanges no longer matter: only sizes and orders are tried."""
 
@@ -119,8 +121,10 @@ def search(
         for spec in specs:
             mine = [e for (text, _), e in tried.items() if text == str(spec)]
             if mine:
-                start = min(mine, key=lambda e: (not wish.allows(e), wish.score(e, best)))
-                _climb(machines, usable, spec, start, wish, best, look)
+                mine.sort(key=lambda e: (not wish.allows(e), wish.score(e, best)))
+                # The best start may lead to the top of a smaller hill.
+                for start in mine[:STARTS]:
+                    _climb(machines, usable, spec, start, wish, best, look)
     allowed = [
         e
         for e in tried.values()

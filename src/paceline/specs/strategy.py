@@ -81,6 +81,13 @@ class AllReduce(Strategy):
     bucket_mb: float = option(real(0.0, above=True), 25.0)
     balance: str = option(choice("even", "auto"), "even")
     codec: Codec | None = option(read_codec, None)
+    via: str = option(choice("auto", "shared", "network"), "auto")
+
+    def __post_init__(self) -> None:
+        if self.via == "shared" and self.codec is not None:
+            raise SpecError(
+                "allreduce(via=shared) sends nothing that a codec could make smaller: leave one out"
+            )
 
     @property
     def exact(self) -> bool:
@@ -105,8 +112,13 @@ class ParameterServer(Strategy):
     damp: str = option(choice("none", "inverse"), "none")
     overlap: bool = option(boolean, False)
     codec: Codec | None = option(read_codec, None)
+    via: str = option(choice("auto", "shared", "network"), "auto")
 
     def __post_init__(self) -> None:
+        if self.via == "shared" and self.codec is not None:
+            raise SpecError(
+                "ps(via=shared) sends nothing that a codec could make smaller: leave one out"
+            )
         if isinstance(self.sync, str):
             object.__setattr__(self, "sync", read_text(self.sync, SYNCS, "sync mode"))
         if not isinstance(self.sync, Sync):

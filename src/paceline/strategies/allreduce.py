@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.comm.buckets import GradientExchange, plan_layout
+from paceline.comm.ways import Chosen, choose_way
 from paceline.errors import PeerLost
 from paceline.specs.strategy import AllReduce
 from paceline.state import Section, capture, restore
@@ -35,7 +36,21 @@ class AllReduceRunner(Runner):
                 in_backward=self.replica.reduce_in_backward,
                 codec=spec.codec,
                 before_send=around.before_send,
+                shared=self._choose(spec).shared,
             )
+
+    def _choose(self, spec: AllReduce) -> Chosen:
+        replica = self.replica
+        assert replica.layout is not None
+        if spec.codec is not None:
+            return Chosen(None, "a codec")
+        chosen = choose_way(
+            spec.via, replica.way, replica.trained, replica.layout, self.around.group
+        )
+        if spec.via == "auto" and self.around.size > 1:
+            replica.way = chosen.name
+        self.around.collectives = {"way": chosen.name, "why": chosen.why}
+        return chosen
 
     def import_state(self, state: Section) -> None:
         restore(state, self.replica.model, self.replica.optimizer)

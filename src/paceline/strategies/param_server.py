@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
+from paceline.comm.memory import (
+    create_memory,
+    machine_identity,
+    open_memory,
+    remove_memory,
+)
 from paceline.comm.shards import FlatLayout, Shard, as_memory, is_elementwise
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
@@ -45,8 +51,7 @@ class ParameterServerRunner(Runner):
         )
         self._compressors = self._make_compressors()
         self._bytes_before = 0
-        self._incoming = self._layout.new_buffer()
-        self._outgoing = self._layout.new_buffer()
+        self._incoming, self._outgoing = self._layout.new_buffer(), self._layout.new_buffer()
         self._in_views = self._layout.views(self._incoming)
         self._out_views = self._layout.views(self._outgoing)
         self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
@@ -69,6 +74,46 @@ class ParameterServerRunner(Runner):
             )
             for index, (host, port) in enumerate(around.servers)
         ]
+        self._lanes = [False] * len(self._channels)
+        """Whether weights and gradients pass through memory that a server shares."""
+        why = "sockets were asked for"
+        if spec.via != "network" and not self._compressors:
+            why = self._share_buffers()
+        if spec.via == "shared" and not all(self._lanes):
+            raise UsageError(f"ps(via=shared): {why}: leave via out")
+        way = "shared" if all(self._lanes) else "partly shared" if any(self._lanes) else "network"
+        around.collectives = {"way": way, "why": why}
+
+    def _share_buffers(self) -> str:
+        """Put both buffers where servers on this machine reach them: then no body is sent.
+
+        Returns why some servers get bodies all the same.
+        """
+        machine, total = machine_identity(), self._layout.total_bytes
+        if machine is None:
+            return "it needs Linux on x86-64 with /dev/shm"
+        try:
+            name = create_memory(max(1, 2 * total))
+        except OSError as error:
+            return f"{error.strerror} in /dev/shm"
+        try:
+            memory = open_memory(name, max(1, 2 * total))
+            for index, (channel, shard) in enumerate(
+                zip(self._channels, self._layout.shards, strict=True)
+            ):
+                told = {"lo": shard.lo, "hi": shard.hi, "total": total}
+                channel.send({"op": "share", "machine": machine, "name": name, **told})
+                head, _ = channel.receive_head(max_body=0)
+                _check(head, channel)
+                self._lanes[index] = bool(head["shared"])
+        finally:
+            remove_memory(name)
+        if total and any(self._lanes):
+            both = torch.frombuffer(memory, dtype=torch.uint8)
+            self._incoming, self._outgoing = both[:total], both[total:]
+            self._in_views = self._layout.views(self._incoming)
+            self._out_views = self._layout.views(self._outgoing)
+        return "" if all(self._lanes) else "servers on other machines"
 
     def _make_compressors(self) -> list[Compressor]:
         """One a shard, if gradients are compressed."""
@@ -187,7 +232,9 @@ class ParameterServerRunner(Runner):
         ):
             head, size = channel.receive_head(max_body=shard.hi - shard.lo)
             _check(head, channel)
-            if head["payload"] is None:
+            if head.get("shared"):
+                channel.bytes_received += shard.hi - shard.lo
+            elif head["payload"] is None:
                 _fill(channel, size, incoming[shard.lo : shard.hi])
             else:
                 body = torch.empty(size, dtype=torch.uint8)
@@ -246,6 +293,9 @@ class ParameterServerRunner(Runner):
                 payload = self._compressors[index].encode(flat)
                 head["payload"], views = to_bytes(payload)
                 channel.send(head, *views)
+            elif self._lanes[index]:
+                channel.send({**head, "shared": True})
+                channel.bytes_sent += shard.hi - shard.lo
             else:
                 channel.send(head, outgoing[shard.lo : shard.hi])
 

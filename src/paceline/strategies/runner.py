@@ -42,6 +42,8 @@ class Replica:
         """A user's own loop may look at gradients as soon as backward() returns."""
         self.layout: list[list[str]] | None = None
         """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
+        self.way: str | None = None
+        """How they are summed, `shared` or `network`; fixed likewise, once it was chosen."""
         names = {p: n for n, p in model.named_parameters()}
         self.trained: list[tuple[str, torch.nn.Parameter]] = []
         """What the optimizer updates, in the model's order; tied parameters once."""
@@ -78,6 +80,8 @@ class Surroundings:
     timeout_s: float
     servers: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    collectives: dict[str, str] | None = None
+    """How gradients were last summed, and why so: `way` and `why`."""
     before_send: Callable[[], None] = lambda: None
     """Called when gradients computed so far are about to leave in the middle of backward."""
 

@@ -20,6 +20,7 @@ import torch
 
 from paceline.comm.codecs import Coder, from_bytes, make_coder, to_bytes
 from paceline.comm.control import Control
+from paceline.comm.memory import machine_identity, open_memory
 from paceline.comm.shards import as_memory
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
@@ -47,6 +48,31 @@ class Gradient:
     buffer: torch.Tensor
     missing: frozenset[int]
     groups: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class Lane:
+    """This server's part of a worker's buffers, in memory that both have."""
+
+    incoming: torch.Tensor
+    """Weights, on their way to the worker."""
+    outgoing: torch.Tensor
+    """A gradient of it."""
+
+    @classmethod
+    def open(cls, head: dict[str, Any]) -> Lane | None:
+        """What a worker offers; None where it is on another machine."""
+        if head["machine"] != machine_identity():
+            return None
+        lo, hi, total = int(head["lo"]), int(head["hi"]), int(head["total"])
+        if not 0 <= lo <= hi <= total:
+            raise WireError(f"a part from {lo} to {hi} of a buffer of {total} bytes")
+        try:
+            memory = open_memory(str(head["name"]), 2 * total)
+        except OSError:
+            return None
+        both = torch.frombuffer(memory, dtype=torch.uint8)
+        return cls(both[lo:hi], both[total + lo : total + hi])
 
 
 class Store:
@@ -213,6 +239,8 @@ class Server:
         self._clock = clock or ServerClock(time.time())
         self._counters = counters or Counters()
         self._serving = serving or Serving()
+        self._lanes: dict[Channel, Lane] = {}
+        """By connection: the worker's buffers, where it shares memory with this process."""
         self._held_up_us: dict[Channel, int] = {}
         """By connection: how long its pull has waited behind its own push's update."""
         self._apply_ns = 0
@@ -278,14 +306,15 @@ class Server:
         """One worker's connection, until it closes."""
         try:
             while True:
+                sent, received = channel.bytes_sent, channel.bytes_received
                 head, body_bytes = channel.receive_head(max_body=MAX_BODY, patient=True)
-                sent = channel.bytes_sent
                 self._answer(channel, head, body_bytes)
                 with self._changed:
-                    self.bytes_received += body_bytes
+                    self.bytes_received += channel.bytes_received - received
                     self.bytes_sent += channel.bytes_sent - sent
         except (PeerLost, DeadlineExceeded):
             self.before_close()
+            self._lanes.pop(channel, None)
             channel.close()
         except Exception as error:
             # The worker must not wait for its deadline to learn of it.
@@ -296,17 +325,32 @@ class Server:
 
     def _answer(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         operation = head["op"]
-        if operation == "push":
+        if operation == "share":
+            self._lanes.pop(channel, None)
+            lane = Lane.open(head)
+            if lane is not None:
+                self._lanes[channel] = lane
+            channel.send({"shared": lane is not None})
+        elif operation == "push":
             with self._doing(RECEIVE):
                 self._take_gradient(channel, head, body_bytes)
         elif operation == "pull":
             after = tuple(head["after"]) if head["after"] is not None else None
             queued_us = self._held_up_us.pop(channel, 0) + self._wait_for(head["at_least"], after)
             with self._doing(SEND):
+                lane = self._lanes.get(channel)
                 with self._changed:
-                    version, weights = self._shard.version, self._store.weights.clone()
                     self._serving.pulls += 1
                     self._serving.queued_us += queued_us
+                    version = self._shard.version
+                    if lane is not None:
+                        lane.incoming.copy_(self._store.weights)
+                    else:
+                        weights = self._store.weights.clone()
+                if lane is not None:
+                    channel.send({"version": version, "queued_us": queued_us, "shared": True})
+                    channel.bytes_sent += lane.incoming.numel()
+                    return
                 exact = bool(head["exact"])
                 self._send_weights(channel, version, weights, exact=exact, queued_us=queued_us)
         elif operation == "export":
@@ -342,7 +386,12 @@ class Server:
         worker = int(head["worker"])
         with self._changed:
             buffer = self._store.borrow_buffer()
-        self._receive_gradient(channel, head["payload"], body_bytes, buffer)
+        if head.get("shared"):
+            # The worker fills its buffer again only after a pull, which comes behind this.
+            buffer.copy_(self._lanes[channel].outgoing)
+            channel.bytes_received += buffer.numel()
+        else:
+            self._receive_gradient(channel, head["payload"], body_bytes, buffer)
         handle = int(head["handle"])
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.comm.arena import Arena
+from paceline.comm.memory import create_memory, machine_identity, open_memory, remove_memory
+from paceline.comm.shared import slot_bytes
 from paceline.errors import PacelineError
 from paceline.job import Job, name_of
 from paceline.launch.run import usable_cores
@@ -55,10 +58,15 @@ def probe_machine(job: Job, workers: int) -> Pool:
 # ---- the way between two processes ------------------------------------------------------------
 
 
-def probe_ways(nbytes: int) -> dict[str, Any]:
-    """The figures of a pool on what processes of this machine exchange, for gradients so large."""
-    least_s, sum_s = probe_collective(4), probe_collective(nbytes)
-    send_s, latency_s = probe_transfer(nbytes)
+def probe_ways(nbytes: int, *, shared: bool = True) -> dict[str, Any]:
+    """The figures of a pool on what processes of this machine exchange, for gradients so large.
+
+    `shared` is through memory where that is possible, as processes of one machine do it; otherwise
+    as those of several machines do.
+    """
+    shared = shared and machine_identity() is not None
+    least_s, sum_s = probe_collective(4, shared), probe_collective(nbytes, shared)
+    send_s, latency_s = probe_transfer(nbytes, shared)
     return {
         "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
         # Two processes: an all-reduce is two hops, and each byte goes once.
@@ -69,28 +77,38 @@ def probe_ways(nbytes: int) -> dict[str, Any]:
     }
 
 
-def probe_collective(nbytes: int) -> float:
+def probe_collective(nbytes: int, shared: bool) -> float:
     """Seconds of one all-reduce of so many bytes between two processes here."""
+    if shared:
+        count = max(1, nbytes // 4)
+        name = create_memory(Arena.size_for(2, slot_bytes([4 * count])))
+        try:
+            return _run_pair(_sum_in_memory, name, count)
+        finally:
+            remove_memory(name)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         return _run_pair(_sum_together, store, nbytes)
 
 
-def probe_transfer(nbytes: int) -> tuple[float, float]:
+def probe_transfer(nbytes: int, shared: bool) -> tuple[float, float]:
     """Seconds to hand so many bytes to another process, and those of a short message one way."""
     listener = socket.create_server(("127.0.0.1", 0))
     token = secrets.token_hex(32)
     port = listener.getsockname()[1]
+    memory = create_memory(max(1, nbytes)) if shared else None
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_send_back, args=(port, token, nbytes), daemon=True)
+    child = context.Process(target=_send_back, args=(port, token, nbytes, memory), daemon=True)
     child.start()
     try:
-        return _send_and_wait(listener, token, nbytes)
+        return _send_and_wait(listener, token, nbytes, memory)
     finally:
         listener.close()
         child.join(TIMEOUT_S)
         if child.is_alive():
             child.kill()
+        if memory is not None:
+            remove_memory(memory)
 
 
 def _run_pair(target: Any, *args: Any) -> float:
@@ -115,6 +133,25 @@ def _run_pair(target: Any, *args: Any) -> float:
             child.join(TIMEOUT_S)
             if child.is_alive():
                 child.kill()
+
+
+def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
+    import torch
+
+    from paceline.comm.group import Shared
+    from paceline.comm.shared import SharedSums
+
+    torch.set_num_threads(1)
+    arena = Arena.open(name, range(2), rank, slot_bytes([4 * count]), TIMEOUT_S)
+    sums = SharedSums(Shared(arena, None, 1), [count], [torch.float32])
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        sums.filled()
+        sums.finish()
+        times.append(time.perf_counter() - began)
+    results.put(times[WARM_UP:])
 
 
 def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
@@ -143,20 +180,25 @@ def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
     dist.destroy_process_group()
 
 
-def _send_back(port: int, token: str, nbytes: int) -> None:
+def _send_back(port: int, token: str, nbytes: int, shared: str | None) -> None:
     from paceline.comm.wire import Channel
 
     channel = Channel.connect("127.0.0.1", port, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     buffer = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_memory(shared, max(1, nbytes))) if shared is not None else None
     for _ in range(2 * (WARM_UP + ROUNDS)):
-        _, size = channel.receive_head(max_body=len(buffer))
+        head, size = channel.receive_head(max_body=len(buffer))
         if size:
             channel.receive_into(buffer[:size])
+        elif head["there"] and memory is not None:
+            buffer[:] = memory
         channel.send({"size": size})
     channel.close()
 
 
-def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[float, float]:
+def _send_and_wait(
+    listener: socket.socket, token: str, nbytes: int, shared: str | None
+) -> tuple[float, float]:
     from paceline.comm.wire import Channel
 
     listener.settimeout(TIMEOUT_S)
@@ -166,15 +208,21 @@ def _send_and_wait(listener: socket.socket, token: str, nbytes: int) -> tuple[fl
         raise PacelineError(f"the probe's other process did not come in {TIMEOUT_S:g} s") from None
     channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     body = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_memory(shared, max(1, nbytes))) if shared is not None else None
     long: list[float] = []
     short: list[float] = []
     for _ in range(WARM_UP + ROUNDS):
-        for into, views in ((long, (body,)), (short, ())):
+        for into, there in ((long, True), (short, False)):
             time.sleep(PAUSE_S)
             began = time.perf_counter()
-            channel.send({"op": "probe"}, *views)
+            if there and memory is not None:
+                memory[:] = body
+            views = (body,) if there and memory is None else ()
+            channel.send({"op": "probe", "there": there}, *views)
             channel.receive_head(max_body=0)
             into.append(time.perf_counter() - began)
     channel.close()
     trip = statistics.median(short[WARM_UP:])
-    return max(1e-9, statistics.median(long[WARM_UP:]) - trip), trip / 2
+    took = max(1e-9, statistics.median(long[WARM_UP:]) - trip)
+    # Through memory each side has copied once; through a socket both worked at the same time.
+    return took / (1 if shared is None else 2), trip / 2

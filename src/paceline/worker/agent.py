@@ -396,6 +396,7 @@ class Agent:
         shared = self._runner.export_state()
         shared.plain["coordinator"] = message.memory
         shared.plain["layout"] = self._around.replica.layout
+        shared.plain["way"] = self._around.replica.way
         self._carry()
         facts = {"step": self.step, "strategy": self._strategy_text}
         own = Section(dict(self._carried.tensors), facts)
@@ -438,6 +439,7 @@ class Agent:
             "parameter_bytes": sum(
                 p.numel() * p.element_size() for _, p in self._around.replica.trained
             ),
+            "collectives": self._around.collectives,
             "peak_rss_bytes": peak_rss_bytes(),
             "input": self.input_totals(),
             "steps": self.step,

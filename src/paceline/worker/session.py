@@ -181,6 +181,8 @@ class Session:
             workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
             state = TrainState(broadcast_section(state.shared, around.group), workers)
             replica.layout = state.shared.plain["layout"]
+            # A run with another number of workers adds in another order anyway.
+            replica.way = state.shared.plain.get("way")
         elif self.size > 1:
             state = TrainState(broadcast_section(state.shared, around.group))
         try:

@@ -1,0 +1,151 @@
+"""Memory that the processes of one machine share, and words in it to wait on.
+
+Every member has a slot of equal size and a few words that it alone writes: counters, which only
+grow. Waiting is the kernel's (futex), so that a waiter takes no processor time; every wait has a
+deadline, and a member that died meanwhile is named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.comm.memory import open_memory
+from paceline.errors import PeerLost
+
+LINE = 64
+"""Bytes of a processor's cache line: no two members write to one."""
+PAGE = 4096
+PID = 15
+"""The last word of a member's line: its process."""
+SPINS = 200
+"""Looks at a word before the kernel is asked: others often are only microseconds behind."""
+SLICE_S = 0.1
+"""How long a dead member can go unnoticed."""
+_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Arena:
+    """One machine's shared memory, as one of its members sees it."""
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        members: Sequence[int],
+        rank: int,
+        slot_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.members = list(members)
+        """Ranks of the processes here, in order."""
+        self.place = self.members.index(rank)
+        """This process among them."""
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._timeout_s = timeout_s
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._words = memoryview(memory)[: len(self.members) * LINE].cast("i")
+        self._words[self.place * LINE // 4 + PID] = os.getpid()
+        cores = len(os.sched_getaffinity(0))
+        self._spins = SPINS if len(self.members) <= cores else 0
+
+    @staticmethod
+    def size_for(members: int, slot_bytes: int) -> int:
+        return _round_up(members * LINE) + members * _round_up(slot_bytes)
+
+    @classmethod
+    def open(
+        cls, name: str, members: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
+    ) -> Arena:
+        memory = open_memory(name, cls.size_for(len(members), slot_bytes))
+        return cls(memory, members, rank, slot_bytes, timeout_s)
+
+    # ---- slots --------------------------------------------------------------------------------
+
+    def tensor(self, place: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Part of a member's slot."""
+        start = _round_up(len(self.members) * LINE) + place * _round_up(self._slot_bytes)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start + offset)
+
+    # ---- words --------------------------------------------------------------------------------
+
+    def advance(self, word: int) -> int:
+        """Add one to an own counter, and wake whoever waits for it; what it is now."""
+        index = self.place * LINE // 4 + word
+        value = _wrap(self._words[index] + 1)
+        self._words[index] = value
+        self._futex(index, _WAKE, 1 << 30, None)
+        return value
+
+    def value(self, place: int, word: int) -> int:
+        return self._words[place * LINE // 4 + word]
+
+    def await_all(self, word: int, target: int) -> None:
+        """Until everybody's counter has reached the target; raises PeerLost."""
+        deadline = time.monotonic() + self._timeout_s
+        for place in range(len(self.members)):
+            if place != self.place:
+                self._await(place, word, target, deadline)
+
+    def await_one(self, place: int, word: int, target: int) -> None:
+        self._await(place, word, target, time.monotonic() + self._timeout_s)
+
+    def _await(self, place: int, word: int, target: int, deadline: float) -> None:
+        words, index = self._words, place * LINE // 4 + word
+        for _ in range(self._spins):
+            if _wrap(words[index] - target) >= 0:
+                return
+        while True:
+            seen = words[index]
+            if _wrap(seen - target) >= 0:
+                return
+            slept = self._futex(index, _WAIT, seen, SLICE_S)
+            if slept == errno.ETIMEDOUT:
+                self._check_alive(place)
+                if time.monotonic() > deadline:
+                    raise PeerLost(
+                        f"worker {self.members[place]} did not come in {self._timeout_s:g} s"
+                    )
+
+    def _check_alive(self, place: int) -> None:
+        pid = self._words[place * LINE // 4 + PID]
+        if pid == 0:
+            return  # it has not come yet
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            state = "X"
+        if state in "ZX":
+            raise PeerLost(f"worker {self.members[place]} (process {pid}) is gone")
+
+    def _futex(self, index: int, operation: int, value: int, seconds: float | None) -> int:
+        assert _LIBC is not None
+        wait = None
+        if seconds is not None:
+            wait = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+        address = ctypes.c_void_p(self._address + 4 * index)
+        if _LIBC.syscall(_FUTEX, address, operation, value, wait, None, 0) < 0:
+            return ctypes.get_errno()
+        return 0
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _wrap(value: int) -> int:
+    """As a 32-bit number with a sign: counters may pass its largest."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)

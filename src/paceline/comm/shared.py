@@ -1,0 +1,108 @@
+"""Sums over the processes of one machine through shared memory, and over machines by their firsts.
+
+Each worker's gradients lie in its slot. When all have filled a bucket, each adds up its own piece
+of it over all slots, in the order of ranks, and writes the sum to every slot: no byte passes a
+socket, and every worker ends with the same bits. With several machines each one's sum is in the
+slot of its first worker, those exchange by torch's collectives, and the others take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.group import Shared
+
+FILLED, SUMMED, READY, TAKEN = range(4)
+"""Words of a member: buckets filled, its pieces added, brought from other machines, taken."""
+ALIGNED = 64
+
+
+def slot_bytes(sizes: Sequence[int]) -> int:
+    return sum(_align(n) for n in sizes)
+
+
+class SharedSums:
+    """All buckets of a model; they are filled and summed in one order everywhere."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        counts: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        arena = self._arena = shared.arena
+        self._leaders = shared.leaders
+        self._machines = shared.machines
+        places = range(len(arena.members))
+        self._slots: list[list[torch.Tensor]] = []
+        """By bucket and member."""
+        offset = 0
+        for count, dtype in zip(counts, dtypes, strict=True):
+            self._slots.append([arena.tensor(p, offset, count, dtype) for p in places])
+            offset += _align(count * dtype.itemsize)
+        self._pieces = [_cut(count, len(places))[arena.place] for count in counts]
+        # An arena may have served before: the counters go on.
+        self._filled, self._summed = (arena.value(arena.place, w) for w in (FILLED, SUMMED))
+        self._ready, self._taken = arena.value(0, READY), arena.value(arena.place, TAKEN)
+
+    def own(self, bucket: int) -> torch.Tensor:
+        """Where this worker's gradients of a bucket go, and where their sum will be."""
+        return self._slots[bucket][self._arena.place]
+
+    def filled(self) -> None:
+        """The next bucket is there."""
+        self._filled = self._arena.advance(FILLED)
+
+    def finish(self) -> None:
+        """Sum all buckets, which everybody fills; raises PeerLost."""
+        arena, buckets = self._arena, len(self._slots)
+        for bucket, slots in enumerate(self._slots):
+            arena.await_all(FILLED, self._filled - (buckets - 1 - bucket))
+            self._add_piece(bucket, slots)
+            self._summed = arena.advance(SUMMED)
+        arena.await_all(SUMMED, self._summed)
+        if self._machines > 1:
+            self._exchange_machines()
+
+    def _add_piece(self, bucket: int, slots: list[torch.Tensor]) -> None:
+        piece = self._pieces[bucket]
+        if piece.start == piece.stop:
+            return
+        parts = [slot[piece] for slot in slots]
+        total = parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        if self._machines == 1:
+            for part in parts[1:]:
+                part.copy_(total)
+
+    def _exchange_machines(self) -> None:
+        """The sum of this machine is in its first member's slot."""
+        arena = self._arena
+        for slots in self._slots:
+            if arena.place == 0:
+                dist.all_reduce(slots[0], group=self._leaders)
+                self._ready = arena.advance(READY)
+            else:
+                self._ready += 1
+                arena.await_one(0, READY, self._ready)
+                slots[arena.place].copy_(slots[0])
+            self._taken = arena.advance(TAKEN)
+        if arena.place == 0:
+            # Its next gradients would overwrite what the others still copy.
+            arena.await_all(TAKEN, self._taken)
+
+
+def _cut(count: int, parts: int) -> list[slice]:
+    """Pieces that begin at cache lines, for any size of number."""
+    lines = -(-count // ALIGNED)
+    edges = [min(count, lines * p // parts * ALIGNED) for p in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
