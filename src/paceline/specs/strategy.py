@@ -24,6 +24,11 @@ class Strategy(Spec):
         return True
 
     @property
+    def runner(self) -> str:
+        """The key of the runner behind it."""
+        return self.word
+
+    @property
     def phases(self) -> tuple[Strategy, ...]:
         """The strategies in force one after another; only a switch has more than one."""
         return (self,)
@@ -82,8 +87,17 @@ class AllReduce(Strategy):
     balance: str = option(choice("even", "auto"), "even")
     codec: Codec | None = option(read_codec, None)
     via: str = option(choice("auto", "shared", "network"), "auto")
+    shard: str = option(choice("none", "optimizer", "full"), "none")
+
+    @property
+    def runner(self) -> str:
+        return self.word if self.shard == "none" else f"{self.word}/{self.shard}"
 
     def __post_init__(self) -> None:
+        if self.shard == "full" and (self.codec is not None or self.via != "auto"):
+            raise SpecError(
+                "allreduce(shard=full) exchanges by torch's collectives: leave codec and via out"
+            )
         if self.via == "shared" and self.codec is not None:
             raise SpecError(
                 "allreduce(via=shared) sends nothing that a codec could make smaller: leave one out"
@@ -243,18 +257,50 @@ class DiLoCo(Strategy):
 
 
 def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
-    """`even`, or names of layers."""
+    """`even`, `auto`, or names of layers."""
     parts = value if isinstance(value, tuple) else (value,)
     names = []
     for part in parts:
         if not isinstance(part, Call) or part.args or part.named:
-            raise SpecError(f"{where} is {part}: write even, or names of layers")
+            raise SpecError(f"{where} is {part}: write even, auto, or names of layers")
         names.append(part.name)
-    return names[0] if names == ["even"] else tuple(names)
+    return names[0] if names in (["even"], ["auto"]) else tuple(names)
+
+
+class Split(Strategy):
+    """The model in parts, each on a worker of its own; all of them work on the same rows."""
+
+    @property
+    def parts(self) -> int:
+        """Workers that hold one model together."""
+        raise NotImplementedError
+
+    @property
+    def answers(self) -> int:
+        """The part that has a replica's rows in the ledger: it computes the loss."""
+        return 0
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        return tuple(int(w % self.parts == self.answers) for w in range(workers))
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        replicas = workers // self.parts
+        if batch < replicas:
+            raise SpecError(
+                f"--batch {batch} is smaller than the {replicas} replicas of the model: "
+                "the global batch must give each a sample"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        if workers % self.parts:
+            raise SpecError(
+                f"{self} with {workers} workers: "
+                f"use {self.parts} workers, or a multiple of it for replicas"
+            )
 
 
 @dataclass(frozen=True)
-class Pipeline(Strategy):
+class Pipeline(Split):
     """The model in stages, each on a worker of its own; micro-batches pass through them."""
 
     word: ClassVar[str] = "pipeline"
@@ -262,6 +308,8 @@ class Pipeline(Strategy):
     micro: int = option(integer(1, 65536), 4)
     schedule: str = option(choice("1f1b", "gpipe"), "1f1b")
     cut: str | tuple[str, ...] = option(_read_cut, "even")
+    recompute: bool = option(boolean, False)
+    """Keep no activations: backward computes them again."""
 
     def __post_init__(self) -> None:
         if self.cuts and len(self.cuts) != self.stages - 1:
@@ -274,16 +322,13 @@ class Pipeline(Strategy):
     def cuts(self) -> tuple[str, ...]:
         return () if isinstance(self.cut, str) else self.cut
 
-    def weights_for(self, workers: int) -> tuple[int, ...] | None:
-        """The last stage of each replica answers for its samples."""
-        return tuple(int(w % self.stages == self.stages - 1) for w in range(workers))
+    @property
+    def parts(self) -> int:
+        return self.stages
 
-    def check_workers(self, workers: int) -> None:
-        if workers % self.stages:
-            raise SpecError(
-                f"pipeline(stages={self.stages}) with {workers} workers: "
-                f"use {self.stages} workers, or a multiple of it for replicas"
-            )
+    @property
+    def answers(self) -> int:
+        return self.stages - 1
 
     def check_batch(self, batch: int, workers: int) -> None:
         replicas = workers // self.stages
@@ -292,6 +337,18 @@ class Pipeline(Strategy):
                 f"--batch {batch} does not divide into {replicas * self.micro} micro-batches "
                 f"({replicas} replicas of {self.micro}): use a multiple of {replicas * self.micro}"
             )
+
+
+@dataclass(frozen=True)
+class Tensor(Split):
+    """Layers in slices: each worker has some of a layer's outputs, and all get all of them."""
+
+    word: ClassVar[str] = "tensor"
+    size: int = option(integer(1, 1024), 2)
+
+    @property
+    def parts(self) -> int:
+        return self.size
 
 
 @dataclass(frozen=True)
@@ -376,7 +433,17 @@ class Switch(Strategy):
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     c.word: c
-    for c in (Single, AllReduce, ParameterServer, Grouped, LocalSgd, DiLoCo, Pipeline, Switch)
+    for c in (
+        Single,
+        AllReduce,
+        ParameterServer,
+        Grouped,
+        LocalSgd,
+        DiLoCo,
+        Pipeline,
+        Tensor,
+        Switch,
+    )
 }
 
 

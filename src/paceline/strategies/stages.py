@@ -46,68 +46,6 @@ class StageGraph:
                     taken.append((stage, place))
 
 
-def cut_points(model: torch.nn.Module) -> list[str]:
-    """Names of modules before which the model can be cut: those that hold parameters themselves,
-    and those that hold such, in the order of the model."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and next(module.parameters(), None) is not None
-    ]
-
-
-def leaves(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Modules with parameters of their own, in order, and how many numbers each holds."""
-    found = []
-    for name, module in model.named_modules():
-        count = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
-        if count:
-            found.append((name, count))
-    return found
-
-
-def check_cuts(model: torch.nn.Module, cuts: tuple[str, ...]) -> None:
-    known = cut_points(model)
-    for cut in cuts:
-        if cut not in known:
-            shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-            raise UsageError(f"pipeline(cut={cut}): the model has no such layer: known: {shown}")
-
-
-def cut_evenly(model: torch.nn.Module, stages: int) -> tuple[str, ...]:
-    """Cuts that leave the largest stage as small as can be, in parameters."""
-    names = leaves(model)
-    if len(names) < stages:
-        raise UsageError(
-            f"pipeline(stages={stages}): the model has {len(names)} layers with parameters: "
-            f"use at most {len(names)} stages"
-        )
-    starts = balance([float(count) for _, count in names], stages)
-    return tuple(names[start][0] for start in starts[1:])
-
-
-def balance(costs: list[float], stages: int) -> list[int]:
-    """Where each of so many runs of neighbours begins; the dearest is as cheap as can be."""
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    came: list[list[int]] = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, count + 1):
-            for start in range(stage - 1, end):
-                cost = max(best[stage - 1][start], sums[end] - sums[start])
-                if cost < best[stage][end]:
-                    best[stage][end], came[stage][end] = cost, start
-    starts, end = [], count
-    for stage in range(stages, 0, -1):
-        end = came[stage][end]
-        starts.append(end)
-    return starts[::-1]
-
-
 def trace(model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor) -> StageGraph:
     """Cut before the named modules; raises UsageError where the model cannot be traced."""
     spec = dict.fromkeys(cuts, SplitPoint.BEGINNING)
@@ -121,12 +59,30 @@ def trace(model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor) 
             f"pipeline: torch cannot trace this model ({why[0][:200] if why else error!r}): "
             "cut it elsewhere, or use a strategy that keeps models whole"
         ) from None
+    finally:
+        # torch marks the cuts in the modules themselves, and leaves the marks there.
+        for cut in cuts:
+            module = model.get_submodule(cut)
+            for mark in ("forward", "_orig_forward"):
+                module.__dict__.pop(mark, None)
     if pipe.num_stages != len(cuts) + 1:
         raise UsageError(
             f"pipeline: {len(cuts)} cuts give {pipe.num_stages} stages: a cut lies before the "
             "first operation, or two lie together"
         )
-    return read_graph(pipe)
+    graph = read_graph(pipe)
+    for stage in graph.modules:
+        _bind(stage, model)
+    return graph
+
+
+def _bind(stage: torch.nn.Module, model: torch.nn.Module) -> None:
+    """A weight with two names comes out of the trace as two: both are the model's one again."""
+    for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+        owner, _, last = name.rpartition(".")
+        mine = model.get_parameter(name)
+        if parameter is not mine:
+            setattr(stage.get_submodule(owner), last, mine)
 
 
 def read_graph(pipe: Any) -> StageGraph:
