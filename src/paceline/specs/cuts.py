@@ -34,6 +34,8 @@ class Place:
     """Bytes for state and activations."""
     waiting: int
     """Micro-batches whose activations wait there at a time."""
+    bytes_per_s: float = LINK_BYTES_S
+    """To its neighbours."""
 
 
 def cost_of(layers: Sequence[Layer], place: Place, start: int, stop: int) -> float:
@@ -45,7 +47,7 @@ def cost_of(layers: Sequence[Layer], place: Place, start: int, stop: int) -> flo
     passed = (layers[start].input_bytes if start else 0) + (
         layers[stop].input_bytes if stop < len(layers) else 0
     )
-    return sum(place.seconds[start:stop]) + 2 * passed / LINK_BYTES_S
+    return sum(place.seconds[start:stop]) + 2 * passed / place.bytes_per_s
 
 
 def cut_for(layers: Sequence[Layer], places: Sequence[Place]) -> list[int] | None:

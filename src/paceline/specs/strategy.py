@@ -15,6 +15,19 @@ from paceline.specs.text import Call, Value, parse
 from paceline.specs.when import WHENS, LrDrop, When, read_when
 
 
+@dataclass(frozen=True)
+class Held:
+    """The share of a model's weights, gradients and optimizer slots that a worker has."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    slots: float = 1.0
+
+    def numbers(self, slots: int) -> float:
+        """Numbers kept for each weight of the model, with so many slots a weight."""
+        return self.weights + self.gradients + slots * self.slots
+
+
 class Strategy(Spec):
     """What every strategy says of itself; the runner behind it lives in `paceline.strategies`."""
 
@@ -40,6 +53,10 @@ class Strategy(Spec):
     def expected_staleness(self, workers: int) -> float:
         """Updates of others between a pull and its push, on equal machines."""
         return 0.0
+
+    def held(self, workers: int) -> Held:
+        """What one worker has in memory, the fullest of them."""
+        return Held()
 
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot follow the strategy."""
@@ -92,6 +109,14 @@ class AllReduce(Strategy):
     @property
     def runner(self) -> str:
         return self.word if self.shard == "none" else f"{self.word}/{self.shard}"
+
+    def held(self, workers: int) -> Held:
+        part = 1 / workers
+        return {
+            "none": Held(),
+            "optimizer": Held(slots=part),
+            "full": Held(part, part, part),
+        }[self.shard]
 
     def __post_init__(self) -> None:
         if self.shard == "full" and (self.codec is not None or self.via != "auto"):
@@ -150,6 +175,9 @@ class ParameterServer(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def held(self, workers: int) -> Held:
+        return Held(slots=0.0)
 
     def expected_staleness(self, workers: int) -> float:
         own = 1.0 if self.overlap else 0.0
@@ -280,6 +308,11 @@ class Split(Strategy):
         """The part that has a replica's rows in the ledger: it computes the loss."""
         return 0
 
+    def held(self, workers: int) -> Held:
+        """As far as layers can be shared out evenly."""
+        part = 1 / self.parts
+        return Held(part, part, part)
+
     def weights_for(self, workers: int) -> tuple[int, ...] | None:
         return tuple(int(w % self.parts == self.answers) for w in range(workers))
 
@@ -401,6 +434,9 @@ class Switch(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return max(part.servers_for(workers) for part in self.parts)
+
+    def held(self, workers: int) -> Held:
+        return max((part.held(workers) for part in self.parts), key=lambda held: held.numbers(2))
 
     def check_workers(self, workers: int) -> None:
         """A phase of `single` is fine here: one worker computes, the others idle."""

@@ -50,6 +50,7 @@ from paceline.worker.build import (
 from paceline.worker.evaluate import Predict, Share, evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.files import open_files
+from paceline.worker.fit import check_room
 from paceline.worker.loop import train
 from paceline.worker.profile import EpochProfiler
 from paceline.worker.spawn import unpack_live
@@ -262,6 +263,7 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     model = build_model(job, tables)
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
+    check_room(read_strategy(assignment.strategy), model, optimizer, session.size)
     replica = Replica(model, optimizer, clip=job.clip)
     around = session.surround(replica)
     session.start_heart(around)
