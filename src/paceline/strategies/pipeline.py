@@ -247,6 +247,7 @@ class PipelineRunner(SplitRunner):
             "stages": self._stages,
             "cut": list(self._cuts or ()),
             "bubble": self._waited_ns / self._passed_ns if self._passed_ns else None,
+            "bubble_formula": (self._stages - 1) / (self._spec.micro + self._stages - 1),
             "weight_bytes": held,
         }
 

@@ -201,7 +201,8 @@ class FullyShardedRunner(Runner):
             output = self._model(inputs)
             loss = loss_of(output, targets)
             self.clock.enter(BACKWARD)
-            torch.autograd.backward(loss * work.weight)
+            # It averages over the workers, each of whom has a share of the batch.
+            torch.autograd.backward(loss * (work.weight * self.around.size))
         except RuntimeError as error:
             raise lost(error, work.step) from None
         self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
@@ -320,10 +321,6 @@ def shard_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
     for unit in find_units(copied):
         fully_shard(unit, mesh=mesh)
     fully_shard(copied, mesh=mesh, reshard_after_forward=True)
-    for module in copied.modules():
-        if isinstance(module, FSDPModule):
-            # Sums: every worker has weighted its gradients by its share of the batch.
-            module.set_gradient_divide_factor(1.0)
     return copied
 
 
