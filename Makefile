@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check packages stores bench soak clean
+.PHONY: demo test test-all check packages stores peers bench soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -30,6 +30,13 @@ stores: $(VENV)/.tools            ## what tests on a real S3 server and a real H
 
 packages:                         ## what tests on several machines need, where it can be installed
 	.ci/packages
+
+peers: $(VENV)/.package           ## environments of the peers that are measured beside it
+	test -x .peers/torchft/bin/python || $(PYTHON) -m venv .peers/torchft
+	.peers/torchft/bin/pip --disable-pip-version-check install --quiet \
+		--constraint constraints.txt --editable . torchft
+	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
+	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet tensorflow-cpu==2.21.0
 
 bench: $(VENV)/.package           ## measure beside its peers; results under bench/results
 	$(BIN)/python bench/run.py

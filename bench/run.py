@@ -4,7 +4,9 @@ python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,all
                     [--workers 2] [--no-save]
 
 Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), Paceline's
-`allreduce` and `ps`. A side that fails is kept as failed.
+`allreduce` and `ps`; and, each in an environment of its own that `make peers` sets up, `torchft`,
+`tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and ParameterServer strategies). A side that
+fails is kept as failed; one whose environment is missing is named and left out.
 """
 
 from __future__ import annotations
@@ -27,12 +29,20 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 THREADS = 1
-RATIOS = (("allreduce", "ddp"), ("allreduce", "apart"), ("ps", "apart"))
+PEERS = HERE.parent / ".peers"
+RATIOS = (
+    ("allreduce", "ddp"),
+    ("allreduce", "torchft"),
+    ("allreduce", "tf-ring"),
+    ("allreduce", "apart"),
+    ("ps", "tf-ps"),
+    ("ps", "apart"),
+)
 """What is told: the first over the second, of the same round."""
 
 
-def run_ddp(*words: object) -> float:
-    command = [sys.executable, str(HERE / "plain_ddp.py"), *map(str, words)]
+def run_script(python: Path | str, script: str, *words: object) -> float:
+    command = [str(python), str(HERE / script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1:] or "no output")
@@ -48,12 +58,25 @@ def measure_paceline(strategy: str, name: str, workers: int) -> float:
 
 
 def make_sides(workers: int) -> dict[str, Callable[[str], float]]:
+    here, ddp = sys.executable, "plain_ddp.py"
     sides: dict[str, Callable[[str], float]] = {
-        "ddp": lambda name: run_ddp(name, workers, THREADS),
-        "apart": lambda name: run_ddp(name, workers, THREADS, "apart"),
+        "ddp": lambda name: run_script(here, ddp, name, workers, THREADS),
+        "apart": lambda name: run_script(here, ddp, name, workers, THREADS, "apart"),
         "allreduce": lambda name: measure_paceline("allreduce", name, workers),
         "ps": lambda name: measure_paceline("ps", name, workers),
     }
+    fault_tolerant, tensorflow = (
+        PEERS / name / "bin" / "python" for name in ("torchft", "tensorflow")
+    )
+    if fault_tolerant.exists():
+        sides["torchft"] = lambda name: run_script(
+            fault_tolerant, "peer_torchft.py", name, workers, THREADS
+        )
+    if tensorflow.exists():
+        for kind in ("tf-ring", "tf-ps"):
+            sides[kind] = lambda name, kind=kind: run_script(  # type: ignore[misc]
+                tensorflow, "peer_tf.py", kind, name, workers, THREADS
+            )
     return sides
 
 
@@ -103,11 +126,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--sides", default="ddp,apart,allreduce,ps")
+    parser.add_argument("--sides", default="ddp,apart,allreduce,ps,torchft,tf-ring,tf-ps")
     parser.add_argument("--no-save", action="store_true")
     given = parser.parse_args()
     sides = make_sides(given.workers)
-    sides = {side: sides[side] for side in given.sides.split(",")}
+    for side in given.sides.split(","):
+        if side not in sides:
+            print(f"{side}: left out, its environment is missing: make peers")
+    sides = {side: sides[side] for side in given.sides.split(",") if side in sides}
     rows = [measure(name, sides, given.repeats) for name in given.workloads.split(",")]
     print("\n| network | workers | side | samples/s (least to most) | beside | ratio |")
     print("|---|---:|---|---:|---|---:|")

@@ -24,14 +24,12 @@ from paceline.telemetry.reading import read_run
 from paceline.telemetry.recorder import StepRecorder
 from paceline.telemetry.sampler import Sampler
 from paceline.telemetry.verdicts import look
-from workloads import Workload
+from workloads import WORKLOADS, Workload
 
 STEPS = 20_000
 WORKERS = 2
-RUNS = (
-    Workload("mlp-300-100", (1, 28, 28), 128, 40960, 8),
-    Workload("resnet20", (3, 32, 32), 32, 1920, 2),
-)
+EPOCHS = 4
+RUNS = (WORKLOADS["mlp-300-100"], WORKLOADS["resnet20"])
 
 
 def clock_us_a_step() -> float:
@@ -72,7 +70,8 @@ def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
         options = RunOptions(
             out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
         )
-        result = run_job(workload.job(WORKERS), read_strategy("allreduce"), options)
+        job = workload.job(WORKERS).model_copy(update={"epochs": EPOCHS})
+        result = run_job(job, read_strategy("allreduce"), options)
         scene = look(read_run(options.out, steps=False), None)
     cpu_us = 0.0
     if scene is not None:

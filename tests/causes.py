@@ -276,12 +276,20 @@ CAUSES = {
             inject=slow_disk,
             needs=("blkio group",),
         ),
-        Cause("thin link", "link", job="chatty", around=thin_link, needs=("namespace",)),
+        # Processes of one machine would exchange through memory.
+        Cause(
+            "thin link",
+            "link",
+            job="chatty",
+            options=("--strategy", "allreduce(via=network)"),
+            around=thin_link,
+            needs=("namespace",),
+        ),
         Cause(
             "thin link to a server",
             "link",
             job="chatty",
-            options=("--strategy", "ps"),
+            options=("--strategy", "ps(via=network)"),
             around=thin_link,
             needs=("namespace",),
             who="server-0",

@@ -151,12 +151,10 @@ class Started:
     """A command that is running, in a session of its own."""
 
     def __init__(self, args: tuple[object, ...], cwd: Path, preexec: Callable[[], None] | None):
-        def prepare() -> None:
-            # A shell's background jobs ignore Ctrl-C, and so would the command tested here.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if preexec is not None:
-                preexec()
-
+        # A shell's background jobs ignore Ctrl-C, and so would the command tested here, which has
+        # it from this process. (Not in the child, between fork and exec: libraries with threads
+        # of their own have locks there that nobody will ever open.)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._files = [cwd / f".{uuid.uuid4().hex[:8]}-{name}" for name in ("out", "err")]
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self._popen = subprocess.Popen(
@@ -166,7 +164,7 @@ class Started:
                 stderr=err,
                 cwd=cwd,
                 start_new_session=True,
-                preexec_fn=prepare,
+                preexec_fn=preexec,
             )
         self.pid = self._popen.pid
 

@@ -39,6 +39,8 @@ INPUT_S = 0.001
 FEWEST_PROBES = 5
 ON_THE_WAY = 0.25
 """Share of a step in which bytes are on their way and nothing else happens."""
+QUEUE_BYTES = 16_000
+"""On the way at a time: ten packets or so."""
 QUEUED = 0.15
 APPLYING = 0.4
 
@@ -553,8 +555,11 @@ def _is_link_bound(seen: Seen) -> bool:
         return False
     if seen.crowding_s + seen.throttled_s > 0.5 * seen.net_busy_s:
         return False  # Whoever waits for a core sends late and answers late, on any link.
-    # Behind a full link packets queue up: the round trip grows to many times the least.
-    return seen.rtt_s >= 0.001 and seen.rtt_s >= 5 * seen.rtt_least_s
+    # Behind a full link packets queue up: the round trip grows to many times the least. A few
+    # bytes that are acknowledged late are no queue.
+    queued = seen.net_out / seen.net_busy_s * seen.rtt_s
+    long = seen.rtt_s >= 0.001 and seen.rtt_s >= 5 * seen.rtt_least_s
+    return long and queued >= QUEUE_BYTES
 
 
 def judge_server(scene: Scene, found: list[Verdict]) -> list[Verdict]:
