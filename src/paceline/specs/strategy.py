@@ -364,11 +364,11 @@ class Pipeline(Split):
         return self.stages - 1
 
     def check_batch(self, batch: int, workers: int) -> None:
-        replicas = workers // self.stages
-        if batch % (replicas * self.micro):
+        count = workers // self.stages * self.micro
+        if batch % count:
             raise SpecError(
-                f"--batch {batch} does not divide into {replicas * self.micro} micro-batches "
-                f"({replicas} replicas of {self.micro}): use a multiple of {replicas * self.micro}"
+                f"--batch {batch} does not divide into {count} micro-batches "
+                f"({workers // self.stages} x {self.micro}): use a multiple of {count}"
             )
 
 

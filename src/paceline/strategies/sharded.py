@@ -146,6 +146,12 @@ class FullyShardedRunner(Runner):
             raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
         if hasattr(model, "regularization") or hasattr(model, "save_beside"):
             raise UsageError("allreduce(shard=full): a Keras model has to stay whole")
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise UsageError(
+                    f"allreduce(shard=full): parameter {name} is a single number, which torch "
+                    "cannot shard: give it the shape (1,)"
+                )
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._example: Batch | None = None
