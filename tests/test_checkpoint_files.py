@@ -256,7 +256,7 @@ def test_unfinished_ones_do_not_count(saved: Path) -> None:
     assert list_checkpoints(saved.parent / "nowhere") == []
 
 
-@pytest.mark.parametrize("at", ["save_file", "write_bytes", "write_text", "replace"])
+@pytest.mark.parametrize("at", ["write_tensors", "write_bytes", "write_text", "replace"])
 @pytest.mark.parametrize("name", ["000000000100", "000000000200"])
 def test_write_that_fails_leaves_the_old_one(
     saved: Path, monkeypatch: pytest.MonkeyPatch, at: str, name: str
@@ -266,7 +266,7 @@ def test_write_that_fails_leaves_the_old_one(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    where = {"save_file": state_room, "replace": os}.get(at, Path)
+    where = {"write_tensors": state_room, "replace": os}.get(at, Path)
     with monkeypatch.context() as patch:
         patch.setattr(where, at, fail)
         with pytest.raises(StateError, match=re.escape(f"{saved.parent / name} could not be")):

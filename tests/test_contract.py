@@ -71,7 +71,9 @@ def train(tmp_path: Path, job: paceline.Job, strategy: str, workers: int) -> dic
 def test_table_covers_every_registered_strategy() -> None:
     words = {phase.word for text in TABLE for phase in read_strategy(text).phases}
     words |= {read_strategy(text).word for text in TABLE}
-    assert words == set(STRATEGIES)
+    # Those that split a model want one that can be traced, or layers they know: test_pipeline.py
+    # and test_tensor.py.
+    assert words | {"pipeline", "tensor"} == set(STRATEGIES)
     assert [text for text in TABLE if read_strategy(text).exact] == EXACT
 
 

@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     # Materials: they know nothing of strategies, of workers or of how a run is started.
     "state": {"errors", "telemetry"},
     "models": {"errors"},
+    "scoring": set(),
     "cluster.remote": set(),
     "cluster": {"errors"},
     "data": {"errors"},
@@ -33,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "telemetry": {"errors", "protocol", "telemetry.events"},
     "job": {"errors", "specs", "data", "models"},
     # What happens inside a worker.
-    "strategies": {"errors", "specs", "protocol", "comm", "state", "telemetry"},
+    "strategies": {"errors", "specs", "protocol", "comm", "state", "scoring", "telemetry"},
     "worker": {
         "errors",
         "specs",
@@ -46,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
         "strategies",
         "telemetry",
         "telemetry.events",
+        "scoring",
     },
     "keras": {
         "errors",
@@ -90,6 +92,7 @@ ROOMS: dict[str, set[str]] = {
         "report",
         "cluster",
         "plan",
+        "scoring",
     },
     "spark": {
         "errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from paceline.plan.cost import Workload
 from paceline.plan.estimate import Estimate, Machines, estimate
 from paceline.plan.explain import describe
 from paceline.plan.search import CANDIDATES, OBJECTIVES, read_wish, search
-from paceline.specs.strategy import read_strategy
+from paceline.plan.split import Machine, bubble, lay_out
+from paceline.specs.strategy import Pipeline, read_strategy
 from paceline.twin.fit import play_seconds
 
 WORK = Workload(
@@ -130,6 +132,26 @@ def test_a_machine_too_small_is_left_out_and_named() -> None:
         search(Machines(Pool(hosts=hosts[1:]), big), wish)
 
 
+def test_a_model_for_no_machine_alone_is_split_over_several() -> None:
+    """Ten layers of 1.2 GB with their gradients and momentum: two machines have room for them."""
+    layers = ((10_000, 10_000),) * 10
+    big = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
+    sizes = {"a": 2, "b": 2, "c": 9, "d": 3, "e": 8}
+    hosts = tuple(Host(host=name, memory_gb=size) for name, size in sizes.items())
+    machines = Machines(Pool(hosts=hosts), big)
+    wish = read_wish("cost", None, None)
+    with pytest.raises(UsageError, match="no price_per_hour"):
+        search(machines, wish)
+    wish = read_wish("energy", None, None)
+    plain = describe(machines, search(machines, wish), wish)
+    assert plain["chosen"]["machines"] == ["c", "e"]
+    assert plain["chosen"]["strategy"].startswith("pipeline(")
+    assert "does not fit on one machine" in plain["why"]
+    assert "2 stages on c and e" in plain["why"]
+    assert plain["one_machine"] is None
+    assert {row["host"] for row in plain["left_out"]} == {"a", "b", "d"}
+
+
 def test_the_published_energy_case_ends_on_one_machine() -> None:
     """Two energy-saving machines took 52 s where one of them alone took 50 s."""
     cost = StepCost(per_sample_s=17.5e-3 / 64, gradient_mb=None)
@@ -192,3 +214,31 @@ def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
         assert wrong.code == 2
         assert complaint in wrong.stderr
         assert len(wrong.stderr.strip().splitlines()) == 1
+
+
+def test_a_pipeline_waits_as_the_formula_says() -> None:
+    layers = ((100, 100),) * 12
+    work = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
+    machine = Machine(0.0, 1e-3, math.inf, math.inf, 0.0)
+    for stages in (2, 3, 4):
+        for micro in (1, 4, 16):
+            spec = Pipeline(stages=stages, micro=micro)
+            found = lay_out(work, spec, [machine] * stages, 64.0)
+            assert found is not None
+            waits = 1 - found.computing[0] / found.step_s
+            assert waits == pytest.approx(bubble(stages, micro))
+            assert sum(found.computing) == pytest.approx(64e-3)
+
+
+def test_an_unequal_pair_gets_an_unequal_cut() -> None:
+    layers = ((100, 100),) * 12
+    work = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
+    fast, slow = (Machine(0.0, s, math.inf, math.inf, 0.0) for s in (1e-3, 3e-3))
+    even, fitted = (
+        lay_out(work, Pipeline(stages=2, micro=8, cut=cut), [fast, slow], 64.0)
+        for cut in ("even", "auto")
+    )
+    assert even is not None
+    assert fitted is not None
+    assert fitted.computing[0] == pytest.approx(fitted.computing[1])
+    assert fitted.step_s < 0.75 * even.step_s

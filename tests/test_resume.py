@@ -41,6 +41,7 @@ def train(out: Path, strategy: str, workers: int, **fields: Any) -> dict[str, An
         ("allreduce", 2),
         ("allreduce(codec=topk(0.1))", 2),
         ("ps(sync=bsp)", 2),
+        ("pipeline(stages=2, micro=2)", 2),
         *(
             pytest.param(*more, marks=pytest.mark.slow)
             for more in (

@@ -173,9 +173,7 @@ def test_own_model_from_a_file_as_a_regression(frame: Any, tmp_path: Path) -> No
 
 @needs_spark
 @pytest.mark.slow
-def test_compiled_keras_model(
-    frame: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_keras_model(frame: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Architecture, optimizer, rate and loss are the model's own."""
     # Without it Keras asks for TensorFlow, and cannot be imported where there is none.
     monkeypatch.setenv("KERAS_BACKEND", "torch")

@@ -14,14 +14,15 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from safetensors.torch import save as tensors_to_bytes
 
 from paceline.errors import CheckpointError, StateError
@@ -50,6 +51,15 @@ class Section:
         return cls(tensors_from_bytes(data), json.loads(head["__metadata__"]["plain"]))
 
 
+@dataclass(frozen=True)
+class Distant:
+    """A tensor that another process holds: its form, and how it comes here, once."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    fetch: Callable[[], torch.Tensor]
+
+
 @dataclass
 class TrainState:
     """weights/NAME, buffers/NAME and slots/NAME/SLOT in one global section."""
@@ -57,9 +67,12 @@ class TrainState:
     shared: Section
     workers: list[Section] = field(default_factory=list)
 
+    distant: dict[str, Distant] = field(default_factory=dict)
+    """The part of the global section that other processes hold; to be written down, no more."""
+
     def fingerprint(self) -> str:
         """Tells models apart by the names, shapes and types of their weights and buffers."""
-        return fingerprint_of(self.shared.tensors)
+        return fingerprint_of({**self.shared.tensors, **self.distant})
 
 
 def is_model_tensor(name: str) -> bool:
@@ -67,7 +80,7 @@ def is_model_tensor(name: str) -> bool:
     return name.startswith(("weights/", "buffers/"))
 
 
-def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
+def fingerprint_of(tensors: Mapping[str, torch.Tensor | Distant]) -> str:
     shapes = [
         f"{name}:{tuple(t.shape)}:{t.dtype}"
         for name, t in sorted(tensors.items())
@@ -179,7 +192,7 @@ def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_file(_separate(state.shared.tensors), partial / "state.safetensors")
+        write_tensors(partial / "state.safetensors", {**state.shared.tensors, **state.distant})
         for rank, section in enumerate(state.workers):
             (partial / f"worker-{rank}.safetensors").write_bytes(section.to_bytes())
         head = {
@@ -193,6 +206,47 @@ def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StateError(f"checkpoint {folder / name} could not be written: {error}") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Distant]) -> None:
+    """A safetensors file, tensor by tensor: none is copied, and no two distant ones are here."""
+    head: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        size = tensor.shape.numel() * tensor.dtype.itemsize
+        head[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            _write_tensor(file, tensor.fetch() if isinstance(tensor, Distant) else tensor)
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        file.write(flat.view(torch.uint8).numpy().data)
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
 
 
 def load_checkpoint(path: Path) -> TrainState:

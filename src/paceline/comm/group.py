@@ -215,6 +215,31 @@ class Group:
         if self.size > 1:
             dist.broadcast(tensor, source, group=self._members)
 
+    def broadcast_into(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """The same for a tensor of any layout."""
+        if self.size > 1:
+            flat = tensor.detach().contiguous()
+            dist.broadcast(flat, source, group=self._members)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, all of one shape, in the order of ranks."""
+        if self.size == 1:
+            return [tensor]
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(pieces, tensor, group=self._members)
+        return pieces
+
+    def send_async(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin sending to a worker (by its rank among all), who receives with the same tag."""
+        work = dist.isend(tensor, rank, tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        dist.recv(tensor, rank, tag=tag)
+
     def meet(self) -> None:
         """Wait until everybody is here."""
         if self.size > 1:

@@ -89,9 +89,9 @@ class Trainee:
             raise AssertionError("a script keeps its own checkpoints")
 
         duties = Duties(
-            evaluate=self._evaluate,
+            evaluate=lambda split, share, predict: self._evaluate(split),
             save=save,
-            save_model=lambda: session.files.save_model(self._module),
+            save_model=lambda distant: session.files.save_model(self._module, distant),
         )
         agent = self._agent = session.make_agent(around, state, duties, self._source.samples)
         splits = ("val",) if self._validation is not None else ()

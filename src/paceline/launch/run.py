@@ -222,11 +222,7 @@ def run_script(
 
 def check_sizes(batch: int, strategy: Strategy, workers: int) -> None:
     strategy.check_workers(workers)
-    if batch < workers:
-        raise UsageError(
-            f"--batch {batch} is smaller than --workers {workers}: "
-            "the global batch must give every worker a sample"
-        )
+    strategy.check_batch(batch, workers)
 
 
 def plain_fields(job: Job) -> dict[str, Any]:

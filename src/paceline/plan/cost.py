@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
+from paceline.specs.strategy import AllReduce, Strategy
 
 FIXED_S = 0.0005
 """A step's cost that does not grow with its samples, where it was not measured."""
@@ -44,6 +45,8 @@ class Workload:
     """Numbers that the optimizer keeps for each parameter."""
     ready: tuple[float, ...] = ()
     """For each shape the share of a step's operations done when its gradient is there, if known."""
+    passed: tuple[float, ...] = ()
+    """For each shape the bytes of a sample that enter its layer, if known."""
 
     @property
     def parameters(self) -> int:
@@ -76,7 +79,7 @@ def with_stand_in(work: Workload, host: Host) -> Workload:
     if measured is None or measured.gradient_mb is None:
         return work
     count = round(measured.gradient_mb * 1e6 / work.item_bytes)
-    return dataclasses.replace(work, shapes=((count,),), ready=())
+    return dataclasses.replace(work, shapes=((count,),), ready=(), passed=())
 
 
 def compute_on(host: Host, work: Workload, pool: Pool) -> Compute:
@@ -186,6 +189,14 @@ def exposed_of(exchange_s: float, compute_s: float, nbytes: float, bucket_bytes:
     buckets = 1 + math.ceil(max(0.0, nbytes - FIRST_BUCKET_BYTES) / bucket_bytes)
     hidden = min(exchange_s * (buckets - 1) / buckets, BACKWARD_SHARE * compute_s)
     return exchange_s - hidden
+
+
+def exchanged_bytes(strategy: Strategy, work: Workload) -> float:
+    """What one exchange among all workers moves, as bytes of an all-reduce."""
+    if not isinstance(strategy, AllReduce):
+        return float(work.bytes)
+    # In shards there is an all-gather more: half an all-reduce.
+    return coded_bytes(strategy.codec, work) * (1.0 if strategy.shard == "none" else 1.5)
 
 
 def coded_bytes(codec: Codec | None, work: Workload) -> float:

@@ -20,6 +20,7 @@ from paceline.plan.cost import (
     Workload,
     coded_bytes,
     compute_on,
+    exchanged_bytes,
     exposed_of,
     exposed_s,
     network_s,
@@ -27,7 +28,17 @@ from paceline.plan.cost import (
     plan_buckets,
     with_stand_in,
 )
-from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
+from paceline.plan.split import Machine, lay_out, sliced_s
+from paceline.specs.strategy import (
+    AllReduce,
+    DiLoCo,
+    Grouped,
+    LocalSgd,
+    ParameterServer,
+    Pipeline,
+    Split,
+    Strategy,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,11 +78,12 @@ class Machines:
         self.idle_w = np.array([h.watts.idle if h.watts else UNKNOWN_WATTS[0] for h in self.hosts])
         self.busy_w = np.array([h.watts.busy if h.watts else UNKNOWN_WATTS[1] for h in self.hosts])
         self.price = np.array([h.price_per_hour or 0.0 for h in self.hosts])
+        self.room = np.array(
+            [math.inf if h.memory_gb is None else h.memory_gb * 1e9 for h in self.hosts]
+        )
         needed = work.bytes * (2 + work.slots) + BASE_MEMORY
         self.needed_gb = needed / 1e9
-        self.fits = np.array(
-            [h.memory_gb is None or h.memory_gb * 1e9 >= needed for h in self.hosts]
-        )
+        self.fits = self.room >= needed
 
     @property
     def speed(self) -> Floats:
@@ -112,6 +124,8 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
     work = machines.work
     if isinstance(strategy, ParameterServer | Grouped):
         step_s, busy, staleness = _served(machines, chosen, strategy)
+    elif isinstance(strategy, Split):
+        step_s, busy, staleness = _split(machines, chosen, strategy)
     else:
         step_s, busy, staleness = _planned(machines, chosen, strategy)
     correction = machines.corrections.get(kind_of(strategy, len(chosen)))
@@ -157,8 +171,7 @@ def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[floa
     update = float(machines.update[chosen].max())
     if count == 1:
         return float(compute[0]) + update, compute, 0.0
-    codec = strategy.codec if isinstance(strategy, AllReduce) else None
-    nbytes = coded_bytes(codec, work)
+    nbytes = exchanged_bytes(strategy, work)
     exchange = _allreduce(machines, chosen, nbytes)
     if isinstance(strategy, LocalSgd | DiLoCo):
         between = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
@@ -173,6 +186,49 @@ def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[floa
     else:
         exposed = exposed_of(exchange, slowest, nbytes, bucket)
     return slowest + exposed + update, compute, 0.0
+
+
+def places_of(machines: Machines, chosen: Ints) -> list[Machine]:
+    """The chosen machines as places for stages."""
+    return [
+        Machine(
+            fixed_s=float(machines.fixed[i]),
+            per_sample_s=float(machines.per_sample[i]),
+            room=float(machines.room[i]) - BASE_MEMORY,
+            bytes_per_s=float(machines.bandwidth[i]),
+            latency_s=float(machines.latency[i]) + machines.pool.hop_ms / 1e3,
+        )
+        for i in chosen
+    ]
+
+
+def has_room(machines: Machines, chosen: Ints, strategy: Pipeline) -> bool:
+    """Some cut leaves every stage with no more than its machine has room for."""
+    places = places_of(machines, chosen)
+    return lay_out(machines.work, strategy, places, machines.work.batch) is not None
+
+
+def _split(machines: Machines, chosen: Ints, strategy: Split) -> tuple[float, Floats, float]:
+    """Replicas of the model, each over as many machines as it has parts."""
+    work, parts = machines.work, strategy.parts
+    replicas = len(chosen) // parts
+    rows = work.batch / replicas
+    steps, busy = [], np.zeros(len(chosen))
+    for first in range(0, len(chosen), parts):
+        places = places_of(machines, chosen[first : first + parts])
+        if isinstance(strategy, Pipeline):
+            stages = lay_out(work, strategy, places, rows)
+            assert stages is not None, "ask has_room first"
+            steps.append(stages.step_s)
+            busy[first : first + parts] = stages.computing
+        else:
+            steps.append(sliced_s(work, strategy, places, rows))
+            busy[first : first + parts] = [
+                m.fixed_s + rows * m.per_sample_s / parts for m in places
+            ]
+    update = float(machines.update[chosen].max()) / parts
+    exchange = _allreduce(machines, chosen[::parts], work.bytes / parts) if replicas > 1 else 0.0
+    return max(steps) + update + exchange, busy, 0.0
 
 
 def _shares(machines: Machines, chosen: Ints, strategy: Strategy) -> Floats:

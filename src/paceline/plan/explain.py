@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from paceline.plan.estimate import Estimate, Machines, estimate
+from paceline.plan.estimate import Estimate, Machines, estimate, has_room
 from paceline.plan.search import Found, Wish
-from paceline.specs.strategy import read_strategy
+from paceline.specs.strategy import Pipeline, Split, read_strategy
 
 MOST_REASONS = 20
 
@@ -33,7 +34,7 @@ def describe(machines: Machines, found: Found, wish: Wish) -> dict[str, Any]:
         "runners_up": [to_plain(machines, e) for e in found.others],
         "left_out": left_out(machines, found.chosen, wish),
         "frontier": [to_plain(machines, e) for e in found.frontier],
-        "one_machine": to_plain(machines, found.alone),
+        "one_machine": to_plain(machines, found.alone) if found.alone is not None else None,
     }
 
 
@@ -54,6 +55,14 @@ def to_plain(machines: Machines, one: Estimate) -> dict[str, Any]:
 def explain_choice(machines: Machines, found: Found, wish: Wish) -> str:
     chosen, alone = found.chosen, found.alone
     objective = max(wish.weights, key=lambda o: wish.weights[o])
+    if alone is None:
+        names = [machines.hosts[i].host for i in chosen.machines]
+        largest = max(h.memory_gb or 0.0 for h in machines.hosts)
+        return (
+            f"the model does not fit on one machine (it needs {machines.needed_gb:.1f} GB, the "
+            f"largest has {largest:g}): {len(names)} stages on {', '.join(names[:-1])} "
+            f"and {names[-1]}, {_amount(chosen, objective)} of {objective}"
+        )
     if len(chosen.machines) == 1:
         name = machines.hosts[chosen.machines[0]].host
         more = [e for e in found.others if len(e.machines) > 1]
@@ -90,10 +99,16 @@ def left_out(machines: Machines, chosen: Estimate, wish: Wish) -> list[dict[str,
     outside = [i for i in range(len(machines.hosts)) if i not in inside]
     for index in outside[:MOST_REASONS]:
         host = machines.hosts[index]
-        if not machines.fits[index]:
+        if not machines.fits[index] and not isinstance(spec, Split):
             why = f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g}"
         else:
-            more = estimate(machines, np.array(sorted([*inside, index])), spec)
+            wider = np.array(sorted([*inside, index]))
+            if isinstance(spec, Pipeline):
+                spec = dataclasses.replace(spec, stages=len(wider))
+                if not has_room(machines, wider, spec):
+                    reasons.append({"host": host.host, "why": "no stage fits into its memory"})
+                    continue
+            more = estimate(machines, wider, spec)
             change = 100 * (more.value(objective) / max(chosen.value(objective), 1e-12) - 1)
             why = f"with it {objective} would be {_amount(more, objective)} ({change:+.1f} %)"
             if not wish.allows(more):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
 from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
-from paceline.plan.estimate import Estimate, Ints, Machines, estimate
-from paceline.specs.strategy import Strategy, read_strategy
+from paceline.plan.estimate import Estimate, Ints, Machines, estimate, has_room
+from paceline.specs.strategy import Pipeline, Strategy, read_strategy
 
 OBJECTIVES = ("time", "energy", "cost")
 CANDIDATES = (
@@ -21,6 +22,11 @@ CANDIDATES = (
     "local_sgd(h=8)",
 )
 ALL_SIZES_UP_TO = 48
+SPLIT_UP_TO = 10
+"""Machines that a model is split over, those with most memory first."""
+ALL_SPLITS_UP_TO = 6
+MICRO = (1, 2, 4, 8, 16)
+"""Micro-batches of a pipeline that are tried."""
 STARTS = 6
 """Choices of each strategy from which single exchanges are tried."""
 CLIMB_UP_TO = 32
@@ -71,8 +77,8 @@ class Found:
     """Runners-up: the best of each other strategy, and on one machine."""
     frontier: list[Estimate]
     """Choices that no other beats in time, energy and cost at once."""
-    alone: Estimate
-    """The best single machine."""
+    alone: Estimate | None
+    """The best single machine; None where the model fits on none."""
 
 
 def search(
@@ -87,18 +93,14 @@ def search(
     `may_be_alone`: whether one machine is an answer, where there are several to choose from.
     """
     usable = np.flatnonzero(machines.fits)
-    if not len(usable):
-        largest = max(h.memory_gb or 0.0 for h in machines.hosts)
-        raise UsageError(
-            f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, "
-            f"the largest has {largest:g} GB"
-        )
     if "cost" in wish.weights or wish.budget is not None:
         unpriced = [h.host for h in machines.hosts if h.price_per_hour is None]
         if unpriced:
             raise UsageError(
                 f"machine {unpriced[0]} has no price_per_hour: a plan by cost needs one of each"
             )
+    if not len(usable):
+        return _search_split(machines, wish)
     specs = [read_strategy(s) for s in strategies]
     tried: dict[tuple[str, bytes], Estimate] = {}
 
@@ -141,6 +143,40 @@ def search(
     return Found(
         ranked[0], _runners_up(ranked), _frontier(list(tried.values())), _alone(tried, wish, best)
     )
+
+
+def _search_split(machines: Machines, wish: Wish) -> Found:
+    """The model fits on no machine: the best pipeline over two or more of them.
+
+    Raises UsageError when it does not fit on all of them together either.
+    """
+    tried: list[Estimate] = []
+    order = np.lexsort((-machines.speed, -machines.room))[:SPLIT_UP_TO]
+    for parts in range(2, len(order) + 1):
+        for chosen in combinations(sorted(int(i) for i in order), parts):
+            for micro in MICRO:
+                if machines.work.batch % micro == 0:
+                    spec = Pipeline(stages=parts, micro=micro, cut="auto")
+                    if has_room(machines, np.array(chosen), spec):
+                        tried.append(estimate(machines, np.array(chosen), spec))
+        if tried and len(order) > ALL_SPLITS_UP_TO:
+            break  # more parts only help where fewer do not fit
+    if not tried:
+        largest = max(h.memory_gb or 0.0 for h in machines.hosts)
+        raise UsageError(
+            f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, the largest has "
+            f"{largest:g} GB, and no pipeline over {len(order)} of them has room for it either"
+        )
+    allowed = [e for e in tried if wish.allows(e)]
+    if not allowed:
+        quickest = min(tried, key=lambda e: e.seconds)
+        raise UsageError(
+            f"nothing keeps within the limits: the quickest choice takes {quickest.seconds:.0f} s, "
+            f"the cheapest costs {min(e.price for e in tried):.2f}"
+        )
+    best = {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
+    ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
+    return Found(ranked[0], ranked[1:4], _frontier(tried), None)
 
 
 def search_strategy(machines: Machines, wish: Wish) -> Found:

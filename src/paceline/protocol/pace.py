@@ -30,7 +30,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.shards import Piece, join
 from paceline.protocol.value import value
-from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Single, Strategy
+from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Strategy
 from paceline.specs.sync import Gba
 
 PLAN_AHEAD_S = 2.0
@@ -477,12 +477,11 @@ def make_pace(
             history=history,
             clip=clip,
         )
-    weights = (1,) + (0,) * (workers - 1) if isinstance(strategy, Single) else None
     return PlannedPace(
         workers=workers,
         batch=batch,
         ledger=ledger,
         history=history,
-        weights=weights,
+        weights=strategy.weights_for(workers),
         balance=isinstance(strategy, AllReduce) and strategy.balance == "auto",
     )

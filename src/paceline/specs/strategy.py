@@ -15,6 +15,19 @@ from paceline.specs.text import Call, Value, parse
 from paceline.specs.when import WHENS, LrDrop, When, read_when
 
 
+@dataclass(frozen=True)
+class Held:
+    """The share of a model's weights, gradients and optimizer slots that a worker has."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    slots: float = 1.0
+
+    def numbers(self, slots: int) -> float:
+        """Numbers kept for each weight of the model, with so many slots a weight."""
+        return self.weights + self.gradients + slots * self.slots
+
+
 class Strategy(Spec):
     """What every strategy says of itself; the runner behind it lives in `paceline.strategies`."""
 
@@ -22,6 +35,11 @@ class Strategy(Spec):
     def exact(self) -> bool:
         """Equal to one process on the global batch, to rounding."""
         return True
+
+    @property
+    def runner(self) -> str:
+        """The key of the runner behind it."""
+        return self.word
 
     @property
     def phases(self) -> tuple[Strategy, ...]:
@@ -36,8 +54,24 @@ class Strategy(Spec):
         """Updates of others between a pull and its push, on equal machines."""
         return 0.0
 
+    def held(self, workers: int) -> Held:
+        """What one worker has in memory, the fullest of them."""
+        return Held()
+
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot follow the strategy."""
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        """Raise SpecError when a global batch cannot be shared out among so many workers."""
+        if batch < workers:
+            raise SpecError(
+                f"--batch {batch} is smaller than --workers {workers}: "
+                "the global batch must give every worker a sample"
+            )
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        """How a batch is shared out, in proportion; None is evenly."""
+        return None
 
     def lr_note(self, workers: int) -> str:
         """The learning rate in force, in words, for the start of a run and for a switch."""
@@ -49,6 +83,9 @@ class Single(Strategy):
     """One worker, no exchange; the reference that the exact strategies are equal to."""
 
     word: ClassVar[str] = "single"
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        return (1,) + (0,) * (workers - 1)
 
     def check_workers(self, workers: int) -> None:
         if workers != 1:
@@ -67,8 +104,25 @@ class AllReduce(Strategy):
     balance: str = option(choice("even", "auto"), "even")
     codec: Codec | None = option(read_codec, None)
     via: str = option(choice("auto", "shared", "network"), "auto")
+    shard: str = option(choice("none", "optimizer", "full"), "none")
+
+    @property
+    def runner(self) -> str:
+        return self.word if self.shard == "none" else f"{self.word}/{self.shard}"
+
+    def held(self, workers: int) -> Held:
+        part = 1 / workers
+        return {
+            "none": Held(),
+            "optimizer": Held(slots=part),
+            "full": Held(part, part, part),
+        }[self.shard]
 
     def __post_init__(self) -> None:
+        if self.shard == "full" and (self.codec is not None or self.via != "auto"):
+            raise SpecError(
+                "allreduce(shard=full) exchanges by torch's collectives: leave codec and via out"
+            )
         if self.via == "shared" and self.codec is not None:
             raise SpecError(
                 "allreduce(via=shared) sends nothing that a codec could make smaller: leave one out"
@@ -121,6 +175,9 @@ class ParameterServer(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def held(self, workers: int) -> Held:
+        return Held(slots=0.0)
 
     def expected_staleness(self, workers: int) -> float:
         own = 1.0 if self.overlap else 0.0
@@ -227,6 +284,106 @@ class DiLoCo(Strategy):
         return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
 
 
+def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
+    """`even`, `auto`, or names of layers."""
+    parts = value if isinstance(value, tuple) else (value,)
+    names = []
+    for part in parts:
+        if not isinstance(part, Call) or part.args or part.named:
+            raise SpecError(f"{where} is {part}: write even, auto, or names of layers")
+        names.append(part.name)
+    return names[0] if names in (["even"], ["auto"]) else tuple(names)
+
+
+class Split(Strategy):
+    """The model in parts, each on a worker of its own; all of them work on the same rows."""
+
+    @property
+    def parts(self) -> int:
+        """Workers that hold one model together."""
+        raise NotImplementedError
+
+    @property
+    def answers(self) -> int:
+        """The part that has a replica's rows in the ledger: it computes the loss."""
+        return 0
+
+    def held(self, workers: int) -> Held:
+        """As far as layers can be shared out evenly."""
+        part = 1 / self.parts
+        return Held(part, part, part)
+
+    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+        return tuple(int(w % self.parts == self.answers) for w in range(workers))
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        replicas = workers // self.parts
+        if batch < replicas:
+            raise SpecError(
+                f"--batch {batch} is smaller than the {replicas} replicas of the model: "
+                "the global batch must give each a sample"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        if workers % self.parts:
+            raise SpecError(
+                f"{self} with {workers} workers: "
+                f"use {self.parts} workers, or a multiple of it for replicas"
+            )
+
+
+@dataclass(frozen=True)
+class Pipeline(Split):
+    """The model in stages, each on a worker of its own; micro-batches pass through them."""
+
+    word: ClassVar[str] = "pipeline"
+    stages: int = option(integer(1, 1024), 2)
+    micro: int = option(integer(1, 65536), 4)
+    schedule: str = option(choice("1f1b", "gpipe"), "1f1b")
+    cut: str | tuple[str, ...] = option(_read_cut, "even")
+    recompute: bool = option(boolean, False)
+    """Keep no activations: backward computes them again."""
+
+    def __post_init__(self) -> None:
+        if self.cuts and len(self.cuts) != self.stages - 1:
+            raise SpecError(
+                f"pipeline(stages={self.stages}) needs {self.stages - 1} cuts, "
+                f"{len(self.cuts)} given"
+            )
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return () if isinstance(self.cut, str) else self.cut
+
+    @property
+    def parts(self) -> int:
+        return self.stages
+
+    @property
+    def answers(self) -> int:
+        return self.stages - 1
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        count = workers // self.stages * self.micro
+        if batch % count:
+            raise SpecError(
+                f"--batch {batch} does not divide into {count} micro-batches "
+                f"({workers // self.stages} x {self.micro}): use a multiple of {count}"
+            )
+
+
+@dataclass(frozen=True)
+class Tensor(Split):
+    """Layers in slices: each worker has some of a layer's outputs, and all get all of them."""
+
+    word: ClassVar[str] = "tensor"
+    size: int = option(integer(1, 1024), 2)
+
+    @property
+    def parts(self) -> int:
+        return self.size
+
+
 @dataclass(frozen=True)
 class Switch(Strategy):
     """Several strategies one after another, in one run, at stated points."""
@@ -278,11 +435,18 @@ class Switch(Strategy):
     def servers_for(self, workers: int) -> int:
         return max(part.servers_for(workers) for part in self.parts)
 
+    def held(self, workers: int) -> Held:
+        return max((part.held(workers) for part in self.parts), key=lambda held: held.numbers(2))
+
     def check_workers(self, workers: int) -> None:
         """A phase of `single` is fine here: one worker computes, the others idle."""
         for part in self.parts:
             if not isinstance(part, Single):
                 part.check_workers(workers)
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        for part in self.parts:
+            part.check_batch(batch, workers)
 
     def to_call(self) -> Call:
         points = tuple(p.to_value() for p in self.at)
@@ -304,7 +468,18 @@ class Switch(Strategy):
 
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
-    c.word: c for c in (Single, AllReduce, ParameterServer, Grouped, LocalSgd, DiLoCo, Switch)
+    c.word: c
+    for c in (
+        Single,
+        AllReduce,
+        ParameterServer,
+        Grouped,
+        LocalSgd,
+        DiLoCo,
+        Pipeline,
+        Tensor,
+        Switch,
+    )
 }
 
 

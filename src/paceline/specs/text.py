@@ -35,8 +35,9 @@ class Call:
 Value = Call | int | float | Percent | tuple["Value", ...]
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)"
-    r"|(?P<word>[A-Za-z_][A-Za-z0-9_\-]*)|(?P<mark>[(),=%]))"
+    # A schedule's name begins with a digit; names of layers have dots inside.
+    r"\s*(?:(?P<word>1f1b|[A-Za-z_][A-Za-z0-9_\-]*(?:\.[A-Za-z0-9_\-]+)*)"
+    r"|(?P<number>[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)|(?P<mark>[(),=%]))"
 )
 _MAX_LENGTH = 4000
 _MAX_DEPTH = 20

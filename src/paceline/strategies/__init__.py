@@ -14,14 +14,18 @@ from paceline.strategies.runner import Runner, Surroundings
 RUNNERS = {
     "single": "paceline.strategies.single:SingleRunner",
     "allreduce": "paceline.strategies.allreduce:AllReduceRunner",
+    "allreduce/optimizer": "paceline.strategies.sharded:ShardedOptimizerRunner",
+    "allreduce/full": "paceline.strategies.sharded:FullyShardedRunner",
     "diloco": "paceline.strategies.local_sgd:DiLoCoRunner",
     "grouped": "paceline.strategies.grouped:GroupedRunner",
     "local_sgd": "paceline.strategies.local_sgd:LocalSgdRunner",
+    "pipeline": "paceline.strategies.pipeline:PipelineRunner",
     "ps": "paceline.strategies.param_server:ParameterServerRunner",
+    "tensor": "paceline.strategies.tensor:TensorRunner",
 }
 
 
 def make_runner(strategy: Strategy, around: Surroundings) -> Runner:
-    module, name = RUNNERS[strategy.word].split(":")
+    module, name = RUNNERS[strategy.runner].split(":")
     runner: Runner = getattr(importlib.import_module(module), name)(strategy, around)
     return runner

@@ -72,6 +72,9 @@ class AllReduceRunner(Runner):
         if self._exchange is not None and work.step % NORMS_EVERY == 0 and work.lease.samples:
             own, whole = self._exchange.squares()
             self._norms = (work.lease.samples, own, work.lease.batch, whole)
+        self._update(work)
+
+    def _update(self, work: Work) -> None:
         step_optimizer(self.replica)
 
     def take_hidden_us(self) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +12,12 @@ import torch
 from paceline.comm.control import Control
 from paceline.comm.group import Group
 from paceline.protocol.messages import Lease, Measured
-from paceline.state import Section, persistent_buffers
-from paceline.telemetry.phases import PhaseClock
+from paceline.scoring import count_correct
+from paceline.state import Distant, Section, checksum, persistent_buffers
+from paceline.telemetry.phases import BACKWARD, FORWARD, PhaseClock
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 INNER = "inner/"
 """Begins the names of what a worker's local optimizer remembers; a switch ends that."""
@@ -101,9 +106,26 @@ class Runner(ABC):
     def import_state(self, state: Section) -> None:
         """Take over the global state; afterwards training can go on from it."""
 
+    def reads(self, lease: Lease) -> Lease:
+        """The rows that this worker reads for a lease: those of its own share."""
+        return lease
+
     def begin_step(self, work: Work) -> None:
         """Make the weights ready for a forward pass."""
         return
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        """Forward and backward; without rows there is nothing to compute, yet a part to play."""
+        if batch is None:
+            return Measured(0, 0, 0.0, 0)
+        inputs, targets = batch
+        self.clock.enter(FORWARD)
+        output = self.replica.model(inputs)
+        loss = loss_of(output, targets)
+        self.clock.enter(BACKWARD)
+        loss.backward()  # type: ignore[no-untyped-call]
+        correct, predictions = count_correct(output, targets)
+        return Measured(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
 
     @abstractmethod
     def finish_step(self, work: Work) -> None:
@@ -116,6 +138,33 @@ class Runner(ABC):
     @abstractmethod
     def export_state(self) -> Section:
         """The whole global state, on every worker. Called only when settled."""
+
+    @contextmanager
+    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+        """The global state for worker 0 to write down, and what of it lies with other workers.
+
+        Everybody calls it. Tensors that lie elsewhere come when worker 0 asks for them, in the
+        order of the dictionary; the others send theirs on leaving. `slots`: the optimizer's too.
+        """
+        yield self.export_state() if slots else Section(), {}
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Of what is evaluated: which part is this worker's, and of how many."""
+        return self.around.rank, self.around.size
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        """The model's output; None where another worker has it."""
+        output: torch.Tensor = self.replica.model(inputs)
+        return output
+
+    def agree_on_buffers(self, samples: int) -> None:
+        """Average running statistics over the workers, by the samples each has seen since."""
+        average_buffers(persistent_buffers(self.replica.model), self.around.group, samples)
+
+    def digest(self) -> str:
+        """Of weights and buffers as they are now: the same on all workers, or something is odd."""
+        return digest_of(self.replica.model)
 
     def export_own(self) -> Section:
         """What this worker alone must remember (residuals, inner optimizers)."""
@@ -147,18 +196,27 @@ class Runner(ABC):
         """What it would have been without a codec."""
         return self.bytes_sent
 
+    def describe(self) -> dict[str, object] | None:
+        """Which part of the model this worker had, where it had not all of it."""
+        return None
+
     def close(self) -> None:
         return
 
 
-def average_buffers(replica: Replica, group: Group, samples: int) -> None:
+def digest_of(model: torch.nn.Module) -> str:
+    weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
+    weights.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
+    return checksum(Section(weights))
+
+
+def average_buffers(buffers: dict[str, torch.Tensor], group: Group, samples: int) -> None:
     """Average BatchNorm's running statistics over the workers, by the samples each has seen.
 
     Counters (num_batches_tracked) take the largest value. One worker's buffers stay as they are.
     """
     if group.size == 1:
         return
-    buffers = persistent_buffers(replica.model)
     floats = [b for b in buffers.values() if b.is_floating_point()]
     counts = [b for b in buffers.values() if not b.is_floating_point()]
     weight = torch.tensor([float(samples)], dtype=torch.float64)

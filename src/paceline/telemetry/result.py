@@ -89,6 +89,7 @@ def make_result(
         "bytes_sent": sum(t["bytes_sent"] for t in totals.values()),
         "parameter_bytes": next((t["parameter_bytes"] for t in totals.values()), None),
         "collectives": next((t.get("collectives") for t in totals.values()), None),
+        "parts": {f"worker-{w}": t["part"] for w, t in sorted(totals.items()) if t.get("part")},
         "bytes_before_codec": sum(t["bytes_before"] for t in totals.values()),
         "peak_rss_bytes": max(
             (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 
-from paceline.plan.cost import allreduce_s, coded_bytes, exposed_of, exposed_s, plan_buckets
+from paceline.plan.cost import (
+    allreduce_s,
+    exchanged_bytes,
+    exposed_of,
+    exposed_s,
+    plan_buckets,
+)
+from paceline.plan.split import Machine, lay_out, pipeline_s, sliced_s
 from paceline.protocol.messages import (
     Advanced,
     Go,
@@ -18,7 +26,7 @@ from paceline.protocol.messages import (
     Steps,
     split_batch,
 )
-from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, Strategy
+from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, Pipeline, Split, Strategy
 from paceline.twin.fleet import Floats
 from paceline.twin.learner import Told
 from paceline.twin.world import World
@@ -44,6 +52,11 @@ class PlannedCrew:
         """When each worker can begin its next step."""
         self._reported = 0.0
         self._since_meeting = 0
+        self._stage_shares: Floats | None = None
+        self._machines = [
+            Machine(c.fixed_s, c.per_sample_s, math.inf, link.bytes_per_s, link.latency_s)
+            for c, link in zip(world.fleet.compute, world.fleet.links, strict=True)
+        ]
         self._cuts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
         self.bytes_sent = self.bytes_before = 0.0
         self._exchange_s, self._bytes = self._cost_exchange()
@@ -61,8 +74,7 @@ class PlannedCrew:
         world, strategy = self._world, self._strategy
         if not isinstance(strategy, AllReduce | LocalSgd | DiLoCo) or self._workers == 1:
             return 0.0, 0.0
-        codec = strategy.codec if isinstance(strategy, AllReduce) else None
-        nbytes = coded_bytes(codec, world.work)
+        nbytes = exchanged_bytes(strategy, world.work)
         return allreduce_s(world.pool, world.fleet.hosts, nbytes), nbytes
 
     def _forget(self) -> None:
@@ -116,8 +128,11 @@ class PlannedCrew:
         shares = np.diff(cuts).astype(float)
         epoch = plan.epoch + start / world.work.samples
         began = self._free
-        ends = world.fleet.compute_all(began, shares, epoch)
-        busy = ends - began
+        if isinstance(self._strategy, Split):
+            ends, busy = self._pass_through(self._strategy, shares, epoch)
+        else:
+            ends = world.fleet.compute_all(began, shares, epoch)
+            busy = ends - began
         late = world.fleet.delays(epoch)
         if late is not None:
             ends = ends + late
@@ -143,6 +158,52 @@ class PlannedCrew:
         self._start = stop
         self._go_on(plan, stop)
 
+    def _pass_through(self, strategy: Split, shares: Floats, epoch: float) -> tuple[Floats, Floats]:
+        """Every replica as one: its parts work on the rows that one of them answers for."""
+        world, parts = self._world, strategy.parts
+        rows = shares.reshape(-1, parts).sum(1).repeat(parts)
+        began = self._free.reshape(-1, parts).max(1).repeat(parts)
+        portions = self._portions(strategy)
+        busy = world.fleet.compute_all(began, rows * portions, epoch) - began
+        lasts = []
+        for first in range(0, len(busy), parts):
+            mine = busy[first : first + parts]
+            if isinstance(strategy, Pipeline):
+                passing = self._passing_s(float(rows[first]) / strategy.micro)
+                stages = [float(b) / strategy.micro + passing for b in mine]
+                lasts.append(pipeline_s(stages, strategy.micro))
+            else:
+                machines = self._machines[first : first + parts]
+                whole = sliced_s(world.work, strategy, machines, float(rows[first]))
+                slowest = max(m.fixed_s + rows[first] * m.per_sample_s / parts for m in machines)
+                lasts.append(float(mine.max()) + whole - slowest)
+        ends = began + np.repeat(lasts, parts)
+        world.clocks.add_all("wait", ends - self._free - busy)
+        return ends, busy
+
+    def _portions(self, strategy: Split) -> Floats:
+        """The share of a model's computing that each worker has."""
+        if not isinstance(strategy, Pipeline):
+            return np.full(self._workers, 1 / strategy.parts)
+        if self._stage_shares is None:
+            work, found = self._world.work, []
+            rows = work.batch / (self._workers // strategy.parts)
+            for first in range(0, self._workers, strategy.parts):
+                machines = self._machines[first : first + strategy.parts]
+                stages = lay_out(work, strategy, machines, rows)
+                assert stages is not None  # memory was looked at before
+                total = [strategy.micro * m.fixed_s + rows * m.per_sample_s for m in machines]
+                found += [c / t for c, t in zip(stages.computing, total, strict=True)]
+            self._stage_shares = np.array(found)
+        return self._stage_shares
+
+    def _passing_s(self, rows: float) -> float:
+        """Of a micro-batch between two stages, there and back."""
+        passed = self._world.work.passed
+        nbytes = rows * (sum(passed) / len(passed) if passed else 0.0)
+        slowest = min(m.bytes_per_s for m in self._machines)
+        return 2 * nbytes / slowest + 2 * max(m.latency_s for m in self._machines)
+
     def _cut(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
         key = (count, weights)
         if key not in self._cuts:
@@ -165,6 +226,17 @@ class PlannedCrew:
                 world.learner.meet()
                 self._wait_for_all(self._free, self._exchange_s)
             return told
+        if isinstance(strategy, Split):
+            # Twins of different replicas add up their gradients.
+            exchange = self._twins_s(strategy)
+            if exchange:
+                self._wait_for_all(ends, exchange)
+            else:
+                self._free = ends
+            part = update / strategy.parts
+            self._free = self._free + part
+            world.clocks.add_all("optimizer", part)
+            return told
         if isinstance(strategy, AllReduce):
             longest = float(busy.max())
             if self._buckets:
@@ -180,6 +252,11 @@ class PlannedCrew:
             self._free[0] += update[0]
             world.clocks.add("optimizer", 0, float(update[0]))
         return told
+
+    def _twins_s(self, strategy: Split) -> float:
+        hosts = self._world.fleet.hosts[:: strategy.parts]
+        nbytes = self._world.work.bytes / strategy.parts
+        return allreduce_s(self._world.pool, hosts, nbytes) if len(hosts) > 1 else 0.0
 
     def _is_due(self, strategy: LocalSgd | DiLoCo) -> bool:
         if isinstance(strategy, LocalSgd) and strategy.drift is not None:

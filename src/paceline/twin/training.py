@@ -17,6 +17,7 @@ import torch
 from paceline.job import Job
 from paceline.protocol.divergence import LossWatch
 from paceline.protocol.messages import Apply, Lease
+from paceline.scoring import count_correct
 from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
 from paceline.state import (
     Section,
@@ -37,7 +38,6 @@ from paceline.worker.build import (
     build_model,
     build_optimizer,
     choose_device,
-    count_correct,
 )
 from paceline.worker.evaluate import evaluate_share
 from paceline.worker.feed import Feed

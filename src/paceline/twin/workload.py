@@ -36,7 +36,15 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
     def note(parameter: torch.Tensor) -> None:
         done[parameter] = counter.get_total_flops()  # type: ignore[index]
 
+    entering: dict[torch.nn.Parameter, float] = {}
+
+    def note_inputs(module: torch.nn.Module, given: tuple[object, ...]) -> None:
+        nbytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor)) / count
+        for parameter in module.parameters(recurse=False):
+            entering.setdefault(parameter, nbytes)
+
     hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]
+    hooks += [m.register_forward_pre_hook(note_inputs) for m in model.modules()]
     with counter:
         build_loss(job, model)(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
@@ -61,4 +69,5 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
         slots=slots,
         # A parameter that was not used never has a gradient: its bucket waits for the end.
         ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
+        passed=tuple(entering.get(p, 0.0) for p in trained),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,9 +44,16 @@ from paceline.protocol.messages import (
 from paceline.protocol.shards import Cutter
 from paceline.specs.strategy import Strategy
 from paceline.specs.trouble import Slowness, Trouble
-from paceline.state import Section, TrainState, checksum, copy_section, persistent_buffers
+from paceline.state import Distant, Section, TrainState, copy_section
 from paceline.strategies import make_runner
-from paceline.strategies.runner import INNER, Runner, Surroundings, Work, average_buffers
+from paceline.strategies.runner import (
+    INNER,
+    Batch,
+    LossOf,
+    Runner,
+    Surroundings,
+    Work,
+)
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.phases import (
     BACKWARD,
@@ -63,6 +70,7 @@ from paceline.telemetry.phases import (
     PhaseClock,
 )
 from paceline.telemetry.recorder import StepRecorder
+from paceline.worker.evaluate import Predict, Share
 
 REPORT_S = 0.5
 HEARTBEAT_S = 1.0
@@ -72,9 +80,9 @@ HEARTBEAT_S = 1.0
 class Duties:
     """What a loop can do for the coordinator besides steps."""
 
-    evaluate: Callable[[str], tuple[float, int | None, int]] | None
+    evaluate: Callable[[str, Share, Predict], tuple[float, int | None, int]] | None
     save: Callable[[str, TrainState], str]
-    save_model: Callable[[], None]
+    save_model: Callable[[Mapping[str, Distant]], None]
 
 
 class Agent:
@@ -112,6 +120,7 @@ class Agent:
         self._kept: tuple[Section, Section] | None = None
         """State and own section to fall back on, while a switch is on trial."""
         self._spoilt = False
+        self._part: dict[str, object] | None = None
         self._carried = Section()
         """What runners remember for this worker alone, kept through phases that do not use it."""
         self._times_ns = (0, 0)
@@ -184,6 +193,16 @@ class Agent:
             self._slowness = Slowness.of(self.troubles, self._rank, epoch)
             self._late = self._slowness.delay_s == 0.0
             self._suffered_until = (time.perf_counter(), time.thread_time())
+
+    def reads(self, lease: Lease) -> Lease:
+        """The rows that this worker needs for a lease."""
+        assert self._runner is not None
+        return self._runner.reads(lease)
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        """Forward and backward, as the strategy has them."""
+        assert self._runner is not None
+        return self._runner.compute(work, batch, loss_of)
 
     def finish(self, work: Work, measured: Measured) -> None:
         """Gradients are there: exchange, update, record, report."""
@@ -355,13 +374,10 @@ class Agent:
         began = time.perf_counter()
         self._clock.enter(COMM)
         self._runner.settle(version)
-        average_buffers(self._around.replica, self._around.group, self._samples_since_settle)
+        self._runner.agree_on_buffers(self._samples_since_settle)
         self._samples_since_settle = 0
-        model = self._around.replica.model
-        weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
-        weights.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
         lr = float(self._around.replica.optimizer.param_groups[0]["lr"])
-        digest = checksum(Section(weights))
+        digest = self._runner.digest()
         self._settle_s = time.perf_counter() - began
         self._control.tell(Quiesced(self._rank, digest, lr))
 
@@ -369,24 +385,26 @@ class Agent:
         self._clock.enter(EVAL)
         self._stages.enter(EVALUATE)
         assert self._duties.evaluate is not None
-        loss_sum, correct, count = self._duties.evaluate(split)
+        assert self._runner is not None
+        runner = self._runner
+        loss_sum, correct, count = self._duties.evaluate(split, runner.share, runner.predict)
         self._control.tell(Evaluated(self._rank, loss_sum, correct, count))
 
     def _save(self, message: Save) -> None:
         self._stages.enter(SAVE)
         assert self._runner is not None
-        shared = self._runner.export_state()
-        shared.plain["coordinator"] = message.memory
-        shared.plain["layout"] = self._around.replica.layout
-        shared.plain["way"] = self._around.replica.way
         self._carry()
         facts = {"step": self.step, "strategy": self._strategy_text}
         own = Section(dict(self._carried.tensors), facts)
         own.tensors["rng/torch"] = torch.get_rng_state()
         sections = collect_sections(own, self._around.group)
         path = ""
-        if self._rank == 0:
-            path = self._duties.save(message.name, TrainState(shared, sections))
+        with self._runner.hand_in(slots=True) as (shared, distant):
+            shared.plain["coordinator"] = message.memory
+            shared.plain["layout"] = self._around.replica.layout
+            shared.plain["way"] = self._around.replica.way
+            if self._rank == 0:
+                path = self._duties.save(message.name, TrainState(shared, sections, distant))
         self._control.tell(Saved(self._rank, path))
 
     def _carry(self) -> None:
@@ -395,8 +413,11 @@ class Agent:
 
     def _finish(self, message: Finish) -> None:
         self._stages.enter(SAVE)
-        if message.save_model and self._rank == 0:
-            self._duties.save_model()
+        if message.save_model:
+            assert self._runner is not None
+            with self._runner.hand_in(slots=False) as (_, distant):
+                if self._rank == 0:
+                    self._duties.save_model({k.partition("/")[2]: d for k, d in distant.items()})
         self._leave_runner()
         self._recorder.flush(final=True)
         self.finished = True
@@ -405,6 +426,7 @@ class Agent:
     def _leave_runner(self) -> None:
         if self._runner is not None:
             self.before_leave()
+            self._part = self._runner.describe() or self._part
             self._bytes_sent += self._runner.bytes_sent
             self._bytes_before += self._runner.bytes_before
             self._bytes_received += self._runner.bytes_received
@@ -422,6 +444,7 @@ class Agent:
                 p.numel() * p.element_size() for _, p in self._around.replica.trained
             ),
             "collectives": self._around.collectives,
+            "part": self._part,
             "peak_rss_bytes": peak_rss_bytes(),
             "input": self.input_totals(),
             "steps": self.step,

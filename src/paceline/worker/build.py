@@ -139,13 +139,6 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, target)
 
 
-def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int | None, int]:
-    """Right predictions and all predictions; None is right where there are no classes."""
-    if target.is_floating_point() or output.dim() != target.dim() + 1:
-        return None, int(target.shape[0])
-    return int((output.argmax(-1) == target).sum()), target.numel()
-
-
 def build_optimizer(spec: Optimizer, lr: float, model: torch.nn.Module) -> torch.optim.Optimizer:
     module, name = spec.torch_class.split(":")
     cls = getattr(importlib.import_module(module), name)

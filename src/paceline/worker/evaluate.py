@@ -10,9 +10,15 @@ import torch
 from paceline.data import Table
 from paceline.errors import UsageError
 from paceline.protocol.messages import split_batch
-from paceline.worker.build import Loss, count_correct
+from paceline.scoring import count_correct
+from paceline.worker.build import Loss
 
 BATCH = 256
+
+Share = tuple[int, int]
+"""Which part of the rows, and of how many."""
+Predict = Callable[[torch.Tensor], torch.Tensor | None]
+"""The model's outputs; None where another worker has them."""
 
 
 def evaluate_share(
@@ -20,31 +26,34 @@ def evaluate_share(
     loss_of: Loss,
     table: Table,
     *,
-    rank: int = 0,
-    size: int = 1,
+    share: Share = (0, 1),
+    predict: Predict | None = None,
     device: torch.device | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> tuple[float, int | None, int]:
-    """Sum of losses, right predictions and predictions on this worker's share of the rows.
+    """Sum of losses, right predictions and predictions on a share of the rows.
 
     `alive` is called before each batch: a long evaluation is not a stuck worker.
     """
     if len(table) == 0:
         raise UsageError("an empty table cannot be evaluated")
-    cuts = split_batch(len(table), size)
+    part, parts = share
+    cuts = split_batch(len(table), parts)
     loss_sum, count = 0.0, 0
     correct: int | None = 0
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            for start in range(cuts[rank], cuts[rank + 1], BATCH):
-                rows = np.arange(start, min(start + BATCH, cuts[rank + 1]), dtype=np.int64)
+            for start in range(cuts[part], cuts[part + 1], BATCH):
+                rows = np.arange(start, min(start + BATCH, cuts[part + 1]), dtype=np.int64)
                 alive()
                 inputs, targets = table.batch(rows)
                 if device is not None:
                     inputs, targets = inputs.to(device), targets.to(device)
-                output = model(inputs)
+                output = model(inputs) if predict is None else predict(inputs)
+                if output is None:
+                    continue
                 right, made = count_correct(output, targets)
                 loss_sum += float(loss_of(output, targets)) * made
                 correct = None if right is None or correct is None else correct + right

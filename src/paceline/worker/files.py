@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,14 @@ from paceline.protocol.messages import (
     FilesDone,
     Noted,
 )
-from paceline.state import TrainState, load_checkpoint, save_checkpoint
+from paceline.state import (
+    Distant,
+    TrainState,
+    load_checkpoint,
+    persistent_buffers,
+    save_checkpoint,
+    write_tensors,
+)
 from paceline.telemetry.events import Event
 from paceline.telemetry.folder import KERAS, EventSink, EventWriter, RunFolder
 from paceline.worker.assignment import Assignment
@@ -51,7 +59,9 @@ class RunFiles(Protocol):
         """The checkpoint that the run begins from."""
         ...
 
-    def save_model(self, model: torch.nn.Module) -> None: ...
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, Distant]) -> None:
+        """Keep the model's weights; `distant` are those that other workers hold."""
+        ...
 
 
 def open_files(assignment: Assignment, control: Control) -> RunFiles:
@@ -75,8 +85,8 @@ class OwnFiles:
     def load(self, checkpoint: str) -> TrainState:
         return load_checkpoint(Path(checkpoint))
 
-    def save_model(self, model: torch.nn.Module) -> None:
-        save_weights(model, self._folder.model)
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, Distant]) -> None:
+        save_weights(model, self._folder.model, distant)
 
 
 class CarriedFiles:
@@ -113,9 +123,9 @@ class CarriedFiles:
         self._control.tell(FilesDone(name, self._keep))
         return f"checkpoints/{name}"
 
-    def save_model(self, model: torch.nn.Module) -> None:
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, Distant]) -> None:
         with tempfile.TemporaryDirectory(prefix="paceline-") as place:
-            save_weights(model, Path(place) / "model")
+            save_weights(model, Path(place) / "model", distant)
             for name in ("model", KERAS):
                 if (Path(place) / name).exists():
                     self._send(name, Path(place) / name)
@@ -162,9 +172,15 @@ class CarriedFiles:
         return self._control.hear()
 
 
-def save_weights(model: torch.nn.Module, path: Path) -> None:
+def save_weights(
+    model: torch.nn.Module, path: Path, distant: Mapping[str, Distant] | None = None
+) -> None:
     partial = path.with_name(path.name + ".partial")
-    save_tensors(model, str(partial))
+    if distant:
+        mine = dict(model.named_parameters()) | persistent_buffers(model)
+        write_tensors(partial, {name: distant.get(name, tensor) for name, tensor in mine.items()})
+    else:
+        save_tensors(model, str(partial))
     os.replace(partial, path)
     beside = getattr(model, "save_beside", None)
     if beside is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from paceline.job import Job
-from paceline.protocol.messages import EpochOver, Measured
+from paceline.protocol.messages import EpochOver
 from paceline.strategies.runner import Replica
-from paceline.telemetry.phases import BACKWARD, FORWARD, INPUT, OTHER, PhaseClock
+from paceline.telemetry.phases import INPUT, OTHER, PhaseClock
 from paceline.worker.agent import Agent
-from paceline.worker.build import Loss, count_correct
+from paceline.worker.build import Loss
 from paceline.worker.feed import Feed
 from paceline.worker.profile import EpochProfiler
 
@@ -38,21 +38,11 @@ def train(
             group["lr"] = lr
         optimizer.zero_grad(set_to_none=True)
 
-        if lease.samples == 0:
-            # An empty share: nothing to compute, but the others wait for this worker's part.
-            agent.begin(work)
-            agent.finish(work, Measured(0, 0, 0.0, 0))
-            continue
-        clock.enter(INPUT)
-        inputs, targets = feed.batch(lease)
-        clock.enter(OTHER)
+        rows = agent.reads(lease)
+        batch = None
+        if rows.samples:
+            clock.enter(INPUT)
+            batch = feed.batch(rows)
+            clock.enter(OTHER)
         agent.begin(work)
-        clock.enter(FORWARD)
-        output = model(inputs)
-        loss = loss_of(output, targets)
-        clock.enter(BACKWARD)
-        loss.backward()  # type: ignore[no-untyped-call]
-        correct, predictions = count_correct(output, targets)
-        agent.finish(
-            work, Measured(lease.samples, predictions, loss.item() * lease.samples, correct)
-        )
+        agent.finish(work, agent.compute(work, batch, loss_of))

@@ -93,11 +93,17 @@ def _tell_failure(control: Control, assignment: Assignment, error: BaseException
         short = str(error)
     else:
         short = f"{type(error).__name__}: {error}"
+    shortage = None
+    if not isinstance(error, PacelineError):
+        from paceline.worker.fit import explain_shortage
+
+        shortage = explain_shortage(error)
+    short = shortage or short
     blame = "usage" if isinstance(error, UsageError) else "own"
     if isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
     # What is raised on purpose says all in one line; the log has the rest.
-    details = "" if isinstance(error, PacelineError) else text
+    details = "" if isinstance(error, PacelineError) or shortage else text
     try:
         control.tell(Failing(assignment.who, short.replace("\n", " "), details, blame))
     except PacelineError:

@@ -60,7 +60,11 @@ def prepare(
     def save(name: str, state: Any) -> str:
         raise AssertionError("a user's own loop keeps its own checkpoints")
 
-    duties = Duties(evaluate=None, save=save, save_model=lambda: session.files.save_model(model))
+    duties = Duties(
+        evaluate=None,
+        save=save,
+        save_model=lambda distant: session.files.save_model(model, distant),
+    )
     agent = session.make_agent(around, state, duties, len(dataset))
     session.control.tell(Ready(session.rank, len(dataset), batch, epochs, ()))
     global _loader

@@ -26,6 +26,7 @@ from paceline.state import (
     TrainState,
     capture,
     fingerprint_of,
+    is_model_tensor,
     restore,
 )
 from paceline.strategies.runner import Replica, Surroundings
@@ -46,9 +47,10 @@ from paceline.worker.build import (
     choose_device,
     read_data,
 )
-from paceline.worker.evaluate import evaluate_share
+from paceline.worker.evaluate import Predict, Share, evaluate_share
 from paceline.worker.feed import Feed
 from paceline.worker.files import open_files
+from paceline.worker.fit import check_room
 from paceline.worker.loop import train
 from paceline.worker.profile import EpochProfiler
 from paceline.worker.spawn import unpack_live
@@ -184,7 +186,7 @@ class Session:
             # A run with another number of workers adds in another order anyway.
             replica.way = state.shared.plain.get("way")
         elif self.size > 1:
-            state = TrainState(broadcast_section(state.shared, around.group))
+            state = TrainState(_share_fresh(state.shared, around.group))
         try:
             restore(state.shared, replica.model, replica.optimizer)
         except StateError as error:
@@ -225,6 +227,22 @@ class Session:
         self.control.close()
 
 
+def _share_fresh(mine: Section, group: Group) -> Section:
+    """Worker 0's state at the beginning; in place where the optimizer remembers nothing yet, for a
+    large model has no room for a second copy of itself."""
+    weights = sorted(k for k in mine.tensors if is_model_tensor(k))
+    fresh = len(weights) == len(mine.tensors) and not mine.plain
+    facts = Section(plain={"fingerprint": fingerprint_of(mine.tensors), "fresh": fresh})
+    told = broadcast_section(facts if group.rank == 0 else None, group).plain
+    if not told["fresh"]:
+        return broadcast_section(mine, group)
+    if told["fingerprint"] != fingerprint_of(mine.tensors):
+        raise UsageError(f"worker {group.rank} has built another model than worker 0")
+    for name in weights:
+        group.broadcast_into(mine.tensors[name])
+    return Section({name: mine.tensors[name] for name in weights})
+
+
 def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section]:
     count = Section(plain={"count": len(sections)}) if sections is not None else None
     total = broadcast_section(count, group).plain["count"]
@@ -245,6 +263,7 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     model = build_model(job, tables)
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
+    check_room(read_strategy(assignment.strategy), model, optimizer, session.size)
     replica = Replica(model, optimizer, clip=job.clip)
     around = session.surround(replica)
     session.start_heart(around)
@@ -254,13 +273,13 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         set_worker(session.rank)
     state = session.share_state(around)
 
-    def evaluate(split: str) -> tuple[float, int | None, int]:
+    def evaluate(split: str, share: Share, predict: Predict) -> tuple[float, int | None, int]:
         return evaluate_share(
             model,
             loss_of,
             getattr(tables, split),
-            rank=session.rank,
-            size=session.size,
+            share=share,
+            predict=predict,
             device=device,
             alive=lambda: session.clock.enter(EVAL),
         )
@@ -268,7 +287,7 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     duties = Duties(
         evaluate=evaluate,
         save=session.files.save,
-        save_model=lambda: session.files.save_model(model),
+        save_model=lambda distant: session.files.save_model(model, distant),
     )
     feed = Feed(
         tables.train,
@@ -282,6 +301,7 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
         session.stages.enter(READ)
         feed.warm_up()
     agent = session.make_agent(around, state, duties, feed.samples)
+    del state  # its tensors are the model's: strategies that split it let go of what they can
     agent.expecting, agent.input_totals = feed.expect, feed.totals
     speed = 0.0
     if needs_speeds(read_strategy(assignment.strategy)):

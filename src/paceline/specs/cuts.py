@@ -1,0 +1,76 @@
+"""Where to cut a row of layers into stages, by what each would cost where it would lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LINK_BYTES_S = 1e9
+"""Between two processes of one machine, where nobody knows better."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with parameters of its own, and what runs until the next one begins."""
+
+    name: str
+    seconds: float
+    """Forward and backward of a micro-batch."""
+    state_bytes: int
+    """Weights, gradients and the optimizer's slots."""
+    kept_bytes: int
+    """Activations of a micro-batch that wait for its backward."""
+    input_bytes: int
+    """What would pass to it, if it were the first of a stage."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine for one stage."""
+
+    seconds: Sequence[float]
+    """Of each layer, there."""
+    room: float
+    """Bytes for state and activations."""
+    waiting: int
+    """Micro-batches whose activations wait there at a time."""
+    bytes_per_s: float = LINK_BYTES_S
+    """To its neighbours."""
+
+
+def cost_of(layers: Sequence[Layer], place: Place, start: int, stop: int) -> float:
+    """Seconds of a stage with these layers; infinite where they do not fit."""
+    part = layers[start:stop]
+    needed = sum(x.state_bytes + place.waiting * x.kept_bytes for x in part)
+    if needed > place.room:
+        return float("inf")
+    passed = (layers[start].input_bytes if start else 0) + (
+        layers[stop].input_bytes if stop < len(layers) else 0
+    )
+    return sum(place.seconds[start:stop]) + 2 * passed / place.bytes_per_s
+
+
+def cut_for(layers: Sequence[Layer], places: Sequence[Place]) -> list[int] | None:
+    """Where each stage begins, so that the slowest is as fast as can be; None if none fits.
+
+    A pipeline is as fast as its slowest stage, so that is what counts.
+    """
+    count, stages = len(layers), len(places)
+    worst = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
+    came = [[0] * (count + 1) for _ in range(stages + 1)]
+    worst[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                before = worst[stage - 1][start]
+                if before < worst[stage][stop]:
+                    cost = max(before, cost_of(layers, places[stage - 1], start, stop))
+                    if cost < worst[stage][stop]:
+                        worst[stage][stop], came[stage][stop] = cost, start
+    if worst[stages][count] == float("inf"):
+        return None
+    starts, stop = [], count
+    for stage in range(stages, 0, -1):
+        stop = came[stage][stop]
+        starts.append(stop)
+    return starts[::-1]

@@ -1,0 +1,149 @@
+"""Where to cut a model into stages: by hand, evenly by parameters, or by a short profile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+from paceline.specs.cuts import Layer, Place, cut_for
+from paceline.specs.strategy import Pipeline
+from paceline.state import Section
+from paceline.telemetry.room import room_bytes
+
+PASSES = 3
+BACKWARD_COST = 2.0
+"""Of a layer's backward, in units of its forward: a gradient for its input and one for weights."""
+
+
+def leaves(model: torch.nn.Module) -> list[tuple[str, int]]:
+    """Modules with parameters of their own, in order, and how many numbers each holds."""
+    found = []
+    for name, module in model.named_modules():
+        count = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
+        if count:
+            found.append((name, count))
+    return found
+
+
+def check_cuts(model: torch.nn.Module, cuts: tuple[str, ...]) -> None:
+    known = [
+        name
+        for name, module in model.named_modules()
+        if name and next(module.parameters(), None) is not None
+    ]
+    for cut in cuts:
+        if cut not in known:
+            shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+            raise UsageError(f"pipeline(cut={cut}): the model has no such layer: known: {shown}")
+
+
+def check_count(layers: int, stages: int) -> None:
+    if layers < stages:
+        raise UsageError(
+            f"pipeline(stages={stages}): the model has {layers} layers with parameters: "
+            f"use at most {layers} stages"
+        )
+
+
+def choose_cuts(
+    spec: Pipeline, model: torch.nn.Module, example: torch.Tensor, slots: int, group: Group
+) -> tuple[str, ...]:
+    """The modules before which to cut; the same on every worker, all of which must ask."""
+    if spec.cuts:
+        check_cuts(model, spec.cuts)
+        return spec.cuts
+    if spec.stages == 1:
+        return ()
+    if spec.cut == "even":
+        return cut_evenly(model, spec.stages)
+    layers = profile(model, example, slots)
+    check_count(len(layers), spec.stages)
+    told = collect_sections(
+        Section(plain={"seconds": [x.seconds for x in layers], "room": room_bytes()}), group
+    )
+    places: list[Place] = []
+    for stage in range(spec.stages):
+        # Every replica has a worker for this stage: the slowest and the smallest decide.
+        mine = [s.plain for s in told[stage :: spec.stages]]
+        seconds = [max(s["seconds"][i] for s in mine) for i in range(len(layers))]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        room = min(s["room"] for s in mine) + weights  # the whole model is there by now
+        waiting = spec.micro if spec.schedule == "gpipe" else min(spec.micro, spec.stages - stage)
+        places.append(Place(seconds, room, waiting))
+    starts = cut_for(layers, places)
+    if starts is None:
+        smallest = min(place.room for place in places)
+        raise UsageError(
+            f"pipeline(stages={spec.stages}): no cut fits into the machines' memory "
+            f"({smallest / 1e9:.2f} GB on the smallest): use more stages, or more micro-batches"
+        )
+    return tuple(layers[start].name for start in starts[1:])
+
+
+def cut_evenly(model: torch.nn.Module, stages: int) -> tuple[str, ...]:
+    """Cuts that leave the largest stage as small as can be, in parameters."""
+    found = leaves(model)
+    check_count(len(found), stages)
+    layers = [Layer(name, float(count), 0, 0, 0) for name, count in found]
+    place = Place([layer.seconds for layer in layers], 0.0, 0)
+    starts = cut_for(layers, [place] * stages)
+    assert starts is not None
+    return tuple(found[start][0] for start in starts[1:])
+
+
+def profile(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[Layer]:
+    """A few forward passes: where their time goes, and what they keep for backward.
+
+    `slots` is how many numbers the optimizer keeps for each weight. The model and its generator
+    stay as they are.
+    """
+    generator = torch.get_rng_state()
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    names = dict(leaves(model))
+    modules = {n: m for n, m in model.named_modules() if n in names}
+    best: dict[str, tuple[float, int, int]] = {}
+    order: list[str] = []
+    for _ in range(PASSES):
+        begun: list[tuple[str, float, int, int]] = []
+        kept = [0]
+
+        def on_begin(name: str, given: Any, begun: Any = begun, kept: Any = kept) -> None:
+            nbytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
+            begun.append((name, time.perf_counter(), kept[0], nbytes))
+
+        def on_keep(tensor: torch.Tensor, kept: Any = kept) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                kept[0] += tensor.nbytes
+            return tensor
+
+        hooks = [
+            module.register_forward_pre_hook(lambda _, given, name=name: on_begin(name, given))
+            for name, module in modules.items()
+        ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(on_keep, lambda tensor: tensor):
+                model(example)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        ends = [*((t, k) for _, t, k, _ in begun[1:]), (time.perf_counter(), kept[0])]
+        order = list(dict.fromkeys(name for name, *_ in begun))
+        for (name, at, held, nbytes), (until, held_then) in zip(begun, ends, strict=True):
+            seconds = min(until - at, best[name][0] if name in best else float("inf"))
+            best[name] = (seconds, held_then - held, nbytes)
+    torch.set_rng_state(generator)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    layers = []
+    for name in order:
+        seconds, held, nbytes = best[name]
+        weights = sum(p.numel() * p.element_size() for p in modules[name].parameters(recurse=False))
+        layers.append(
+            Layer(name, (1 + BACKWARD_COST) * seconds, (2 + slots) * weights, held, nbytes)
+        )
+    return layers

@@ -1,0 +1,297 @@
+"""pipeline: the model in stages on neighbouring workers; micro-batches pass through them.
+
+Worker r holds stage r % stages of replica r // stages: weights, gradients and optimizer state of
+its own stage alone. The last stage of a replica has its samples in the ledger; the others have
+empty shares and compute on the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.comm.group import Group
+from paceline.errors import PeerLost, UsageError
+from paceline.protocol.messages import Measured
+from paceline.scoring import count_correct
+from paceline.specs.strategy import Pipeline
+from paceline.state import Distant, Section, capture, persistent_buffers, restore
+from paceline.strategies.cutting import check_cuts, choose_cuts
+from paceline.strategies.flow import Flow
+from paceline.strategies.handing import collect, hand_in, name_of
+from paceline.strategies.runner import Batch, LossOf, Surroundings, Work
+from paceline.strategies.split import SplitRunner, sum_gradients
+from paceline.strategies.stages import StageGraph, order_of_steps, trace
+from paceline.telemetry.phases import COMM, OPTIMIZER, OTHER, WAIT
+
+
+class PipelineRunner(SplitRunner):
+    """A stage that dies leaves its neighbours without activations: they raise PeerLost."""
+
+    def __init__(self, spec: Pipeline, around: Surroundings) -> None:
+        super().__init__(spec, around)
+        self._spec = spec
+        self._stage, self._stages = self._part, self._parts
+        check_cuts(self.replica.model, spec.cuts)
+        self._cuts: tuple[str, ...] | None = None
+        self._graphs: dict[tuple[torch.Size, bool], StageGraph] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
+        """By name of parameter or buffer: the stages that hold it, tied ones more than one."""
+        self._ties: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        self._away: set[str] = set()
+        """Parameters whose weights other stages hold alone; here only their shape is left."""
+        self._sent = 0
+        self._waited_ns = self._passed_ns = 0
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        micro = self._spec.micro
+        if batch is None:
+            self._prepare(None)
+            return Measured(0, 0, 0.0, 0)
+        inputs, targets = batch
+        micro = min(micro, len(inputs))
+        parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
+        self._prepare(parts[0])
+        flow = self._flow(work.step)
+        rows, told = len(inputs), _Told()
+        self.clock.enter(OTHER)
+        began_ns, waited_ns = sum(self.clock.total_ns), self.clock.total_ns[WAIT]
+        losses: dict[int, torch.Tensor] = {}
+        for kind, k in order_of_steps(self._stage, self._stages, micro, self._spec.schedule):
+            if kind == "forward":
+                output = flow.forward(k, self._graph(parts[k]), parts[k])
+                if self._is_last:
+                    loss = loss_of(output, wanted[k])
+                    told.add(loss, output, wanted[k])
+                    losses[k] = loss * (len(parts[k]) / work.lease.batch)
+            else:
+                flow.backward(k, losses.pop(k, None))
+        flow.finish()
+        self.clock.enter(OTHER)
+        self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
+        self._passed_ns += sum(self.clock.total_ns) - began_ns
+        self._sent += flow.bytes_sent
+        return told.measured(rows) if self._is_last else Measured(0, 0, 0.0, 0)
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def _flow(self, step: int) -> Flow:
+        return Flow(
+            self.around.group,
+            self.clock,
+            self._stage,
+            self._first,
+            step,
+            recompute=self._spec.recompute,
+        )
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        if not self._holders:  # no step yet: the model is still whole
+            return super().predict(inputs) if self._is_last else None
+        phase = self.clock.current
+        flow = self._flow(0)
+        output = flow.forward(0, self._graph(inputs), inputs)
+        flow.finish()
+        self.clock.enter(phase)
+        return output if self._is_last else None
+
+    # ---- the cut ------------------------------------------------------------------------------
+
+    def _prepare(self, example: torch.Tensor | None) -> None:
+        """Cut the model in the first step; everybody at the same time, also without rows."""
+        if self._holders:
+            return
+        if example is None:
+            example = torch.empty(0)
+        example = self._agree_on_example(example)
+        slots = count_slots(self.replica.optimizer)
+        group = self.around.group
+        self._cuts = choose_cuts(self._spec, self.replica.model, example, slots, group)
+        self._graph(example)
+        for name, parameter in self.replica.model.named_parameters():
+            if self._stage not in self._holders.get(name, (self._stage,)):
+                self._away.add(name)
+                parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                self.replica.optimizer.state.pop(parameter, None)
+        self._ties = self._divide_ties()
+
+    def _agree_on_example(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows like those that somebody has; what is in them does not matter."""
+        form = {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
+        for section in collect_sections(Section(plain=form), self.around.group):
+            if section.plain["shape"] != [0]:
+                dtype = getattr(torch, section.plain["dtype"])
+                return torch.zeros(section.plain["shape"], dtype=dtype)
+        raise UsageError("pipeline: no worker has a row to train on")
+
+    def _graph(self, example: torch.Tensor) -> StageGraph:
+        """Traced once a shape, which the last batch of an epoch changes, and once a mode."""
+        model = self.replica.model
+        key = (example.shape, model.training)
+        if key not in self._graphs:
+            assert self._cuts is not None
+            graph = trace(model, self._cuts, example)
+            self._graphs[key] = graph
+            if not self._holders:
+                self._holders = find_holders(model, graph)
+        return self._graphs[key]
+
+    def _divide_ties(self) -> dict[tuple[int, ...], list[torch.nn.Parameter]]:
+        """Parameters that several stages use, by those stages: their gradients are added up."""
+        ties: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        for name, parameter in self.replica.trained:
+            stages = self._holders.get(name, ())
+            if len(stages) > 1:
+                ties.setdefault(stages, []).append(parameter)
+        return ties
+
+    # ---- exchange and update ------------------------------------------------------------------
+
+    def finish_step(self, work: Work) -> None:
+        self.clock.enter(COMM)
+        trained = self.replica.trained
+        own = [p for n, p in trained if self._holders.get(n) == (self._stage,)]
+        try:
+            self._sent += sum_gradients(own, self._twins)
+            for stages, parameters in self._ties.items():
+                self._sent += sum_gradients(parameters, self._together(stages))
+            self.clip([p for n, p in trained if self._holds(n)], [p for _, p in trained])
+        except RuntimeError as error:
+            raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
+        self.clock.enter(OPTIMIZER)
+        self.replica.apply_gradients()
+
+    def _together(self, stages: tuple[int, ...]) -> Group | None:
+        """The workers of all replicas that hold one of these stages; None where this is none."""
+        size = self.around.size
+        inside = tuple(w for w in range(size) if w % self._stages in stages)
+        outside = tuple((w,) for w in range(size) if w not in inside)
+        group = self.around.group.divide((inside, *outside))
+        return group if self._stage in stages else None
+
+    # ---- state --------------------------------------------------------------------------------
+
+    def import_state(self, state: Section) -> None:
+        restore(state, self.replica.model, self.replica.optimizer)
+
+    def agree_on_buffers(self, samples: int) -> None:
+        """Then everybody gets every stage's statistics: they are small."""
+        super().agree_on_buffers(samples)
+        buffers = persistent_buffers(self.replica.model)
+        if not self._holders or not buffers:
+            return
+        mine = {name: b for name, b in buffers.items() if self._holds(name)}
+        given = Section(mine if self._replica == 0 else {})
+        for section in collect_sections(given, self.around.group):
+            for name, tensor in section.tensors.items():
+                if name not in mine:
+                    buffers[name].copy_(tensor)
+
+    def owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.replica.model
+        for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
+            if self._holds(name):
+                yield name, tensor
+
+    def _holds(self, name: str) -> bool:
+        """This stage is the first that holds it; what no stage uses, the first has."""
+        return self._holders.get(name, (0,))[0] == self._stage
+
+    def export_state(self) -> Section:
+        whole = capture(self.replica.model, self.replica.optimizer)
+        if not self._holders or self.around.size == 1:
+            return whole
+        return collect(self.around.group, *self._given(whole))
+
+    @contextmanager
+    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+        whole = capture(self.replica.model, self.replica.optimizer)
+        if not self._holders or self.around.size == 1:
+            yield whole, {}
+            return
+        tensors, plain = self._given(whole)
+        if not slots:
+            tensors = {k: t for k, t in tensors.items() if not k.startswith("slots/")}
+        with hand_in(self.around.group, tensors, plain) as handed:
+            yield handed
+
+    def _given(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What this worker answers for: its stage, in the first replica."""
+        if self._replica:
+            return {}, {}
+        plain = whole.plain.get("slots", {})
+        return (
+            {k: t for k, t in whole.tensors.items() if self._holds(name_of(k))},
+            {name: values for name, values in plain.items() if self._holds(name)},
+        )
+
+    # ---- what is told -------------------------------------------------------------------------
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    def describe(self) -> dict[str, object]:
+        """The stage, and the share of its steps that it waited for neighbours."""
+        held = sum(p.numel() * p.element_size() for n, p in self.owned())
+        return {
+            "stage": self._stage,
+            "stages": self._stages,
+            "cut": list(self._cuts or ()),
+            "bubble": self._waited_ns / self._passed_ns if self._passed_ns else None,
+            "bubble_formula": (self._stages - 1) / (self._spec.micro + self._stages - 1),
+            "weight_bytes": held,
+        }
+
+    def close(self) -> None:
+        """Whoever comes next gets a model with room for all weights."""
+        for name, parameter in self.replica.model.named_parameters():
+            if name in self._away:
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+
+
+class _Told:
+    """Sums over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self._loss_sum = 0.0
+        self._predictions = 0
+        self._correct: int | None = 0
+
+    def add(self, loss: torch.Tensor, output: torch.Tensor, targets: torch.Tensor) -> None:
+        self._loss_sum += loss.item() * len(output)
+        right, made = count_correct(output, targets)
+        self._predictions += made
+        self._correct = None if right is None or self._correct is None else self._correct + right
+
+    def measured(self, rows: int) -> Measured:
+        return Measured(rows, self._predictions, self._loss_sum, self._correct)
+
+
+def count_slots(optimizer: torch.optim.Optimizer) -> int:
+    """Numbers that it keeps for each weight, as far as its options tell."""
+    options = optimizer.defaults
+    if "betas" in options:
+        return 3 if options.get("amsgrad") else 2
+    return sum(bool(options.get(name)) for name in ("momentum", "centered")) + ("alpha" in options)
+
+
+def find_holders(model: torch.nn.Module, graph: StageGraph) -> dict[str, tuple[int, ...]]:
+    """By name of parameter or buffer, the stages that use it."""
+    names = {id(t): n for n, t in model.named_parameters()}
+    names.update({id(b): n for n, b in model.named_buffers()})
+    holders: dict[str, tuple[int, ...]] = {}
+    for stage, module in enumerate(graph.modules):
+        for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
+            name = names.get(id(tensor))
+            if name is not None:
+                holders[name] = (*holders.get(name, ()), stage)
+    return holders

@@ -1,0 +1,394 @@
+"""allreduce(shard=...): what replicas need not hold twice, each holds a part of.
+
+`optimizer`: every worker updates some parameters, keeps their optimizer state alone and gives the
+others the new weights. `full`: weights and gradients too are in shards (torch's FSDP); a layer's
+weights are whole only while it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from paceline.comm.broadcast import collect_sections
+from paceline.errors import PeerLost, UsageError
+from paceline.protocol.messages import Measured
+from paceline.scoring import count_correct
+from paceline.specs.strategy import AllReduce
+from paceline.state import (
+    Distant,
+    Section,
+    capture,
+    checksum,
+    persistent_buffers,
+    put_slot,
+    restore,
+    slots_by_parameter,
+)
+from paceline.strategies.allreduce import AllReduceRunner
+from paceline.strategies.handing import collect, hand_in, name_of
+from paceline.strategies.runner import (
+    Batch,
+    LossOf,
+    Replica,
+    Runner,
+    Surroundings,
+    Work,
+    average_buffers,
+)
+from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, OPTIMIZER
+
+UNIT_BYTES = 1 << 16
+"""Layers with fewer are gathered together with what is around them."""
+
+
+def share_out(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) -> dict[str, int]:
+    """The worker that updates each: the largest first, always to who has least."""
+    loads = [0] * workers
+    owners = {}
+    for name, parameter in sorted(parameters, key=lambda item: (-item[1].numel(), item[0])):
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += parameter.numel()
+    return owners
+
+
+class ShardedOptimizerRunner(AllReduceRunner):
+    """As allreduce, but each parameter is updated by one worker, who sends it to the others."""
+
+    def __init__(self, spec: AllReduce, around: Surroundings) -> None:
+        super().__init__(spec, around)
+        self._owners = share_out(self.replica.trained, around.size)
+        self._flats: list[torch.Tensor] = []
+        self._shared_bytes = 0
+
+    def _update(self, work: Work) -> None:
+        replica, rank = self.replica, self.around.rank
+        if replica.clip is not None:
+            torch.nn.utils.clip_grad_norm_([p for _, p in replica.trained], replica.clip)
+        for name, parameter in replica.trained:
+            if self._owners[name] != rank:
+                parameter.grad = None
+        replica.apply_gradients()
+        self.clock.enter(COMM)
+        try:
+            self._give_out()
+        except RuntimeError as error:
+            raise PeerLost(f"new weights of step {work.step} did not come ({error})") from None
+
+    def _give_out(self) -> None:
+        for owner in range(self.around.size):
+            theirs = [p.detach() for n, p in self.replica.trained if self._owners[n] == owner]
+            if not theirs:
+                continue
+            flat = torch.cat([p.reshape(-1) for p in theirs])
+            self.around.group.broadcast(flat, owner)
+            if owner == self.around.rank:
+                self._shared_bytes += flat.nbytes
+                continue
+            for weight, part in zip(
+                theirs, torch.split(flat, [p.numel() for p in theirs]), strict=True
+            ):
+                weight.copy_(part.view_as(weight))
+
+    def import_state(self, state: Section) -> None:
+        restore(state, self.replica.model, self.replica.optimizer)
+        for name, parameter in self.replica.trained:
+            if self._owners[name] != self.around.rank:
+                self.replica.optimizer.state.pop(parameter, None)
+
+    def export_state(self) -> Section:
+        whole = capture(self.replica.model, self.replica.optimizer)
+        merged = collect(self.around.group, *self._slots(whole))
+        kept = {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
+        return Section({**kept, **merged.tensors}, merged.plain)
+
+    @contextmanager
+    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+        whole = capture(self.replica.model, self.replica.optimizer)
+        tensors, plain = self._slots(whole) if slots else ({}, {})
+        if self.around.rank == 0:
+            tensors |= {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
+        with hand_in(self.around.group, tensors, plain) as handed:
+            yield handed
+
+    def _slots(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Of the parameters that this worker updates."""
+        rank, owners = self.around.rank, self._owners
+        return (
+            {
+                k: t
+                for k, t in whole.tensors.items()
+                if k.startswith("slots/") and owners.get(name_of(k)) == rank
+            },
+            {n: v for n, v in whole.plain.get("slots", {}).items() if owners.get(n) == rank},
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        return super().bytes_sent + self._shared_bytes
+
+
+class FullyShardedRunner(Runner):
+    """A copy of the model whose weights torch keeps in shards; the model itself is left empty."""
+
+    def __init__(self, spec: AllReduce, around: Surroundings) -> None:
+        super().__init__(around)
+        model = self.replica.model
+        if self.replica.reduce_in_backward:
+            raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
+        if hasattr(model, "regularization") or hasattr(model, "save_beside"):
+            raise UsageError("allreduce(shard=full): a Keras model has to stay whole")
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise UsageError(
+                    f"allreduce(shard=full): parameter {name} is a single number, which torch "
+                    "cannot shard: give it the shape (1,)"
+                )
+        self._model: torch.nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._example: Batch | None = None
+        self._sent = 0
+
+    def import_state(self, state: Section) -> None:
+        """Weights move into shards: the model's own memory is let go."""
+        slots = slots_by_parameter(state)
+        names = [name for name, _ in self.replica.model.named_parameters()]
+        weights = {name: state.tensors[f"weights/{name}"] for name in names}
+        restore_buffers(state, self.replica.model)
+        for parameter in self.replica.model.parameters():
+            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        self.replica.optimizer.state.clear()
+        self._model = shard_copy(self.replica.model, self.around.size)
+        self._optimizer = copy_optimizer(self.replica, self._model)
+        for name, parameter in self._model.named_parameters():
+            with torch.no_grad():
+                _local(parameter).copy_(self._shard(weights[name]))
+            given = slots.get(name, {})
+            kept = {slot: self._shard_slot(value, parameter) for slot, value in given.items()}
+            if kept:
+                self._optimizer.state[parameter] = kept
+
+    def _shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This worker's rows of a tensor; the last workers may have none."""
+        chunks = whole.chunk(self.around.size, dim=0)
+        rank = self.around.rank
+        return chunks[rank] if rank < len(chunks) else whole[:0]
+
+    def _shard_slot(self, value: Any, parameter: torch.nn.Parameter) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        made = torch.zeros_like(parameter)
+        _local(made).copy_(self._shard(value))
+        return made
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        assert self._model is not None
+        self._model.train(batch is not None)
+        if batch is None:
+            # Gathering a layer takes everybody: rows that count nothing, and leave no statistics.
+            batch = self._example
+            if batch is None:
+                raise UsageError("allreduce(shard=full): the first batch gives a worker no rows")
+        elif self._example is None:
+            self._example = (batch[0][:1].clone(), batch[1][:1].clone())
+        inputs, targets = batch
+        try:
+            self.clock.enter(FORWARD)
+            output = self._model(inputs)
+            loss = loss_of(output, targets)
+            self.clock.enter(BACKWARD)
+            # It averages over the workers, each of whom has a share of the batch.
+            torch.autograd.backward(loss * (work.weight * self.around.size))
+        except RuntimeError as error:
+            raise lost(error, work.step) from None
+        self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
+        if not work.lease.samples:
+            return Measured(0, 0, 0.0, 0)
+        correct, predictions = count_correct(output, targets)
+        return Measured(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
+
+    def finish_step(self, work: Work) -> None:
+        assert self._optimizer is not None
+        self.clock.enter(COMM)
+        limit = self.replica.clip
+        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if limit is not None:
+            square = torch.zeros(1, dtype=torch.float64)
+            for parameter in mine:
+                if parameter.grad is not None:
+                    square += _local(parameter.grad).double().square().sum()
+            self.around.group.sum(square)
+            factor = limit / (float(square) ** 0.5 + 1e-6)
+            if factor < 1:
+                for parameter in mine:
+                    if parameter.grad is not None:
+                        _local(parameter.grad).mul_(factor)
+        self.clock.enter(OPTIMIZER)
+        for own, told in zip(
+            self._optimizer.param_groups, self.replica.optimizer.param_groups, strict=True
+        ):
+            own.update({k: v for k, v in told.items() if k != "params"})
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # ---- evaluation and state -----------------------------------------------------------------
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Everybody sees every row, because a layer is gathered by all at the same time."""
+        return 0, 1
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        assert self._model is not None
+        self._model.train(self.replica.model.training)
+        output = self._model(inputs)
+        return output if self.around.rank == 0 else None
+
+    def digest(self) -> str:
+        assert self._model is not None
+        mine = {n: _local(p).detach() for n, p in self._model.named_parameters()}
+        told = collect_sections(
+            Section(plain={"digest": checksum(Section(mine))}), self.around.group
+        )
+        return " ".join(s.plain["digest"] for s in told)
+
+    def agree_on_buffers(self, samples: int) -> None:
+        average_buffers(persistent_buffers(self.replica.model), self.around.group, samples)
+
+    def _state(self, *, slots: bool) -> Section:
+        """As `capture` has it; tensors are torch's, in shards."""
+        assert self._model is not None
+        assert self._optimizer is not None
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation may have left weights whole
+        section = Section()
+        for name, parameter in self._model.named_parameters():
+            section.tensors[f"weights/{name}"] = parameter.detach()
+            for slot, value in self._optimizer.state.get(parameter, {}).items() if slots else ():
+                put_slot(section, name, slot, value)
+        for name, buffer in persistent_buffers(self.replica.model).items():
+            section.tensors[f"buffers/{name}"] = buffer
+        return section
+
+    def export_state(self) -> Section:
+        section = self._state(slots=True)
+        section.tensors = {k: _whole(t) for k, t in section.tensors.items()}
+        return section
+
+    @contextmanager
+    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+        section = self._state(slots=slots)
+        sharded = {k: t for k, t in section.tensors.items() if _is_sharded(t)}
+        plain = {k: t for k, t in section.tensors.items() if k not in sharded}
+        distant = {
+            key: Distant(tensor.shape, tensor.dtype, functools.partial(_whole, tensor))
+            for key, tensor in sharded.items()
+        }
+        yield Section(plain, section.plain), distant
+        if self.around.rank:
+            for tensor in sharded.values():  # gathering it takes everybody
+                try:
+                    _whole(tensor)
+                except RuntimeError as error:
+                    raise PeerLost(f"worker 0 does not take the state ({error})") from None
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    def describe(self) -> dict[str, object]:
+        assert self._model is not None
+        held = sum(_local(p).nbytes for p in self._model.parameters())
+        return {"part": self.around.rank, "parts": self.around.size, "weight_bytes": held}
+
+    def close(self) -> None:
+        """Whoever comes next gets a model with room for all weights."""
+        for parameter in self.replica.model.parameters():
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+
+
+def shard_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
+    """The same model with FSDP under it; buffers are those of the model itself."""
+    copied = copy.deepcopy(model)
+    for mine, theirs in zip(copied.modules(), model.modules(), strict=True):
+        mine._buffers.update(theirs._buffers)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (workers,))
+    for unit in find_units(copied):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(copied, mesh=mesh, reshard_after_forward=True)
+    return copied
+
+
+def find_units(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers that are gathered by themselves: large enough, and with weights of their own."""
+    uses: dict[torch.nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[parameter] = uses.get(parameter, 0) + 1
+    inside: set[torch.nn.Module] = set()
+    units = []
+    for module in model.modules():
+        whole = isinstance(module, torch.nn.MultiheadAttention)  # it uses its parts' weights
+        mine = list(module.parameters(recurse=whole))
+        if module is model or module in inside or not mine:
+            continue
+        if whole:
+            inside.update(module.modules())
+        size = sum(p.numel() * p.element_size() for p in mine)
+        if size >= UNIT_BYTES and all(uses[p] == 1 for p in mine):
+            units.append(module)
+    return units
+
+
+def copy_optimizer(replica: Replica, model: torch.nn.Module) -> torch.optim.Optimizer:
+    names = {p: n for n, p in replica.model.named_parameters()}
+    there = dict(model.named_parameters())
+    groups = [
+        {**group, "params": [there[names[p]] for p in group["params"]]}
+        for group in replica.optimizer.param_groups
+    ]
+    try:
+        kind: Any = type(replica.optimizer)
+        made: torch.optim.Optimizer = kind(groups)
+    except TypeError as error:
+        raise UsageError(f"allreduce(shard=full): the optimizer has no copy: {error}") from None
+    return made
+
+
+def restore_buffers(state: Section, model: torch.nn.Module) -> None:
+    for name, buffer in persistent_buffers(model).items():
+        given = state.tensors[f"buffers/{name}"]
+        if given.data_ptr() != buffer.data_ptr():
+            buffer.copy_(given)
+
+
+def lost(error: RuntimeError, step: int) -> Exception:
+    """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
+    if "gloo" in str(error).lower() or "connection" in str(error).lower():
+        return PeerLost(f"an exchange inside step {step} broke ({error})")
+    return error
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
+    return whole
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here

@@ -1,0 +1,318 @@
+"""Layers that hold a slice of their weights, and the exchanges that make their outputs whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm.group import Group
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is sliced: pieces of it, one a worker, along one dimension.
+
+    With `blocks` the parameter is that many stacked matrices, each sliced by itself (queries, keys
+    and values in one).
+    """
+
+    dim: int
+    edges: tuple[int, ...]
+    dims: int
+    blocks: int = 1
+
+    def take(self, whole: Tensor, part: int) -> Tensor:
+        lo, hi = self.edges[part], self.edges[part + 1]
+        if self.blocks == 1:
+            return whole.narrow(self.dim, lo, hi - lo).contiguous()
+        return torch.cat([b.narrow(self.dim, lo, hi - lo) for b in whole.chunk(self.blocks)])
+
+    def shape_of(self, own: torch.Size, part: int, other: int) -> torch.Size:
+        """Of another worker's slice, from this one's."""
+        shape = list(own)
+        mine, theirs = (self.edges[p + 1] - self.edges[p] for p in (part, other))
+        shape[self.dim] = shape[self.dim] // mine * theirs
+        return torch.Size(shape)
+
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        if self.blocks == 1:
+            return torch.cat(pieces, self.dim)
+        stacked = [piece.chunk(self.blocks) for piece in pieces]
+        return torch.cat([torch.cat(b, self.dim) for b in zip(*stacked, strict=True)])
+
+
+@dataclass
+class Sliced:
+    """What was changed in a model, and how to take it back."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """By name of parameter."""
+    shapes: dict[nn.Parameter, torch.Size] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
+    wire: Wire | None = None
+    fast_attention: bool = False
+    """torch's short cut around attention's own forward was on, and is off meanwhile."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.wire.bytes_sent if self.wire is not None else 0
+
+    def undo(self) -> None:
+        """Layers compute by themselves again; their weights have room, and no values."""
+        for module in self.modules:
+            del module.forward
+        if self.fast_attention:
+            torch.backends.mha.set_fastpath_enabled(True)
+        for parameter, shape in self.shapes.items():
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = None
+
+
+class Wire:
+    """The group inside a replica, and what passed through it."""
+
+    def __init__(self, group: Group, part: int) -> None:
+        self.group = group
+        self.part = part
+        self.bytes_sent = 0
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As it is; backward adds up what the slices made of it."""
+        made: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        return made
+
+    def gather(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
+        """The parts of all workers side by side; backward takes the own one."""
+        made: Tensor = _Gather.apply(x, self, dim, edges)  # type: ignore[no-untyped-call]
+        return made
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over all workers; each has the same gradient."""
+        made: Tensor = _Add.apply(x, self)  # type: ignore[no-untyped-call]
+        return made
+
+    def sum_now(self, x: Tensor) -> Tensor:
+        whole = x.contiguous().clone()
+        self.group.sum(whole)
+        self.bytes_sent += whole.nbytes
+        return whole
+
+    def gather_now(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
+        widest = max(b - a for a, b in itertools.pairwise(edges))
+        missing = widest - x.shape[dim]
+        front = x.movedim(dim, 0)
+        if missing:
+            front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
+        pieces = self.group.gather(front.contiguous())
+        self.bytes_sent += front.nbytes
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        whole = torch.cat([piece[:n] for piece, n in zip(pieces, sizes, strict=True)])
+        return whole.movedim(0, dim).contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.wire.sum_now(gradient), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire, dim: int, edges: tuple[int, ...]) -> Tensor:
+        ctx.place = (dim, edges[wire.part], edges[wire.part + 1] - edges[wire.part])
+        return wire.gather_now(x, dim, edges)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.narrow(*ctx.place).contiguous(), None, None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        return wire.sum_now(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def slice_model(model: nn.Module, part: int, parts: int, group: Group) -> Sliced:
+    """Cut every layer that can be, in place: parameters keep their identity, not their shape."""
+    done = Sliced()
+    if parts == 1:
+        return done
+    wire = done.wire = Wire(group, part)
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[parameter] = uses.get(parameter, 0) + 1
+    names = {p: n for n, p in model.named_parameters()}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        mine = list(module.parameters())
+        if any(uses[p] > 1 for p in mine):
+            if isinstance(module, nn.MultiheadAttention):
+                inside.update(module.modules())
+            continue
+        plan = _plan(module, parts, wire)
+        if isinstance(module, nn.MultiheadAttention):
+            # Its output layer is never called by itself: sliced here, or whole.
+            inside.update(module.modules())
+        if plan is None:
+            continue
+        if isinstance(module, nn.MultiheadAttention) and torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(False)
+            done.fast_attention = True
+        forward, cuts = plan
+        for parameter, cut in cuts.items():
+            done.cuts[names[parameter]] = cut
+            done.shapes[parameter] = parameter.shape
+            parameter.data = cut.take(parameter.data, part).clone()
+        module.forward = forward
+        done.modules.append(module)
+    return done
+
+
+Plan = tuple[Callable[..., Any], dict[nn.Parameter, Cut]]
+
+
+def _plan(module: nn.Module, parts: int, wire: Wire) -> Plan | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return _plan_attention(module, parts, wire)
+    if type(module) is nn.Linear and module.out_features >= parts:
+        return _plan_outputs(module, module.out_features, -1, parts, wire)
+    if type(module) in CONVOLUTIONS:
+        assert isinstance(module, CONVOLUTIONS)
+        if module.groups == 1 and module.out_channels >= parts:
+            return _plan_outputs(module, module.out_channels, 1, parts, wire)
+    return None
+
+
+def _edges(count: int, parts: int) -> tuple[int, ...]:
+    return tuple(count * p // parts for p in range(parts + 1))
+
+
+def _plan_outputs(module: Any, outputs: int, dim: int, parts: int, wire: Wire) -> Plan:
+    edges = _edges(outputs, parts)
+    compute = type(module).forward
+
+    def forward(x: Tensor) -> Tensor:
+        return wire.gather(compute(module, wire.enter(x)), dim, edges)
+
+    cuts = {module.weight: Cut(0, edges, module.weight.dim())}
+    if module.bias is not None:
+        cuts[module.bias] = Cut(0, edges, 1)
+    return forward, cuts
+
+
+def _plan_attention(module: nn.MultiheadAttention, parts: int, wire: Wire) -> Plan | None:
+    """By heads; of the output layer the columns that belong to them."""
+    plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    if not plain or module.num_heads < parts or module.in_proj_weight is None:
+        return None
+    heads = _edges(module.num_heads, parts)
+    width = tuple(h * module.head_dim for h in heads)
+    here = heads[wire.part + 1] - heads[wire.part]
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        turned = not module.batch_first and query.dim() == 3
+        given = [wire.enter(x) for x in (query, key, value)]
+        if turned:
+            given = [x.transpose(0, 1) for x in given]
+        weights = module.in_proj_weight.chunk(3)
+        biases = module.in_proj_bias.chunk(3) if module.in_proj_bias is not None else (None,) * 3
+        q, k, v = (
+            _by_heads(F.linear(x, w, b), here, module.head_dim)
+            for x, w, b in zip(given, weights, biases, strict=True)
+        )
+        mask = _join_masks(attn_mask, key_padding_mask, module.num_heads, heads, wire.part, q)
+        dropout = module.dropout if module.training else 0.0
+        told = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
+            attended = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            mixed = attended @ v
+            if average_attn_weights:
+                told = wire.add(attended.sum(-3)) / module.num_heads
+            else:
+                told = wire.gather(attended, -3, heads)
+        else:
+            causal = is_causal and mask is None
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+            )
+        mixed = mixed.transpose(-3, -2).flatten(-2)
+        out = wire.add(F.linear(mixed, module.out_proj.weight))
+        if module.out_proj.bias is not None:
+            out = out + module.out_proj.bias
+        return (out.transpose(0, 1) if turned else out), told
+
+    cuts: dict[nn.Parameter, Cut] = {
+        _parameter(module.in_proj_weight): Cut(0, width, 2, blocks=3),
+        _parameter(module.out_proj.weight): Cut(1, width, 2),
+    }
+    if module.in_proj_bias is not None:
+        cuts[_parameter(module.in_proj_bias)] = Cut(0, width, 1, blocks=3)
+    return forward, cuts
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    assert isinstance(tensor, nn.Parameter)
+    return tensor
+
+
+def _by_heads(x: Tensor, heads: int, width: int) -> Tensor:
+    """(..., time, heads * width) to (..., heads, time, width)."""
+    return x.reshape(*x.shape[:-1], heads, width).transpose(-3, -2)
+
+
+def _join_masks(
+    mask: Tensor | None,
+    padding: Tensor | None,
+    count: int,
+    heads: tuple[int, ...],
+    part: int,
+    like: Tensor,
+) -> Tensor | None:
+    """As one that is added to the scores, for the heads that are here."""
+    total = None
+    if mask is not None:
+        total = _as_added(mask, like)
+        if total.dim() == 3:  # one for every sample and head
+            total = total.reshape(-1, count, *total.shape[1:])[:, heads[part] : heads[part + 1]]
+    if padding is not None:
+        added = _as_added(padding, like)[:, None, None, :]
+        total = added if total is None else total + added
+    return total
+
+
+def _as_added(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,112 @@
+"""What strategies share that split a model: workers in replicas, each worker a part of one.
+
+Worker r is part r % parts of replica r // parts. All parts of a replica compute on the same rows;
+one of them has those rows in the ledger, the others' shares are empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+from paceline.protocol.messages import Lease, split_batch
+from paceline.specs.strategy import Split
+from paceline.state import Section, checksum, persistent_buffers
+from paceline.strategies.runner import Runner, Surroundings, average_buffers
+
+
+class SplitRunner(Runner):
+    """Replicas sum the gradients of each part among the workers that hold it, its twins."""
+
+    def __init__(self, spec: Split, around: Surroundings) -> None:
+        super().__init__(around)
+        model = self.replica.model
+        if self.replica.reduce_in_backward:
+            raise UsageError(f"{spec.word} splits the model: a loop of your own needs it whole")
+        if hasattr(model, "regularization") or hasattr(model, "save_beside"):
+            raise UsageError(
+                f"{spec.word} splits plain torch models: a Keras model has to stay whole"
+            )
+        self._parts = spec.parts
+        self._part = around.rank % spec.parts
+        self._replica = around.rank // spec.parts
+        self._replicas = around.size // spec.parts
+        self._first = around.rank - self._part
+        """The rank of this replica's first part."""
+        self._answers = spec.answers
+        self._shares = spec.weights_for(around.size)
+        self._twins = around.group.divide(
+            tuple(tuple(range(part, around.size, spec.parts)) for part in range(spec.parts))
+        )
+
+    def reads(self, lease: Lease) -> Lease:
+        """All parts of a replica read the rows that one of them answers for."""
+        cuts = split_batch(lease.stop - lease.start, self.around.size, self._shares)
+        one = self._first + self._answers
+        return dataclasses.replace(
+            lease, lo=lease.start + cuts[one], hi=lease.start + cuts[one + 1]
+        )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self._replica, self._replicas
+
+    def owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights and buffers that this part has, each named by one part of a replica alone or,
+        where all have it whole, by the first."""
+        raise NotImplementedError
+
+    def agree_on_buffers(self, samples: int) -> None:
+        """Statistics of a part are averaged over its twins."""
+        # Only one part of a replica counts samples; the others saw as many.
+        counts = torch.zeros(self._replicas, dtype=torch.int64)
+        counts[self._replica] = samples
+        self.around.group.sum(counts)
+        names = {name for name, _ in self.owned()}
+        buffers = persistent_buffers(self.replica.model)
+        mine = {name: b for name, b in buffers.items() if name in names}
+        average_buffers(mine, self._twins, int(counts[self._replica]))
+
+    def digest(self) -> str:
+        """Of the parts of this replica together: every worker tells that of a whole model."""
+        mine = checksum(Section({name: t.detach() for name, t in self.owned()}))
+        told = collect_sections(Section(plain={"digest": mine}), self.around.group)
+        parts = [s.plain["digest"] for s in told[self._first : self._first + self._parts]]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+    def clip(self, owned: list[torch.nn.Parameter], here: list[torch.nn.Parameter]) -> None:
+        """By the norm over all parts, each parameter counted once; replicas agree by now."""
+        limit = self.replica.clip
+        if limit is None:
+            return
+        square = torch.zeros(1, dtype=torch.float64)
+        if self._replica == 0:
+            for parameter in owned:
+                if parameter.grad is not None:
+                    square += parameter.grad.double().square().sum()
+        self.around.group.sum(square)
+        factor = limit / (float(square) ** 0.5 + 1e-6)
+        if factor < 1:
+            for parameter in here:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+
+def sum_gradients(parameters: list[torch.nn.Parameter], group: Group | None) -> int:
+    """Over the workers of a group, in place, those without one giving zeros; bytes handed over."""
+    if group is None or group.size == 1 or not parameters:
+        return 0
+    flat = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    )
+    group.sum(flat)
+    sizes = [p.numel() for p in parameters]
+    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat.nbytes

@@ -1,0 +1,124 @@
+"""A model cut into stages, each a module of its own with the model's very parameters.
+
+torch.distributed.pipelining traces the model and splits the graph, so that skip connections and any
+module with a nameable cut work, not only a Sequential. Its schedules are not used: they want every
+micro-batch of one size, and wait without saying for whom.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an argument of a stage comes from: the batch (`stage` is None), or a stage's output."""
+
+    stage: int | None
+    index: int
+
+
+@dataclass
+class StageGraph:
+    """One way to cut a model, traced for one shape of input."""
+
+    modules: list[torch.nn.Module]
+    sources: list[list[Source]]
+    """By stage, one for each argument."""
+    shapes: list[list[tuple[torch.Size, torch.dtype]]]
+    """By stage, of each argument."""
+    takers: list[dict[int, list[tuple[int, int]]]] = field(default_factory=list)
+    """By stage and output: the stages that take it, and as which argument."""
+
+    def __post_init__(self) -> None:
+        self.takers = [{} for _ in self.modules]
+        for stage, sources in enumerate(self.sources):
+            for place, source in enumerate(sources):
+                if source.stage is not None:
+                    taken = self.takers[source.stage].setdefault(source.index, [])
+                    taken.append((stage, place))
+
+
+def trace(model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor) -> StageGraph:
+    """Cut before the named modules; raises UsageError where the model cannot be traced."""
+    spec = dict.fromkeys(cuts, SplitPoint.BEGINNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe = pipeline(model, mb_args=(example,), split_spec=spec)
+    except Exception as error:
+        why = str(error).strip().splitlines()
+        raise UsageError(
+            f"pipeline: torch cannot trace this model ({why[0][:200] if why else error!r}): "
+            "cut it elsewhere, or use a strategy that keeps models whole"
+        ) from None
+    finally:
+        # torch marks the cuts in the modules themselves, and leaves the marks there.
+        for cut in cuts:
+            module = model.get_submodule(cut)
+            for mark in ("forward", "_orig_forward"):
+                module.__dict__.pop(mark, None)
+    if pipe.num_stages != len(cuts) + 1:
+        raise UsageError(
+            f"pipeline: {len(cuts)} cuts give {pipe.num_stages} stages: a cut lies before the "
+            "first operation, or two lie together"
+        )
+    graph = read_graph(pipe)
+    for stage in graph.modules:
+        _bind(stage, model)
+    return graph
+
+
+def _bind(stage: torch.nn.Module, model: torch.nn.Module) -> None:
+    """A weight with two names comes out of the trace as two: both are the model's one again."""
+    for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+        owner, _, last = name.rpartition(".")
+        mine = model.get_parameter(name)
+        if parameter is not mine:
+            setattr(stage.get_submodule(owner), last, mine)
+
+
+def read_graph(pipe: Any) -> StageGraph:
+    graph = pipe.split_gm.graph
+    inputs: dict[Any, int] = {}
+    stage_of: dict[Any, int] = {}
+    sources: list[list[Source]] = []
+    shapes: list[list[tuple[torch.Size, torch.dtype]]] = []
+
+    def find(node: Any) -> Source:
+        if node in inputs:
+            return Source(None, inputs[node])
+        if node in stage_of:
+            return Source(stage_of[node], 0)
+        whole, index = node.args  # operator.getitem
+        return Source(stage_of[whole], int(index))
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            inputs[node] = len(inputs)
+        elif node.op == "call_module":
+            stage_of[node] = len(sources)
+            sources.append([find(argument) for argument in node.args])
+            module = pipe.split_gm.get_submodule(node.target)
+            metas = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+            shapes.append([(m.shape, m.dtype) for m in metas])
+    modules = [pipe.get_stage_module(i) for i in range(pipe.num_stages)]
+    return StageGraph(modules, sources, shapes)
+
+
+def order_of_steps(stage: int, stages: int, micro: int, schedule: str) -> list[tuple[str, int]]:
+    """What a stage does in a step: ("forward", k) and ("backward", k) of its micro-batches."""
+    if schedule == "gpipe":
+        return [("forward", k) for k in range(micro)] + [("backward", k) for k in range(micro)]
+    ahead = min(micro, stages - 1 - stage)
+    steps = [("forward", k) for k in range(ahead)]
+    for k in range(micro - ahead):
+        steps += [("forward", ahead + k), ("backward", k)]
+    return steps + [("backward", k) for k in range(micro - ahead, micro)]

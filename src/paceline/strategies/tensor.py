@@ -1,0 +1,161 @@
+"""tensor: layers in slices over the workers of a replica.
+
+A linear or convolution layer is cut along its outputs, attention along its heads: each worker holds
+and trains its slice of the weights and computes its part, and all get the whole result. Other
+layers, and weights that two layers share, every worker holds whole and computes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.errors import PeerLost, UsageError
+from paceline.protocol.messages import Measured
+from paceline.specs.strategy import Tensor
+from paceline.state import Distant, Section, capture, persistent_buffers, restore
+from paceline.strategies.handing import TAG
+from paceline.strategies.runner import Batch, LossOf, Surroundings, Work
+from paceline.strategies.sharded import lost
+from paceline.strategies.slices import Cut, slice_model
+from paceline.strategies.split import SplitRunner, sum_gradients
+from paceline.telemetry.phases import COMM, OPTIMIZER
+
+
+class TensorRunner(SplitRunner):
+    """A worker that dies breaks the exchange inside a layer: the others raise PeerLost."""
+
+    def __init__(self, spec: Tensor, around: Surroundings) -> None:
+        super().__init__(spec, around)
+        size = around.size
+        ranks = [tuple(range(r, r + spec.size)) for r in range(0, size, spec.size)]
+        self._inside = around.group.divide(tuple(ranks))
+        self._sliced = slice_model(self.replica.model, self._part, self._parts, self._inside)
+        if self._parts > 1 and not self._sliced.cuts:
+            raise UsageError(
+                "tensor: the model has no linear, convolution or attention layer to slice"
+            )
+        self._sent = 0
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        try:
+            measured = super().compute(work, batch, loss_of)
+        except RuntimeError as error:
+            raise lost(error, work.step) from None
+        return measured if self._part == self._answers else Measured(0, 0, 0.0, 0)
+
+    def finish_step(self, work: Work) -> None:
+        self.clock.enter(COMM)
+        trained = [p for _, p in self.replica.trained]
+        rows = self.reads(work.lease)
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(rows.samples / rows.batch)
+        try:
+            self._sent += sum_gradients(trained, self._twins)
+            self.clip([p for n, p in self.replica.trained if self._counts(n)], trained)
+        except RuntimeError as error:
+            raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
+        self.clock.enter(OPTIMIZER)
+        self.replica.apply_gradients()
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        output = super().predict(inputs)
+        return output if self._part == self._answers else None
+
+    # ---- state --------------------------------------------------------------------------------
+
+    def _counts(self, name: str) -> bool:
+        """A slice is this worker's alone; what all have whole, the first answers for."""
+        return name in self._sliced.cuts or self._part == 0
+
+    def owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.replica.model
+        yield from model.named_parameters()
+        yield from persistent_buffers(model).items()
+
+    def import_state(self, state: Section) -> None:
+        mine = Section(plain=state.plain)
+        for key, tensor in state.tensors.items():
+            cut = self._cut_of(key, tensor.dim())
+            mine.tensors[key] = cut.take(tensor, self._part) if cut is not None else tensor
+        restore(mine, self.replica.model, self.replica.optimizer)
+
+    def _cut_of(self, key: str, dims: int) -> Cut | None:
+        """How a tensor of the state is sliced; slots are as their weights, or single numbers."""
+        kind, _, name = key.partition("/")
+        if kind == "slots":
+            name = name.rpartition("/")[0]
+        cut = self._sliced.cuts.get(name) if kind in ("weights", "slots") else None
+        return cut if cut is not None and dims == cut.dims else None
+
+    def export_state(self) -> Section:
+        mine = capture(self.replica.model, self.replica.optimizer)
+        slices = {
+            key: tensor
+            for key, tensor in mine.tensors.items()
+            if self._cut_of(key, tensor.dim()) is not None and self._replica == 0
+        }
+        told = collect_sections(Section(slices), self.around.group)[: self._parts]
+        for key in told[0].tensors:
+            pieces = [section.tensors[key] for section in told]
+            cut = self._cut_of(key, pieces[0].dim())
+            assert cut is not None
+            mine.tensors[key] = cut.join(pieces)
+        return mine
+
+    @contextmanager
+    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+        mine = capture(self.replica.model, self.replica.optimizer)
+        kept = {k: t for k, t in mine.tensors.items() if slots or not k.startswith("slots/")}
+        sliced = {k: t for k, t in kept.items() if self._cut_of(k, t.dim()) is not None}
+        distant = {
+            key: self._distant(key, tensor, TAG + place)
+            for place, (key, tensor) in enumerate(sliced.items())
+        }
+        yield Section({k: t for k, t in kept.items() if k not in sliced}, mine.plain), distant
+        if self._replica or not self._part:
+            return
+        for place, tensor in enumerate(sliced.values()):
+            try:
+                value = tensor.detach().contiguous().reshape(-1)
+                self.around.group.send_async(value, 0, TAG + place).wait()
+            except RuntimeError as error:
+                raise PeerLost(f"worker 0 does not take the state ({error})") from None
+
+    def _distant(self, key: str, own: torch.Tensor, tag: int) -> Distant:
+        cut = self._cut_of(key, own.dim())
+        assert cut is not None
+        shapes = [cut.shape_of(own.shape, self._part, part) for part in range(self._parts)]
+
+        def fetch() -> torch.Tensor:
+            pieces = [own.detach()]
+            for part in range(1, self._parts):
+                piece = torch.empty(shapes[part], dtype=own.dtype)
+                try:
+                    self.around.group.receive(piece, part, tag)
+                except RuntimeError as error:
+                    raise PeerLost(f"worker {part} does not hand in its state ({error})") from None
+                pieces.append(piece)
+            return cut.join(pieces)
+
+        whole = list(own.shape)
+        whole[cut.dim] = sum(shape[cut.dim] for shape in shapes)
+        return Distant(torch.Size(whole), own.dtype, fetch)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent + self._sliced.bytes_sent
+
+    def describe(self) -> dict[str, object]:
+        held = sum(p.numel() * p.element_size() for p in self.replica.model.parameters())
+        return {"part": self._part, "parts": self._parts, "weight_bytes": held}
+
+    def close(self) -> None:
+        """Whoever comes next gets a model with room for all weights."""
+        self._sliced.undo()

@@ -1,0 +1,115 @@
+"""A model that is too large for a worker: said in one line, and trained in parts."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import StartCli
+from paceline.errors import UsageError
+from paceline.specs.strategy import read_strategy
+from paceline.telemetry.room import room_bytes
+from paceline.worker.fit import check_room, explain_shortage, what_fits
+
+JOB = """
+import torch
+
+from paceline import Job
+
+WIDTH = 4096
+
+
+class Model(torch.nn.Module):
+    '''Six layers of 64 MB: 0.4 GB of weights, three times that with gradients and momentum.'''
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(64, WIDTH)
+        self.hidden = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.out = torch.nn.Linear(WIDTH, 10)
+
+    def forward(self, inputs):
+        return self.out(self.hidden(self.first(inputs.flatten(1))))
+
+
+def data():
+    inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    return (inputs, torch.arange(16) % 10), (inputs, torch.arange(16) % 10), None
+
+
+def job():
+    return Job(model=Model, data=data, batch=8, epochs=1, lr=0.001, optimizer="sgd(momentum=0.9)",
+               checkpoint_every="epoch(1)")
+"""
+
+
+def limit(gb: float) -> None:
+    nbytes = int(gb * 1e9)
+    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["pipeline(stages=2, micro=2)", "allreduce(shard=full)", "tensor(size=2)"]
+)
+def test_too_large_for_one_trains_in_parts(
+    start_cli: StartCli, tmp_path: Path, strategy: str
+) -> None:
+    """A limit of the process itself, as `ulimit -d` sets it."""
+    (tmp_path / "large.py").write_text(JOB)
+    common = ("train", "large.py:job", "--workers", 2, "--threads", 1, "--quiet")
+    whole = start_cli(
+        *common,
+        "--strategy",
+        "allreduce(via=network)",
+        "--out",
+        "whole",
+        preexec=lambda: limit(1.25),
+    ).wait(120)
+    assert whole.code != 0
+    assert "needs about 1.21 GB a worker" in whole.last_line
+    assert "pipeline(stages=2) needs 0.61 GB" in whole.last_line
+    assert "allreduce(shard=full) needs 0.61 GB" in whole.last_line
+    done = start_cli(
+        *common, "--strategy", strategy, "--out", "parts", preexec=lambda: limit(1.25)
+    ).wait(240)
+    assert done.code == 0, done.stderr
+    result = json.loads((tmp_path / "parts/result.json").read_text())
+    assert result["samples"] == 16
+    held = [part["weight_bytes"] for part in result["parts"].values()]
+    assert max(held) < 0.6 * sum(held)
+    assert (tmp_path / "parts/model.safetensors").stat().st_size > 400e6
+
+
+def test_what_would_fit_is_told() -> None:
+    told = what_fits(400e6, 1, 2, 0.9e9)
+    assert told == (
+        "allreduce(shard=full) needs 0.60 GB, pipeline(stages=2) needs 0.60 GB, "
+        "tensor(size=2) needs 0.60 GB"
+    )
+    assert "over 7 workers or more" in what_fits(400e6, 1, 2, 0.2e9)
+
+
+def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(8192, 4096)
+    optimizer = torch.optim.Adam(model.parameters())
+    check_room(read_strategy("allreduce"), model, optimizer, 2)
+    monkeypatch.setattr("paceline.worker.fit.room_bytes", lambda: 200e6)
+    with pytest.raises(UsageError, match=r"allreduce needs about 0\.54 GB .* room for 0\.33 GB"):
+        check_room(read_strategy("allreduce"), model, optimizer, 2)
+    check_room(read_strategy("pipeline"), model, optimizer, 2)
+
+
+def test_memory_that_the_system_refuses_is_told_in_words() -> None:
+    error = RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000 bytes."
+    )
+    told = explain_shortage(error)
+    assert told is not None
+    assert "8.00 GB more asked for" in told
+    assert explain_shortage(RuntimeError("shapes differ")) is None
+    assert room_bytes() > 0
