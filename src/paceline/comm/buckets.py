@@ -130,7 +130,10 @@ class GradientExchange:
         codec: Codec | None = None,
         before_send: Callable[[], None] = lambda: None,
         shared: Shared | None = None,
+        own_pieces: bool = False,
     ) -> None:
+        """With `own_pieces` each worker ends with the sums of its own pieces alone (see
+        SharedSums), and nobody's `grad` is the sum."""
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
@@ -140,8 +143,10 @@ class GradientExchange:
         self._shared: SharedSums | None = None
         if shared is not None:
             dtypes = [part[0][1].dtype for part in named]
-            self._shared = SharedSums(shared, [count_of(part) for part in named], dtypes)
-        self._buckets = [
+            flags = [len(part) for part in named] if own_pieces else None
+            self._shared = SharedSums(shared, [count_of(part) for part in named], dtypes, flags)
+        self._own_pieces = own_pieces
+        self.buckets = self._buckets = [
             Bucket(part, self._shared.own(index) if self._shared is not None else None)
             for index, part in enumerate(named)
         ]
@@ -258,8 +263,17 @@ class GradientExchange:
                 work.wait()
             if self._compressed:
                 self._compressed[index].finish()
-            bucket.hand_out()
+            if not self._own_pieces:
+                bucket.hand_out()
         self.hidden_us = covered_ns(self._spans, waits_from) // 1000 if self._timed else None
+
+    @property
+    def shared(self) -> SharedSums | None:
+        return self._shared
+
+    @property
+    def own_square(self) -> float:
+        return self._own_square
 
     def squares(self) -> tuple[float, float]:
         """Squared norms of the own gradient and of the sum, for a step that was measured."""

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from paceline.comm.group import Shared
 
-FILLED, SUMMED, READY, TAKEN = range(4)
-"""Words of a member: buckets filled, its pieces added, brought from other machines, taken."""
+FILLED, SUMMED, READY, TAKEN, UPDATED = range(5)
+"""Words of a member: buckets filled, its pieces added, brought from other machines, taken, and
+steps whose weights it has updated."""
 ALIGNED = 64
 
 
@@ -33,7 +34,11 @@ class SharedSums:
         shared: Shared,
         counts: Sequence[int],
         dtypes: Sequence[torch.dtype],
+        flags: Sequence[int] | None = None,
     ) -> None:
+        """With `flags`, of each bucket as many numbers at its end, nobody gets the sums but who
+        adds them up: each member goes on with its own pieces, and says so by `updated`. (On one
+        machine alone.)"""
         arena = self._arena = shared.arena
         self._leaders = shared.leaders
         self._machines = shared.machines
@@ -44,7 +49,11 @@ class SharedSums:
         for count, dtype in zip(counts, dtypes, strict=True):
             self._slots.append([arena.tensor(p, offset, count, dtype) for p in places])
             offset += _align(count * dtype.itemsize)
+        self._flags = flags
+        if flags is not None:
+            counts = [count - flag for count, flag in zip(counts, flags, strict=True)]
         self._pieces = [_cut(count, len(places))[arena.place] for count in counts]
+        self._updated = arena.value(arena.place, UPDATED)
         # An arena may have served before: the counters go on.
         self._filled, self._summed = (arena.value(arena.place, w) for w in (FILLED, SUMMED))
         self._ready, self._taken = arena.value(0, READY), arena.value(arena.place, TAKEN)
@@ -52,6 +61,26 @@ class SharedSums:
     def own(self, bucket: int) -> torch.Tensor:
         """Where this worker's gradients of a bucket go, and where their sum will be."""
         return self._slots[bucket][self._arena.place]
+
+    def piece(self, bucket: int) -> slice:
+        """What of a bucket this member adds up."""
+        return self._pieces[bucket]
+
+    def summed(self, bucket: int) -> torch.Tensor:
+        """Where the sums of a bucket lie."""
+        return self._slots[bucket][0]
+
+    def used(self, bucket: int) -> list[bool] | None:
+        """By parameter: has any member given it a gradient? None is yes for all."""
+        assert self._flags is not None
+        count = self._flags[bucket]
+        told = torch.stack([slot[-count:] for slot in self._slots[bucket]]).amax(0)
+        return None if bool(told.all()) else [flag > 0 for flag in told.tolist()]
+
+    def updated(self) -> None:
+        """This member is done with its pieces; wait until all are."""
+        self._updated = self._arena.advance(UPDATED)
+        self._arena.await_all(UPDATED, self._updated)
 
     def filled(self) -> None:
         """The next bucket is there."""
@@ -64,6 +93,8 @@ class SharedSums:
             arena.await_all(FILLED, self._filled - (buckets - 1 - bucket))
             self._add_piece(bucket, slots)
             self._summed = arena.advance(SUMMED)
+        if self._flags is not None:
+            return
         arena.await_all(SUMMED, self._summed)
         if self._machines > 1:
             self._exchange_machines()
@@ -76,7 +107,7 @@ class SharedSums:
         total = parts[0]
         for part in parts[1:]:
             total.add_(part)
-        if self._machines == 1:
+        if self._machines == 1 and self._flags is None:
             for part in parts[1:]:
                 part.copy_(total)
 

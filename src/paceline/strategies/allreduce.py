@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from paceline.comm.buckets import GradientExchange, plan_layout
+from paceline.comm.group import Shared
+from paceline.comm.shared import slot_bytes
 from paceline.comm.ways import Chosen, choose_way
 from paceline.errors import PeerLost
 from paceline.specs.strategy import AllReduce
-from paceline.state import Section, capture, restore
+from paceline.state import Section, capture, restore, slots_by_parameter
+from paceline.strategies.common_memory import CommonWeights, can_share
 from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
 from paceline.telemetry.phases import COMM, OPTIMIZER
 
@@ -20,15 +25,22 @@ class AllReduceRunner(Runner):
     """A worker that dies breaks the collective for all: the others raise PeerLost at once."""
 
     exchanges_in_backward = True
+    shares_weights = True
+    """Workers of one machine may have their weights in common."""
 
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(around)
         self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
+        self._common: CommonWeights | None = None
+        self._count = 0
+        """Steps so far, the same on every worker."""
         if around.size > 1 or spec.codec is not None:
             if self.replica.layout is None:
                 bucket_bytes = int(spec.bucket_mb * (1 << 20))
                 self.replica.layout = plan_layout(self.replica.trained, bucket_bytes)
+            chosen = self._choose(spec)
+            room = self._find_room(chosen)
             self._exchange = GradientExchange(
                 self.replica.trained,
                 around.group,
@@ -36,8 +48,18 @@ class AllReduceRunner(Runner):
                 in_backward=self.replica.reduce_in_backward,
                 codec=spec.codec,
                 before_send=around.before_send,
-                shared=self._choose(spec).shared,
+                shared=chosen.shared,
+                own_pieces=room is not None,
             )
+            if room is not None:
+                assert self._exchange.shared is not None
+                self._common = CommonWeights(
+                    self.replica,
+                    around.group,
+                    room,
+                    self._exchange.shared,
+                    self._exchange.buckets,
+                )
 
     def _choose(self, spec: AllReduce) -> Chosen:
         replica = self.replica
@@ -52,12 +74,24 @@ class AllReduceRunner(Runner):
         self.around.collectives = {"way": chosen.name, "why": chosen.why}
         return chosen
 
+    def _find_room(self, chosen: Chosen) -> Shared | None:
+        """Memory for weights in common; None where each worker keeps its own."""
+        one_machine = chosen.shared is not None and chosen.shared.machines == 1
+        if not one_machine or not self.shares_weights or not can_share(self.replica):
+            return None
+        sizes = [p.numel() * p.element_size() for _, p in self.replica.trained]
+        # As much for each bucket's last cache line; one more page tells it from the gradients'.
+        found = self.around.group.share(slot_bytes(sizes) + 4096)
+        return None if isinstance(found, str) else found
+
     def import_state(self, state: Section) -> None:
         restore(state, self.replica.model, self.replica.optimizer)
+        if self._common is not None:
+            self._common.take_in(slots_by_parameter(state))
 
     def begin_step(self, work: Work) -> None:
         if self._exchange is not None:
-            measure = work.step % NORMS_EVERY == 0 and work.lease.samples > 0
+            measure = self._count % NORMS_EVERY == 0 and work.lease.samples > 0
             timed = work.step % HIDDEN_EVERY == 0
             self._exchange.begin(work.weight, measure=measure, timed=timed)
 
@@ -69,13 +103,26 @@ class AllReduceRunner(Runner):
             except RuntimeError as error:
                 raise PeerLost(f"the all-reduce of step {work.step} broke ({error})") from None
         self.clock.enter(OPTIMIZER)
-        if self._exchange is not None and work.step % NORMS_EVERY == 0 and work.lease.samples:
-            own, whole = self._exchange.squares()
-            self._norms = (work.lease.samples, own, work.lease.batch, whole)
         self._update(work)
+        if self._exchange is not None and self._count % NORMS_EVERY == 0:
+            self._note_norms(work, self._exchange)
+        self._count += 1
 
     def _update(self, work: Work) -> None:
-        step_optimizer(self.replica)
+        if self._common is not None:
+            self._common.update(self.replica.clip)
+        else:
+            step_optimizer(self.replica)
+
+    def _note_norms(self, work: Work, exchange: GradientExchange) -> None:
+        if self._common is not None:
+            total = torch.tensor([self._common.square()], dtype=torch.float64)
+            self.around.group.sum(total)
+            own, whole = exchange.own_square, float(total)
+        elif work.lease.samples:
+            own, whole = exchange.squares()
+        if work.lease.samples:
+            self._norms = (work.lease.samples, own, work.lease.batch, whole)
 
     def take_hidden_us(self) -> int | None:
         return self._exchange.hidden_us if self._exchange is not None else None
@@ -85,7 +132,10 @@ class AllReduceRunner(Runner):
         return norms
 
     def export_state(self) -> Section:
-        return capture(self.replica.model, self.replica.optimizer)
+        state = capture(self.replica.model, self.replica.optimizer)
+        if self._common is not None:
+            self._common.put_slots(state)
+        return state
 
     def export_own(self) -> Section:
         return Section(self._exchange.export_residuals() if self._exchange is not None else {})
@@ -103,5 +153,7 @@ class AllReduceRunner(Runner):
         return self._exchange.bytes_before if self._exchange is not None else 0
 
     def close(self) -> None:
+        if self._common is not None:
+            self._common.leave()
         if self._exchange is not None:
             self._exchange.close()

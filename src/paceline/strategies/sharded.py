@@ -63,6 +63,8 @@ def share_out(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) ->
 class ShardedOptimizerRunner(AllReduceRunner):
     """As allreduce, but each parameter is updated by one worker, who sends it to the others."""
 
+    shares_weights = False
+
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(spec, around)
         self._owners = share_out(self.replica.trained, around.size)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import save_model as save_tensors
 
 from paceline.comm.control import Control
 from paceline.errors import CheckpointError, WireError
@@ -175,12 +174,11 @@ class CarriedFiles:
 def save_weights(
     model: torch.nn.Module, path: Path, distant: Mapping[str, Distant] | None = None
 ) -> None:
+    """A tensor with two names is there once, under its first."""
     partial = path.with_name(path.name + ".partial")
-    if distant:
-        mine = dict(model.named_parameters()) | persistent_buffers(model)
-        write_tensors(partial, {name: distant.get(name, tensor) for name, tensor in mine.items()})
-    else:
-        save_tensors(model, str(partial))
+    mine = dict(model.named_parameters()) | persistent_buffers(model)
+    there = distant or {}
+    write_tensors(partial, {name: there.get(name, tensor) for name, tensor in mine.items()})
     os.replace(partial, path)
     beside = getattr(model, "save_beside", None)
     if beside is not None:

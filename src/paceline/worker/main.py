@@ -13,6 +13,7 @@ from typing import IO
 from paceline.comm.control import Control
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
 from paceline.protocol.messages import Failing
+from paceline.worker.allocator import keep_freed_memory
 from paceline.worker.assignment import Assignment, read_assignment
 from paceline.worker.spawn import start_child
 
@@ -26,6 +27,7 @@ MARGIN_S = 30.0
 
 
 def main() -> None:
+    keep_freed_memory()
     commands = os.fdopen(os.dup(0), "rb")
     assignment, live = read_assignment(commands)
     # A user's script must not read our commands.

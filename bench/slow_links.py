@@ -1,0 +1,151 @@
+"""Time to an accuracy over slow links, beside plain DDP. Needs root, and MNIST itself.
+
+    python bench/slow_links.py --data-dir FOLDER [--mbit 100] [--delay 0] [--repeats 3] [--save]
+
+Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
+each sends, and delays it. `mlp-300-100` on MNIST to 0.97 of the validation rows, whole wall time
+from the start of the first process, evaluation after each epoch on both sides. DDP gets several
+batches with the learning rate grown along, and its PowerSGD hook. Settings were chosen once, by
+hand, for both sides; what did not reach the accuracy is told so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import lab as machines_here
+
+HERE = Path(__file__).parent
+GOAL, EPOCHS, LIMIT_S = 0.97, 12, 600
+DDP = {
+    "ddp, batch 128": (128, 0.05, "plain"),
+    "ddp, batch 512": (512, 0.1, "plain"),
+    "ddp, batch 2048": (2048, 0.2, "plain"),
+    "ddp with PowerSGD, batch 128": (128, 0.05, "powersgd"),
+}
+OURS = {
+    "allreduce": "allreduce",
+    "allreduce(codec=powersgd(2))": "allreduce(codec=powersgd(2))",
+    "local_sgd(h=16)": "local_sgd(h=16)",
+    "diloco(h=50)": "diloco(h=50)",
+    "ps(codec=topk(0.01))": "ps(codec=topk(0.01))",
+}
+
+
+def run(lab: machines_here.Lab, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline.cli.main", *map(str, words)]
+    env = {**os.environ, "HOME": str(lab.home)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+
+
+def time_ddp(
+    lab: machines_here.Lab, pool: Path, folder: Path, data: Path, name: str
+) -> float | None:
+    batch, lr, kind = DDP[name]
+    args = (data, batch, lr, kind, GOAL, EPOCHS)
+    out = folder / "launch"
+    done = run(lab, "launch", HERE / "ddp_mnist.py", "--pool", pool, "--out", out, "--", *args)
+    lines = re.findall(r"accuracy ([\d.]+) seconds ([\d.]+)", done.stdout)
+    for accuracy, seconds in lines:
+        if float(accuracy) >= GOAL:
+            return float(seconds)
+    print(done.stdout[-500:] + done.stderr[-500:] if not lines else f"{name}: {lines[-1]}")
+    return None
+
+
+def time_ours(
+    lab: machines_here.Lab, pool: Path, folder: Path, data: Path, name: str
+) -> float | None:
+    out = folder / "run"
+    words = ("--model", "mlp-300-100", "--data", "mnist", "--data-dir", data, "--batch", 128)
+    words += ("--optimizer", "sgd(momentum=0.9)", "--lr", 0.05, "--epochs", 6, "--quiet")
+    done = run(
+        lab,
+        "train",
+        *words,
+        "--strategy",
+        OURS[name],
+        "--pool",
+        pool,
+        "--out",
+        out,
+        "--checkpoint-every",
+        "never",
+        "--threads",
+        1,
+    )
+    if done.returncode:
+        print(f"{name}: {done.stderr[-300:]}")
+        return None
+    result = json.loads((out / "result.json").read_text())
+    for row in result["history"]:
+        if row["val_acc"] is not None and row["val_acc"] >= GOAL:
+            return float(row["seconds"])
+    print(f"{name}: {result['val_acc']}")
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--delay", type=float, default=0.0, help="ms, one way")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="names that contain one of these words")
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    data = given.data_dir.resolve()
+    found: dict[str, list[float | None]] = {}
+    words = [w for w in given.only.split(",") if w]
+    names = [n for n in (*DDP, *OURS) if not words or any(w in n for w in words)]
+    with tempfile.TemporaryDirectory() as name, machines_here.make_lab(Path(name) / "lab") as lab:
+        for machine in lab.machines:
+            tc = ("tc", "-n", machine.namespace, "qdisc", "add", "dev", "eth0")
+            rate = ("tbf", "rate", f"{given.mbit}mbit", "burst", "64kb", "latency", "50ms")
+            machines_here.run(*tc, "root", "handle", "1:", *rate)
+            if given.delay:
+                later = ("netem", "delay", f"{given.delay}ms", "limit", "10000")
+                machines_here.run(*tc, "parent", "1:", *later)
+        pool = lab.write_pool(Path(name) / "pool.yaml", all={"python": sys.executable})
+        for repeat in range(given.repeats):
+            for side in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                with tempfile.TemporaryDirectory() as place:
+                    act = time_ddp if side in DDP else time_ours
+                    seconds = act(lab, pool, Path(place), data, side)
+                found.setdefault(side, []).append(seconds)
+                told = "not reached" if seconds is None else f"{seconds:.1f} s"
+                print(f"{repeat + 1}/{given.repeats} {side}: {told}", flush=True)
+    reached: dict[str, Any] = {}
+    for side, values in found.items():
+        good = [v for v in values if v is not None]
+        if len(good) == len(values):
+            reached[side] = statistics.median(good)
+    print(
+        f"\n| at {given.mbit} Mbit/s, {given.delay:g} ms | seconds to {GOAL} | x sooner than DDP |"
+    )
+    print("|---|---:|---:|")
+    base = reached.get("ddp, batch 128")
+    for side, values in found.items():
+        span = ", ".join("not reached" if v is None else f"{v:.1f}" for v in values)
+        ratio = f"{base / reached[side]:.2f}" if base and side in reached else ""
+        print(f"| {side} | {span} | {ratio} |")
+    if given.save:
+        kind = f"{given.mbit}mbit-{given.delay:g}ms"
+        path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-slow-links-{kind}.json"
+        path.write_text(json.dumps({"goal": GOAL, "seconds": found}, indent=1) + "\n")
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""One copy of the weights for all workers of a machine, each of whom updates its own part.
+
+Gradients lie in shared memory already. Here the weights do too: when all have filled their buckets,
+a worker adds up its piece of every bucket, and updates just the weights under it, with an optimizer
+of its own over those slices. Nobody copies sums or weights to anybody, the optimizer's work and its
+memory are divided by the workers. What each number becomes is the same as if everybody updated
+everything, for optimizers that treat numbers one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.broadcast import collect_sections
+from paceline.comm.buckets import Bucket
+from paceline.comm.group import Group, Shared
+from paceline.comm.shared import SharedSums
+from paceline.state import Section
+from paceline.strategies.runner import Replica
+
+ONE_BY_ONE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+)
+"""Optimizers that do to a slice of a parameter what they would do to it in the whole."""
+
+
+def can_share(replica: Replica) -> bool:
+    """Nobody else touches weights or gradients, and slices of them are as good as the whole."""
+    return (
+        type(replica.optimizer) in ONE_BY_ONE
+        and not replica.reduce_in_backward
+        and replica.apply_gradients == replica.optimizer.step
+        and all(p.is_contiguous() and p.dim() > 0 for _, p in replica.trained)
+    )
+
+
+@dataclass
+class Slice:
+    """The part of a parameter that this worker updates."""
+
+    name: str
+    bucket: int
+    index: int
+    """Of the parameter in its bucket."""
+    start: int
+    """In the parameter, as a row of numbers."""
+    weights: torch.nn.Parameter
+    gradient: torch.Tensor
+
+
+class CommonWeights:
+    """The weights in memory that all have, and the optimizer of this worker's slices."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        shared: Shared,
+        sums: SharedSums,
+        buckets: list[Bucket],
+    ) -> None:
+        """`shared` has room for all weights in its first slot."""
+        self._replica = replica
+        self._group = group
+        self._sums = sums
+        self._buckets = buckets
+        self._slices: list[Slice] = []
+        self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        offset = 0
+        for number, bucket in enumerate(buckets):
+            dtype, count = bucket.flat.dtype, bucket.values.numel()
+            flat = shared.arena.tensor(0, offset, count, dtype)
+            offset += -(-count * dtype.itemsize // 64) * 64
+            self._take_slices(number, bucket, flat)
+        members = {p: i for i, g in enumerate(replica.optimizer.param_groups) for p in g["params"]}
+        groups: list[dict[str, Any]] = [{**g, "params": []} for g in replica.optimizer.param_groups]
+        by_name = dict(replica.trained)
+        for one in self._slices:
+            groups[members[by_name[one.name]]]["params"].append(one.weights)
+        self._groups = [i for i, g in enumerate(groups) if g["params"]]
+        kind: Any = type(replica.optimizer)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._groups:
+            self._optimizer = kind([groups[i] for i in self._groups])
+
+    def _take_slices(self, number: int, bucket: Bucket, flat: torch.Tensor) -> None:
+        mine, total = self._sums.piece(number), self._sums.summed(number)
+        start = 0
+        for index, (name, parameter) in enumerate(bucket.parameters):
+            stop = start + parameter.numel()
+            self._views.append((parameter, flat[start:stop].view_as(parameter)))
+            lo, hi = max(start, mine.start), min(stop, mine.stop)
+            if lo < hi:
+                weights = torch.nn.Parameter(flat[lo:hi])
+                self._slices.append(Slice(name, number, index, lo - start, weights, total[lo:hi]))
+            start = stop
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def update(self, clip: float | None) -> None:
+        """Sums of this worker's pieces are there: clip, step, and wait until all have."""
+        by_bucket = [self._sums.used(number) for number in range(len(self._buckets))]
+        for one in self._slices:
+            used = by_bucket[one.bucket]
+            one.weights.grad = one.gradient if used is None or used[one.index] else None
+        if clip is not None:
+            self._clip(clip)
+        if self._optimizer is not None:
+            for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+                told = self._replica.optimizer.param_groups[group]
+                mine.update({k: v for k, v in told.items() if k != "params"})
+            self._optimizer.step()
+        self._sums.updated()
+
+    def _clip(self, limit: float) -> None:
+        square = torch.tensor([self.square()], dtype=torch.float64)
+        self._group.sum(square)
+        factor = limit / (float(square) ** 0.5 + 1e-6)
+        if factor < 1:
+            for one in self._slices:
+                if one.weights.grad is not None:
+                    one.weights.grad.mul_(factor)
+
+    def square(self) -> float:
+        """The squared norm of the sums that are this worker's."""
+        return sum(
+            float(one.gradient.square().sum())
+            for one in self._slices
+            if one.weights.grad is not None
+        )
+
+    # ---- state --------------------------------------------------------------------------------
+
+    def take_in(self, slots: dict[str, dict[str, Any]]) -> None:
+        """The model's weights move to where all have them; slots are cut to this worker's part."""
+        self._group.meet()
+        if self._group.rank == 0:
+            for parameter, view in self._views:
+                view.copy_(parameter.detach())
+        self._group.meet()
+        for parameter, view in self._views:
+            parameter.data = view
+            self._replica.optimizer.state.pop(parameter, None)
+        if self._optimizer is None:
+            return
+        shapes = {name: parameter.shape for name, parameter in self._replica.trained}
+        for one in self._slices:
+            kept = {}
+            for slot, value in slots.get(one.name, {}).items():
+                whole = isinstance(value, torch.Tensor) and value.shape == shapes[one.name]
+                if whole:
+                    flat = value.reshape(-1)
+                    value = flat[one.start : one.start + one.weights.numel()].clone()
+                elif isinstance(value, torch.Tensor):
+                    value = value.clone()
+                kept[slot] = value
+            if kept:
+                self._optimizer.state[one.weights] = kept
+
+    def put_slots(self, section: Section) -> None:
+        """All slots of all workers, whole, into a captured section.
+
+        Gradients are not needed between steps: their memory carries what everybody has.
+        """
+        names = self._tell_slots(section)
+        for slot in names:
+            for one in self._slices:
+                value = self._state(one).get(slot)
+                if isinstance(value, torch.Tensor) and value.shape == one.weights.shape:
+                    one.gradient.copy_(value)
+            self._group.meet()
+            for number, bucket in enumerate(self._buckets):
+                total, start = self._sums.summed(number), 0
+                for name, parameter in bucket.parameters:
+                    stop = start + parameter.numel()
+                    if name in names[slot]:
+                        whole = total[start:stop].clone().view_as(parameter)
+                        section.tensors[f"slots/{name}/{slot}"] = whole
+                    start = stop
+            self._group.meet()
+
+    def _tell_slots(self, section: Section) -> dict[str, set[str]]:
+        """By slot the parameters that have it, as large as they are; the others are put in."""
+        mine: dict[str, list[str]] = {}
+        small = Section()
+        for one in self._slices:
+            for slot, value in self._state(one).items():
+                if isinstance(value, torch.Tensor) and value.shape == one.weights.shape:
+                    mine.setdefault(slot, []).append(one.name)
+                elif isinstance(value, torch.Tensor):
+                    small.tensors[f"slots/{one.name}/{slot}"] = value
+                elif value is not None:
+                    small.plain.setdefault(one.name, {})[slot] = value
+        found: dict[str, set[str]] = {}
+        for told in collect_sections(
+            Section(small.tensors, {"large": mine, "plain": small.plain}), self._group
+        ):
+            section.tensors.update(told.tensors)
+            for name, values in told.plain["plain"].items():
+                section.plain.setdefault("slots", {}).setdefault(name, {}).update(values)
+            for slot, names in told.plain["large"].items():
+                found.setdefault(slot, set()).update(names)
+        return dict(sorted(found.items()))
+
+    def _state(self, one: Slice) -> dict[str, Any]:
+        return self._optimizer.state.get(one.weights, {}) if self._optimizer is not None else {}
+
+    def leave(self) -> None:
+        """Everybody gets weights of its own again."""
+        for parameter, view in self._views:
+            parameter.data = view.clone()
+        self._group.meet()
