@@ -2,8 +2,8 @@
 
 python bench/bubble.py [--repeats 3] [--save]
 
-A model of equal layers on two workers of one thread each, so that stages are equal too; the share of
-each stage's steps that it waited for micro-batches, from `result.json`.
+A model of equal layers on two workers of one thread each, so that stages are equal too; the share
+of each stage's steps that it waited for micro-batches, from `result.json`.
 """
 
 from __future__ import annotations
