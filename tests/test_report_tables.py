@@ -188,6 +188,25 @@ def test_tables_hold_the_figures() -> None:
     assert any("the seeds allow the claim" in line for row in claims for line in row)
 
 
+def test_stages_are_shown_with_what_they_held_and_waited() -> None:
+    parts = {
+        f"worker-{stage}": {
+            "stage": stage,
+            "stages": 2,
+            "cut": ["layers.2"],
+            "weight_bytes": 1_000_000,
+            "bubble": 0.21,
+            "bubble_formula": 0.2,
+        }
+        for stage in (0, 1)
+    }
+    sheets = {s.name: s for s in list_sheets(make_task(make_run("pipeline", parts=parts)))}
+    shown = [dict(zip(sheets["parts"].heads, row, strict=True)) for row in sheets["parts"].shown()]
+    assert [row["worker"] for row in shown] == ["worker 0", "worker 1"]
+    assert shown[1]["cut before"] == "layers.2"
+    assert (shown[1]["waited"], shown[1]["by the formula"]) == ("21.0 %", "20.0 %")
+
+
 def test_one_seed_claims_nothing() -> None:
     sheets = {s.name: s for s in list_sheets(make_task(make_run("a"), make_run("b", pace=9.0)))}
     assert all("cannot be told" in row[-1] for row in sheets["claims"].shown())

@@ -171,6 +171,7 @@ def list_sheets(task: Task, target: float | None = None) -> list[Sheet]:
         make_time_sheet(task),
         make_target_sheet(task, target),
         make_resource_sheet(task),
+        make_parts_sheet(task),
         make_claim_sheet(task),
     ]
     return [sheet.trim() for sheet in found if sheet is not None and sheet.rows]
@@ -339,6 +340,43 @@ def make_resource_sheet(task: Task) -> Sheet:
         rows=rows,
         note="Of one process of the role: means over processes and runs, peaks the busiest second "
         "of any.",
+    )
+
+
+def make_parts_sheet(task: Task) -> Sheet:
+    """What each worker held of a model that was split, and how long its stages waited."""
+    rows = []
+    for entry in task.entries:
+        runs = [run for run in task.runs_of(entry) if run.is_done]
+        for worker in sorted({w for run in runs for w in as_mapping(run.result.get("parts"))}):
+            parts = [as_mapping(as_mapping(run.result.get("parts")).get(worker)) for run in runs]
+            stage, cut = parts[0].get("stage", parts[0].get("part")), parts[0].get("cut")
+            rows.append(
+                [
+                    entry["label"],
+                    worker.replace("-", " "),
+                    stage,
+                    ", ".join(map(str, cut)) if cut else None,
+                    measure_spread(p.get("weight_bytes") for p in parts)["mean"],
+                    measure_spread(p.get("bubble") for p in parts)["mean"],
+                    as_finite(parts[0].get("bubble_formula")),
+                ]
+            )
+    return Sheet(
+        name="parts",
+        title="Parts of the model",
+        columns=(
+            Column(title="strategy"),
+            Column(title="worker"),
+            Column(title="stage or part", kind="number"),
+            Column(title="cut before"),
+            Column(title="weights", kind="bytes"),
+            Column(title="waited", kind="share"),
+            Column(title="by the formula", kind="share"),
+        ),
+        rows=rows,
+        note="A stage's share of its steps in which it waited for micro-batches, beside what equal "
+        "stages wait: (stages - 1) / (micro-batches + stages - 1).",
     )
 
 

@@ -33,6 +33,7 @@ class SplitRunner(Runner):
             raise UsageError(
                 f"{spec.word} splits plain torch models: a Keras model has to stay whole"
             )
+        self._word = spec.word
         self._parts = spec.parts
         self._part = around.rank % spec.parts
         self._replica = around.rank // spec.parts
@@ -47,6 +48,11 @@ class SplitRunner(Runner):
 
     def reads(self, lease: Lease) -> Lease:
         """All parts of a replica read the rows that one of them answers for."""
+        if lease.pieces:
+            raise UsageError(
+                f"{self._word}: all parts of a model read the same rows, and data that is dealt in "
+                "blocks is read by one worker: use --shard sample"
+            )
         cuts = split_batch(lease.stop - lease.start, self.around.size, self._shares)
         one = self._first + self._answers
         return dataclasses.replace(

@@ -1,0 +1,68 @@
+"""How long the stages of a pipeline wait, beside the formula (stages - 1) / (micro + stages - 1).
+
+python bench/bubble.py [--repeats 3] [--save]
+
+A model of equal layers on two workers of one thread each, so that stages are equal too; the share
+of each stage's steps that it waited for micro-batches, from `result.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline import Job
+
+WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 256, 40
+CASES = [(2, micro, schedule) for micro in (1, 2, 4, 8) for schedule in ("1f1b", "gpipe")]
+
+
+def model() -> torch.nn.Module:
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS - 1)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, WIDTH))
+
+
+def data() -> object:
+    made = torch.Generator().manual_seed(0)
+    inputs = torch.randn(BATCH * STEPS, WIDTH, generator=made)
+    return (inputs, torch.randint(0, WIDTH, (BATCH * STEPS,), generator=made)), None, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    found: dict[str, list[list[float]]] = {}
+    job = Job(model=model, data=data, batch=BATCH, epochs=1, lr=1e-4, checkpoint_every="never")
+    for _ in range(given.repeats):
+        for stages, micro, schedule in CASES:
+            text = f"pipeline(stages={stages}, micro={micro}, schedule={schedule})"
+            with tempfile.TemporaryDirectory() as folder:
+                result = paceline.train(job, text, stages, out=f"{folder}/run", threads=1)
+            waits = [part["bubble"] for part in result["parts"].values()]
+            found.setdefault(text, []).append(waits)
+    print("| strategy | waited, mean of the stages (least to most) | formula | error |")
+    print("|---|---:|---:|---:|")
+    for (stages, micro, _), (text, runs) in zip(CASES, found.items(), strict=True):
+        means = [statistics.mean(waits) for waits in runs]
+        formula = (stages - 1) / (micro + stages - 1)
+        middle = statistics.median(means)
+        span = f"{100 * middle:.1f} % ({100 * min(means):.1f} to {100 * max(means):.1f})"
+        error = f"{100 * (middle / formula - 1):+.0f} %"
+        print(f"| `{text}` | {span} | {100 * formula:.1f} % | {error} |")
+    if given.save:
+        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-bubble.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
