@@ -234,6 +234,57 @@ def test_loss_and_gradients_are_those_of_one_process(
             assert torch.allclose(mine, theirs), key
 
 
+class Skipping(torch.nn.Module):
+    """The input itself passes the cut, and a value that depends on no weight; the start is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.first.requires_grad_(False)
+        self.second = torch.nn.Linear(6, 6)
+        self.third = torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones_like(x) * 2
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.third(h * scale + x)
+
+
+@pytest.mark.parametrize("cuts", [("second",), ("third",), ("second", "third")])
+def test_values_without_gradients_may_cross_a_cut(cuts: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = Skipping().double()
+    alone = copy.deepcopy(model)
+    inputs = torch.randn(6, 6, dtype=torch.float64)
+    targets = torch.arange(6) % 4
+    pass_through(model, cuts, inputs, targets, 3, "1f1b")
+    cross_entropy(alone(inputs), targets).backward()
+    for (key, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None, key
+        else:
+            assert mine.grad is not None
+            assert torch.allclose(mine.grad, theirs.grad), key
+
+
+def make_numbers() -> Any:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 8, generator=made, dtype=torch.float64)
+    return (x, x.sum(1, keepdim=True)), (x[:12], x[:12].sum(1, keepdim=True)), None
+
+
+def make_line() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+
+
+def test_where_there_are_no_classes_there_is_no_accuracy(tmp_path: Path) -> None:
+    mse = torch.nn.functional.mse_loss
+    fields = {"model": make_line, "data": make_numbers, "loss": mse, "lr": 0.01}
+    result = train(tmp_path / "run", "pipeline(stages=2, micro=2)", 2, **fields)
+    assert result["val_acc"] is None
+    assert result["val_loss"] > 0
+
+
 layer = st.builds(
     Layer,
     st.just(""),

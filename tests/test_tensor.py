@@ -17,7 +17,7 @@ from paceline import Job, models
 from paceline.comm.group import Group
 from paceline.specs.strategy import read_strategy
 from paceline.strategies.sharded import find_units, share_out
-from paceline.strategies.slices import slice_model
+from paceline.strategies.slices import _drawing_apart, slice_model
 from paceline.worker.build import cross_entropy
 from test_pipeline import SAMPLES, largest_difference, make_rows, make_text, make_transformer, train
 
@@ -135,6 +135,17 @@ def test_a_transformer_with_tied_weights(tmp_path: Path, strategy: str) -> None:
     train(tmp_path / "alone", "single", 1, **fields)
     train(tmp_path / "there", strategy, 2, **fields)
     assert largest_difference(tmp_path / "alone", tmp_path / "there") < 1e-9
+
+
+def test_heads_are_dropped_apart_and_all_else_alike() -> None:
+    states, drawn = [], []
+    for part in range(3):
+        torch.manual_seed(5)
+        with _drawing_apart(0.5, part):
+            drawn.append(float(torch.rand(part + 1)[0]))
+        states.append(torch.get_rng_state())
+    assert len(set(drawn)) == 3
+    assert all(torch.equal(state, states[0]) for state in states)
 
 
 def test_parameters_are_shared_out_evenly() -> None:

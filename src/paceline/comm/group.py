@@ -94,7 +94,7 @@ class Group:
         self._timeout: datetime.timedelta | None = None
         self._divided: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._store: CoordinatorStore | None = None
-        self._shared: dict[int, Shared | str] = {}
+        self._shared: dict[tuple[str, int], Shared | str] = {}
 
     def divide(self, groups: tuple[tuple[int, ...], ...]) -> Group:
         """This worker's part of a division into groups; every worker must ask for the same."""
@@ -133,14 +133,16 @@ class Group:
             group._store = meeting
         return group
 
-    def share(self, slot_bytes: int) -> Shared | str:
+    def share(self, slot_bytes: int, use: str = "gradients") -> Shared | str:
         """Memory shared with the workers of this machine, or why there is none.
 
-        Every worker must ask for the same; all get memory, or none does.
+        Every worker must ask for the same; all get memory, or none does. What is asked for again
+        for the same use is the same memory.
         """
-        if slot_bytes not in self._shared:
-            self._shared[slot_bytes] = self._make_shared(slot_bytes)
-        return self._shared[slot_bytes]
+        key = (use, slot_bytes)
+        if key not in self._shared:
+            self._shared[key] = self._make_shared(slot_bytes)
+        return self._shared[key]
 
     def _make_shared(self, slot_bytes: int) -> Shared | str:
         store = self._store

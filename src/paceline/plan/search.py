@@ -152,7 +152,8 @@ def _search_split(machines: Machines, wish: Wish) -> Found:
     """
     tried: list[Estimate] = []
     order = np.lexsort((-machines.speed, -machines.room))[:SPLIT_UP_TO]
-    for parts in range(2, len(order) + 1):
+    layers = sum(len(shape) > 1 for shape in machines.work.shapes)
+    for parts in range(2, min(len(order), layers) + 1):
         for chosen in combinations(sorted(int(i) for i in order), parts):
             for micro in MICRO:
                 if machines.work.batch % micro == 0:

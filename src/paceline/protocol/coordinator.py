@@ -462,7 +462,8 @@ class Coordinator:
         if len(losses) < len(parts):
             return None, None
         loss = sum(losses) / count
-        right = [p.correct for p in parts if p.correct is not None]
+        # Who had no rows, or left the answer to another, has no say in whether there are classes.
+        right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None
 
     def _why_not_resumed(self, ready: Ready, position: int) -> str | None:

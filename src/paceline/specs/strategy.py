@@ -36,8 +36,7 @@ class Strategy(Spec):
         """Equal to one process on the global batch, to rounding."""
         return True
 
-    @property
-    def runner(self) -> str:
+    def runner_for(self, workers: int) -> str:
         """The key of the runner behind it."""
         return self.word
 
@@ -106,9 +105,9 @@ class AllReduce(Strategy):
     via: str = option(choice("auto", "shared", "network"), "auto")
     shard: str = option(choice("none", "optimizer", "full"), "none")
 
-    @property
-    def runner(self) -> str:
-        return self.word if self.shard == "none" else f"{self.word}/{self.shard}"
+    def runner_for(self, workers: int) -> str:
+        whole = self.shard == "none" or workers == 1
+        return self.word if whole else f"{self.word}/{self.shard}"
 
     def held(self, workers: int) -> Held:
         part = 1 / workers

@@ -26,6 +26,6 @@ RUNNERS = {
 
 
 def make_runner(strategy: Strategy, around: Surroundings) -> Runner:
-    module, name = RUNNERS[strategy.runner].split(":")
+    module, name = RUNNERS[strategy.runner_for(around.size)].split(":")
     runner: Runner = getattr(importlib.import_module(module), name)(strategy, around)
     return runner

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from paceline.comm.buckets import GradientExchange, plan_layout
 from paceline.comm.group import Shared
 from paceline.comm.shared import slot_bytes
@@ -59,6 +57,7 @@ class AllReduceRunner(Runner):
                     room,
                     self._exchange.shared,
                     self._exchange.buckets,
+                    self.clock,
                 )
 
     def _choose(self, spec: AllReduce) -> Chosen:
@@ -80,8 +79,9 @@ class AllReduceRunner(Runner):
         if not one_machine or not self.shares_weights or not can_share(self.replica):
             return None
         sizes = [p.numel() * p.element_size() for _, p in self.replica.trained]
-        # As much for each bucket's last cache line; one more page tells it from the gradients'.
-        found = self.around.group.share(slot_bytes(sizes) + 4096)
+        # Once for all of them: the slots lie side by side.
+        each = -(-slot_bytes(sizes) // self.around.size)
+        found = self.around.group.share(each, "weights")
         return None if isinstance(found, str) else found
 
     def import_state(self, state: Section) -> None:
@@ -103,9 +103,9 @@ class AllReduceRunner(Runner):
             except RuntimeError as error:
                 raise PeerLost(f"the all-reduce of step {work.step} broke ({error})") from None
         self.clock.enter(OPTIMIZER)
-        self._update(work)
         if self._exchange is not None and self._count % NORMS_EVERY == 0:
             self._note_norms(work, self._exchange)
+        self._update(work)
         self._count += 1
 
     def _update(self, work: Work) -> None:
@@ -115,10 +115,9 @@ class AllReduceRunner(Runner):
             step_optimizer(self.replica)
 
     def _note_norms(self, work: Work, exchange: GradientExchange) -> None:
+        """Before they are clipped; everybody takes part where each has a piece of the sums."""
         if self._common is not None:
-            total = torch.tensor([self._common.square()], dtype=torch.float64)
-            self.around.group.sum(total)
-            own, whole = exchange.own_square, float(total)
+            own, whole = exchange.own_square, self._common.measure_square()
         elif work.lease.samples:
             own, whole = exchange.squares()
         if work.lease.samples:

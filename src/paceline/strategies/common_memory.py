@@ -18,8 +18,10 @@ from paceline.comm.broadcast import collect_sections
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group, Shared
 from paceline.comm.shared import SharedSums
+from paceline.errors import PeerLost
 from paceline.state import Section
 from paceline.strategies.runner import Replica
+from paceline.telemetry.phases import COMM, OPTIMIZER, PhaseClock
 
 ONE_BY_ONE = (
     torch.optim.SGD,
@@ -38,7 +40,9 @@ def can_share(replica: Replica) -> bool:
         type(replica.optimizer) in ONE_BY_ONE
         and not replica.reduce_in_backward
         and replica.apply_gradients == replica.optimizer.step
-        and all(p.is_contiguous() and p.dim() > 0 for _, p in replica.trained)
+        and all(p.is_contiguous() and p.numel() > 0 for _, p in replica.trained)
+        # Such a layer changes its weights in forward: everybody would, one after another.
+        and not any(getattr(m, "max_norm", None) for m in replica.model.modules())
     )
 
 
@@ -66,8 +70,10 @@ class CommonWeights:
         shared: Shared,
         sums: SharedSums,
         buckets: list[Bucket],
+        clock: PhaseClock,
     ) -> None:
-        """`shared` has room for all weights in its first slot."""
+        """`shared` has room for all weights, over all its slots."""
+        self._clock = clock
         self._replica = replica
         self._group = group
         self._sums = sums
@@ -107,35 +113,39 @@ class CommonWeights:
 
     def update(self, clip: float | None) -> None:
         """Sums of this worker's pieces are there: clip, step, and wait until all have."""
-        by_bucket = [self._sums.used(number) for number in range(len(self._buckets))]
-        for one in self._slices:
-            used = by_bucket[one.bucket]
-            one.weights.grad = one.gradient if used is None or used[one.index] else None
+        self._hand_out()
         if clip is not None:
-            self._clip(clip)
+            factor = clip / (self.measure_square() ** 0.5 + 1e-6)
+            if factor < 1:
+                for one in self._slices:
+                    if one.weights.grad is not None:
+                        one.weights.grad.mul_(factor)
         if self._optimizer is not None:
             for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
                 told = self._replica.optimizer.param_groups[group]
                 mine.update({k: v for k, v in told.items() if k != "params"})
             self._optimizer.step()
+        self._clock.enter(COMM)
         self._sums.updated()
 
-    def _clip(self, limit: float) -> None:
-        square = torch.tensor([self.square()], dtype=torch.float64)
-        self._group.sum(square)
-        factor = limit / (float(square) ** 0.5 + 1e-6)
-        if factor < 1:
-            for one in self._slices:
-                if one.weights.grad is not None:
-                    one.weights.grad.mul_(factor)
+    def _hand_out(self) -> None:
+        """A slice of a parameter that nobody used keeps no gradient."""
+        by_bucket = [self._sums.used(number) for number in range(len(self._buckets))]
+        for one in self._slices:
+            used = by_bucket[one.bucket]
+            one.weights.grad = one.gradient if used is None or used[one.index] else None
 
-    def square(self) -> float:
-        """The squared norm of the sums that are this worker's."""
-        return sum(
-            float(one.gradient.square().sum())
-            for one in self._slices
-            if one.weights.grad is not None
-        )
+    def measure_square(self) -> float:
+        """The squared norm of all sums; everybody takes part. Raises PeerLost."""
+        self._clock.enter(COMM)
+        mine = sum(float(one.gradient.square().sum()) for one in self._slices)
+        square = torch.tensor([mine], dtype=torch.float64)
+        try:
+            self._group.sum(square)
+        except RuntimeError as error:
+            raise PeerLost(f"the norm of a gradient could not be summed ({error})") from None
+        self._clock.enter(OPTIMIZER)
+        return float(square)
 
     # ---- state --------------------------------------------------------------------------------
 

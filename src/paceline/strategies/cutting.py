@@ -23,8 +23,14 @@ BACKWARD_COST = 2.0
 def leaves(model: torch.nn.Module) -> list[tuple[str, int]]:
     """Modules with parameters of their own, in order, and how many numbers each holds."""
     found = []
+    inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
-        count = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
+        if module in inside:
+            continue
+        whole = isinstance(module, torch.nn.MultiheadAttention)  # it calls none of its parts
+        if whole:
+            inside.update(module.modules())
+        count = sum(p.numel() for p in module.parameters(recurse=whole) if p.requires_grad)
         if count:
             found.append((name, count))
     return found
@@ -142,7 +148,9 @@ def profile(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[L
     layers = []
     for name in order:
         seconds, held, nbytes = best[name]
-        weights = sum(p.numel() * p.element_size() for p in modules[name].parameters(recurse=False))
+        whole = isinstance(modules[name], torch.nn.MultiheadAttention)
+        mine = modules[name].parameters(recurse=whole)
+        weights = sum(p.numel() * p.element_size() for p in mine)
         layers.append(
             Layer(name, (1 + BACKWARD_COST) * seconds, (2 + slots) * weights, held, nbytes)
         )

@@ -76,20 +76,24 @@ class Flow:
             kept, gradients = [], []
             for index, takers in graph.takers[self._stage].items():
                 value = outputs[index]
+                if not value.is_floating_point():
+                    continue
+                # Whoever takes it cannot know whether it depends on weights, and answers anyhow.
+                came = [
+                    self._receive(stage, value.shape, value.dtype, k, place, back=True)
+                    for stage, place in takers
+                ]
                 if value.requires_grad:
-                    came = [
-                        self._receive(stage, value.shape, value.dtype, k, place, back=True)
-                        for stage, place in takers
-                    ]
                     kept.append(value)
                     gradients.append(came[0] if len(came) == 1 else torch.stack(came).sum(0))
             self._clock.enter(BACKWARD)
-            torch.autograd.backward(kept, gradients)
+            if kept:  # a frozen stage has nothing to compute
+                torch.autograd.backward(kept, gradients)
         self._clock.enter(COMM)
         for place, source in enumerate(graph.sources[self._stage]):
             argument = arguments[place]
             if source.stage is not None and argument.requires_grad:
-                gradient = argument.grad if argument.grad is not None else None
+                gradient = argument.grad
                 if gradient is None:
                     gradient = torch.zeros_like(argument)
                 self._send(gradient, source.stage, k, place, back=True)

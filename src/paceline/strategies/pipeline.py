@@ -38,6 +38,8 @@ class PipelineRunner(SplitRunner):
         self._stage, self._stages = self._part, self._parts
         check_cuts(self.replica.model, spec.cuts)
         self._cuts: tuple[str, ...] | None = None
+        batch_norm = torch.nn.modules.batchnorm._BatchNorm
+        self._normalises = any(isinstance(m, batch_norm) for m in self.replica.model.modules())
         self._graphs: dict[tuple[torch.Size, bool], StageGraph] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         """By name of parameter or buffer: the stages that hold it, tied ones more than one."""
@@ -55,7 +57,9 @@ class PipelineRunner(SplitRunner):
             self._prepare(None)
             return Measured(0, 0, 0.0, 0)
         inputs, targets = batch
-        micro = min(micro, len(inputs))
+        # BatchNorm wants more than one row, and the last batch of an epoch may be short.
+        least = 2 if self._normalises else 1
+        micro = min(micro, max(1, len(inputs) // least))
         parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
         self._prepare(parts[0])
         flow = self._flow(work.step)

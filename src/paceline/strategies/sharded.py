@@ -8,6 +8,7 @@ weights are whole only while it computes.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.comm.broadcast import collect_sections
 from paceline.errors import PeerLost, UsageError
-from paceline.protocol.messages import Measured
+from paceline.protocol.messages import Lease, Measured
 from paceline.scoring import count_correct
 from paceline.specs.strategy import AllReduce
 from paceline.state import (
@@ -43,6 +44,7 @@ from paceline.strategies.runner import (
     Work,
     average_buffers,
 )
+from paceline.strategies.split import refuse_devices
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16
@@ -144,6 +146,7 @@ class FullyShardedRunner(Runner):
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(around)
         model = self.replica.model
+        refuse_devices("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
             raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
         if hasattr(model, "regularization") or hasattr(model, "save_beside"):
@@ -156,7 +159,6 @@ class FullyShardedRunner(Runner):
                 )
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._example: Batch | None = None
         self._sent = 0
 
     def import_state(self, state: Section) -> None:
@@ -193,16 +195,21 @@ class FullyShardedRunner(Runner):
 
     # ---- a step -------------------------------------------------------------------------------
 
+    def reads(self, lease: Lease) -> Lease:
+        """A worker without a share reads one row, to compute along."""
+        if lease.samples or lease.pieces:
+            return lease
+        return dataclasses.replace(lease, lo=lease.start, hi=lease.start + 1)
+
     def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
         assert self._model is not None
-        self._model.train(batch is not None)
+        # Gathering a layer takes everybody: a row that counts nothing, and leaves no statistics.
+        self._model.train(work.lease.samples > 0)
         if batch is None:
-            # Gathering a layer takes everybody: rows that count nothing, and leave no statistics.
-            batch = self._example
-            if batch is None:
-                raise UsageError("allreduce(shard=full): the first batch gives a worker no rows")
-        elif self._example is None:
-            self._example = (batch[0][:1].clone(), batch[1][:1].clone())
+            raise UsageError(
+                "allreduce(shard=full): a batch of data dealt in blocks gives a worker no rows: "
+                "use --shard sample"
+            )
         inputs, targets = batch
         try:
             self.clock.enter(FORWARD)
@@ -212,7 +219,7 @@ class FullyShardedRunner(Runner):
             # It averages over the workers, each of whom has a share of the batch.
             torch.autograd.backward(loss * (work.weight * self.around.size))
         except RuntimeError as error:
-            raise lost(error, work.step) from None
+            raise lost(error, f"inside step {work.step}") from None
         self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
         if not work.lease.samples:
             return Measured(0, 0, 0.0, 0)
@@ -253,7 +260,10 @@ class FullyShardedRunner(Runner):
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         assert self._model is not None
         self._model.train(self.replica.model.training)
-        output = self._model(inputs)
+        try:
+            output = self._model(inputs)
+        except RuntimeError as error:
+            raise lost(error, "of an evaluation") from None
         return output if self.around.rank == 0 else None
 
     def digest(self) -> str:
@@ -326,7 +336,7 @@ def shard_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
     for mine, theirs in zip(copied.modules(), model.modules(), strict=True):
         mine._buffers.update(theirs._buffers)
     mesh = init_device_mesh(next(model.parameters()).device.type, (workers,))
-    for unit in find_units(copied):
+    for unit in reversed(find_units(copied)):  # the inner ones first
         fully_shard(unit, mesh=mesh)
     fully_shard(copied, mesh=mesh, reshard_after_forward=True)
     return copied
@@ -375,10 +385,10 @@ def restore_buffers(state: Section, model: torch.nn.Module) -> None:
             buffer.copy_(given)
 
 
-def lost(error: RuntimeError, step: int) -> Exception:
+def lost(error: RuntimeError, where: str) -> Exception:
     """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
     if "gloo" in str(error).lower() or "connection" in str(error).lower():
-        return PeerLost(f"an exchange inside step {step} broke ({error})")
+        return PeerLost(f"an exchange {where} broke ({error})")
     return error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +197,8 @@ Plan = tuple[Callable[..., Any], dict[nn.Parameter, Cut]]
 def _plan(module: nn.Module, parts: int, wire: Wire) -> Plan | None:
     if isinstance(module, nn.MultiheadAttention):
         return _plan_attention(module, parts, wire)
+    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None  # made anew from others in every forward, as weight_norm does
     if type(module) is nn.Linear and module.out_features >= parts:
         return _plan_outputs(module, module.out_features, -1, parts, wire)
     if type(module) in CONVOLUTIONS:
@@ -253,20 +256,14 @@ def _plan_attention(module: nn.MultiheadAttention, parts: int, wire: Wire) -> Pl
         )
         mask = _join_masks(attn_mask, key_padding_mask, module.num_heads, heads, wire.part, q)
         dropout = module.dropout if module.training else 0.0
+        causal = is_causal and mask is None
+        with _drawing_apart(dropout, wire.part):
+            mixed, attended = _attend(q, k, v, mask, dropout, causal, need_weights)
         told = None
-        if need_weights:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
-            attended = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-            mixed = attended @ v
-            if average_attn_weights:
-                told = wire.add(attended.sum(-3)) / module.num_heads
-            else:
-                told = wire.gather(attended, -3, heads)
-        else:
-            causal = is_causal and mask is None
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-            )
+        if attended is not None and average_attn_weights:
+            told = wire.add(attended.sum(-3)) / module.num_heads
+        elif attended is not None:
+            told = wire.gather(attended, -3, heads)
         mixed = mixed.transpose(-3, -2).flatten(-2)
         out = wire.add(F.linear(mixed, module.out_proj.weight))
         if module.out_proj.bias is not None:
@@ -280,6 +277,37 @@ def _plan_attention(module: nn.MultiheadAttention, parts: int, wire: Wire) -> Pl
     if module.in_proj_bias is not None:
         cuts[_parameter(module.in_proj_bias)] = Cut(0, width, 1, blocks=3)
     return forward, cuts
+
+
+@contextmanager
+def _drawing_apart(dropout: float, part: int) -> Iterator[None]:
+    """Every part has heads of its own to draw for; afterwards all generators are alike again."""
+    if not dropout:
+        yield
+        return
+    seed = int(torch.randint(1 << 31, ()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + part)
+        yield
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not need_weights:
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+        )
+        return mixed, None
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    attended = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return attended @ v, attended
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -27,6 +27,7 @@ class SplitRunner(Runner):
     def __init__(self, spec: Split, around: Surroundings) -> None:
         super().__init__(around)
         model = self.replica.model
+        refuse_devices(spec.word, model)
         if self.replica.reduce_in_backward:
             raise UsageError(f"{spec.word} splits the model: a loop of your own needs it whole")
         if hasattr(model, "regularization") or hasattr(model, "save_beside"):
@@ -104,15 +105,22 @@ class SplitRunner(Runner):
                     parameter.grad.mul_(factor)
 
 
+def refuse_devices(word: str, model: torch.nn.Module) -> None:
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise UsageError(f"{word}: parts of a model exchange in the processor's memory: device cpu")
+
+
 def sum_gradients(parameters: list[torch.nn.Parameter], group: Group | None) -> int:
     """Over the workers of a group, in place, those without one giving zeros; bytes handed over."""
     if group is None or group.size == 1 or not parameters:
         return 0
-    flat = torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-    )
+    used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0])
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    flat = torch.cat([*parts, used])
     group.sum(flat)
     sizes = [p.numel() for p in parameters]
-    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
+    *sums, used = torch.split(flat, [*sizes, len(parameters)])
+    for parameter, part, anybody in zip(parameters, sums, used.tolist(), strict=True):
+        # What nobody used keeps no gradient: the optimizer then leaves it alone.
+        parameter.grad = part.view_as(parameter) if anybody else None
     return flat.nbytes

@@ -54,7 +54,8 @@ def trace(model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor) 
             warnings.simplefilter("ignore")
             pipe = pipeline(model, mb_args=(example,), split_spec=spec)
     except Exception as error:
-        why = str(error).strip().splitlines()
+        # torch's own words for all cases are in front; what went wrong is behind them.
+        why = str(error.__cause__ or error).strip().splitlines()
         raise UsageError(
             f"pipeline: torch cannot trace this model ({why[0][:200] if why else error!r}): "
             "cut it elsewhere, or use a strategy that keeps models whole"

@@ -42,11 +42,18 @@ class TensorRunner(SplitRunner):
 
     # ---- a step -------------------------------------------------------------------------------
 
+    def begin_step(self, work: Work) -> None:
+        """All parts draw alike: what is not sliced must come out the same everywhere."""
+        if self._parts > 1:
+            state = torch.get_rng_state()
+            self._inside.broadcast(state, self._first)
+            torch.set_rng_state(state)
+
     def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
         try:
             measured = super().compute(work, batch, loss_of)
         except RuntimeError as error:
-            raise lost(error, work.step) from None
+            raise lost(error, f"inside step {work.step}") from None
         return measured if self._part == self._answers else Measured(0, 0, 0.0, 0)
 
     def finish_step(self, work: Work) -> None:
@@ -65,7 +72,10 @@ class TensorRunner(SplitRunner):
         self.replica.apply_gradients()
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        output = super().predict(inputs)
+        try:
+            output = super().predict(inputs)
+        except RuntimeError as error:
+            raise lost(error, "of an evaluation") from None
         return output if self._part == self._answers else None
 
     # ---- state --------------------------------------------------------------------------------

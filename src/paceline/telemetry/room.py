@@ -42,11 +42,21 @@ def _group_rooms() -> list[float]:
         while base == group or base in group.parents:
             limit, used = _text(group / limit_name).strip(), _text(group / used_name).strip()
             if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
-                found.append(float(int(limit) - int(used)))
+                found.append(float(int(limit) - int(used) + _file_pages(group)))
             if group == base:
                 break
             group = group.parent
     return found
+
+
+def _file_pages(group: Path) -> int:
+    """Bytes of files that are kept in memory only until somebody needs the room."""
+    total = 0
+    for line in _text(group / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "active_file"):
+            total += int(value)
+    return total
 
 
 def _table(path: str) -> dict[str, int]:

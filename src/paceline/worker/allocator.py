@@ -24,9 +24,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    done = [
-        mallopt(_MMAP_THRESHOLD, 1 << 30),
-        mallopt(_TRIM_THRESHOLD, _LARGE),
-        mallopt(_TOP_PAD, 64 << 20),
-    ]
-    return all(done)
+    # Before glibc 2.35 no more than 32 MB are taken for an answer. Without one, the others would do
+    # harm: they end its own way of finding a threshold.
+    if not (mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_TOP_PAD, 64 << 20))
