@@ -235,7 +235,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 class Skipping(torch.nn.Module):
-    """The input itself passes the cut, and a value that depends on no weight; the start is frozen."""
+    """The input passes the cut, and a value that depends on no weight; the start is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,12 +108,21 @@ def test_slices_compute_what_the_whole_layer_does(name: str, parts: int) -> None
     ("strategy", "workers", "fields"),
     [
         ("tensor(size=2)", 2, {"optimizer": "adam", "lr": 0.01, "clip": 0.5}),
-        ("tensor(size=2)", 4, {"optimizer": "sgd(momentum=0.9)"}),
+        pytest.param(
+            "tensor(size=2)", 4, {"optimizer": "sgd(momentum=0.9)"}, marks=pytest.mark.slow
+        ),
         ("allreduce(shard=optimizer)", 3, {"optimizer": "adam", "lr": 0.01, "clip": 0.5}),
         ("allreduce(shard=full)", 2, {"optimizer": "adam", "lr": 0.01, "clip": 0.5}),
-        ("allreduce(shard=full)", 3, {"optimizer": "sgd(momentum=0.9)"}),
+        pytest.param(
+            "allreduce(shard=full)", 3, {"optimizer": "sgd(momentum=0.9)"}, marks=pytest.mark.slow
+        ),
         ("switch(tensor(size=2), allreduce(shard=full), at=50%)", 2, {"optimizer": "adam"}),
-        ("switch(allreduce(shard=full), allreduce(shard=optimizer), at=50%)", 2, {}),
+        pytest.param(
+            "switch(allreduce(shard=full), allreduce(shard=optimizer), at=50%)",
+            2,
+            {},
+            marks=pytest.mark.slow,
+        ),
         ("switch(ps(sync=bsp), tensor(size=2), at=50%)", 2, {"optimizer": "adam"}),
     ],
 )
