@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -425,3 +426,53 @@ def test_store_is_needed_on_a_cluster(tmp_path: Path) -> None:
     assert as_store(None, "local[2]").folder is not None
     assert as_store(f"file://{tmp_path}/a", "spark://h:1").folder == tmp_path / "a"
     assert as_store("hdfs://h:1/a/", "spark://h:1").url == "hdfs://h:1/a"
+
+
+BARE = """
+import sys
+from pathlib import Path
+
+import sparks
+from paceline.errors import PacelineError
+from paceline.spark import PacelineEstimator
+
+place = Path(sys.argv[1])
+with sparks.run_cluster(place / "cluster") as cluster:
+    session = cluster.open_session()
+    rows = session.range(64).selectExpr(
+        "array_repeat(cast(id as double), 64) as features", "cast(id % 10 as int) as label"
+    )
+    made = PacelineEstimator(
+        model="cnn-small", num_workers=2, shape="1x8x8", store=str(place / "store"), verbose=0
+    )
+    try:
+        made.fit(rows)
+    except PacelineError as error:
+        print("told:", error)
+    session.stop()
+"""
+
+
+@needs_spark
+@pytest.mark.slow
+def test_package_missing_on_the_executors_is_told(tmp_path: Path) -> None:
+    """Executors on a Python that has nothing installed."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    env = {
+        **os.environ,
+        "PYSPARK_PYTHON": str(tmp_path / "bare/bin/python"),
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    (tmp_path / "bare.py").write_text(BARE)
+    done = subprocess.run(
+        [sys.executable, "bare.py", str(tmp_path)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("told:")]
+    assert len(told) == 1, done.stderr
+    assert "is missing on the executors: install paceline there, or set PYSPARK_PYTHON" in told[0]
