@@ -163,8 +163,8 @@ class PlannedCrew:
         world, parts = self._world, strategy.parts
         rows = shares.reshape(-1, parts).sum(1).repeat(parts)
         began = self._free.reshape(-1, parts).max(1).repeat(parts)
-        portions = self._portions(strategy)
-        busy = world.fleet.compute_all(began, rows * portions, epoch) - began
+        samples = self._samples_alike(strategy, rows)
+        busy = world.fleet.compute_all(began, samples, epoch) - began
         lasts = []
         for first in range(0, len(busy), parts):
             mine = busy[first : first + parts]
@@ -180,6 +180,16 @@ class PlannedCrew:
         ends = began + np.repeat(lasts, parts)
         world.clocks.add_all("wait", ends - self._free - busy)
         return ends, busy
+
+    def _samples_alike(self, strategy: Split, rows: Floats) -> Floats:
+        """For each worker as many samples of the whole model as take it what its part takes."""
+        portions = self._portions(strategy)
+        micro = strategy.micro if isinstance(strategy, Pipeline) else 1
+        fixed = np.array([m.fixed_s for m in self._machines])
+        each = np.array([m.per_sample_s for m in self._machines])
+        # A stage's fixed cost comes with every micro-batch.
+        alike: Floats = (portions * (micro * fixed + rows * each) - fixed) / each
+        return np.where(rows > 0, np.maximum(alike, 1e-9), 0.0)
 
     def _portions(self, strategy: Split) -> Floats:
         """The share of a model's computing that each worker has."""
