@@ -204,7 +204,7 @@ def test_stages_are_shown_with_what_they_held_and_waited() -> None:
     shown = [dict(zip(sheets["parts"].heads, row, strict=True)) for row in sheets["parts"].shown()]
     assert [row["worker"] for row in shown] == ["worker 0", "worker 1"]
     assert shown[1]["cut before"] == "layers.2"
-    assert (shown[1]["waited"], shown[1]["by the formula"]) == ("21.0 %", "20.0 %")
+    assert (shown[1]["waited"], shown[1]["by the formula"]) == ("21.00 %", "20.00 %")
 
 
 def test_one_seed_claims_nothing() -> None:
