@@ -12,13 +12,22 @@ import ctypes
 import os
 import sys
 
+from paceline.telemetry.room import room_bytes
+
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = (1 << 31) - 1
 
 
+SCARCE = 4 << 30
+"""With less room than this every block that is free should go back."""
+
+
 def keep_freed_memory() -> bool:
-    """With glibc on Linux; whoever has set MALLOC_... knows better. Says whether it was done."""
+    """With glibc on Linux, where there is plenty; whoever has set MALLOC_... knows better. Says
+    whether it was done."""
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    if room_bytes() < SCARCE:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
