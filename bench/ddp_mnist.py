@@ -10,14 +10,15 @@ import gc
 import sys
 import time
 
-BEGAN = time.time()
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from paceline import data, models
 
-from paceline import data, models  # noqa: E402
+BEGAN = psutil.Process().create_time()
 
 
 def train(folder: str, batch: int, lr: float, kind: str, goal: float, epochs: int) -> None:

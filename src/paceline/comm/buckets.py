@@ -146,13 +146,13 @@ class GradientExchange:
             flags = [len(part) for part in named] if own_pieces else None
             self._shared = SharedSums(shared, [count_of(part) for part in named], dtypes, flags)
         self._own_pieces = own_pieces
-        self.buckets = self._buckets = [
+        self.buckets = [
             Bucket(part, self._shared.own(index) if self._shared is not None else None)
             for index, part in enumerate(named)
         ]
         self._compressed = [
             CompressedSum(codec, [v.shape for v in b.views], b.flat.dtype, group)
-            for b in self._buckets
+            for b in self.buckets
             if codec is not None
         ]
         self._in_backward = in_backward
@@ -170,7 +170,7 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(bucket, index)
             )
-            for bucket in self._buckets
+            for bucket in self.buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]
         self.bytes_before = 0
@@ -190,7 +190,7 @@ class GradientExchange:
         self._launched = 0
         self._works = []
         self._callback_queued = False
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
 
     def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
@@ -217,11 +217,11 @@ class GradientExchange:
 
     def _launch_ready(self) -> None:
         # In the order of the layout on every worker: collectives must be begun alike everywhere.
-        while self._launched < len(self._buckets) and self._buckets[self._launched].left == 0:
+        while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._launched]
+        bucket = self.buckets[self._launched]
         bucket.close()
         self._before_send()
         self.bytes_before += bucket.flat.numel() * bucket.flat.element_size()
@@ -254,11 +254,11 @@ class GradientExchange:
             return
         self._armed = False
         waits_from = time.perf_counter_ns()
-        while self._launched < len(self._buckets):
+        while self._launched < len(self.buckets):
             self._launch_next()
         if self._shared is not None:
             self._shared.finish()
-        for index, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
+        for index, (bucket, work) in enumerate(zip(self.buckets, self._works, strict=True)):
             if work is not None:
                 work.wait()
             if self._compressed:
@@ -277,7 +277,7 @@ class GradientExchange:
 
     def squares(self) -> tuple[float, float]:
         """Squared norms of the own gradient and of the sum, for a step that was measured."""
-        whole = sum(float(v.square().sum()) for bucket in self._buckets for v in bucket.views)
+        whole = sum(float(v.square().sum()) for bucket in self.buckets for v in bucket.views)
         return self._own_square, whole
 
     @property
@@ -290,9 +290,7 @@ class GradientExchange:
     def export_residuals(self) -> dict[str, torch.Tensor]:
         """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
         found: dict[str, torch.Tensor] = {}
-        for index, (bucket, summed) in enumerate(
-            zip(self._buckets, self._compressed, strict=False)
-        ):
+        for index, (bucket, summed) in enumerate(zip(self.buckets, self._compressed, strict=False)):
             state = summed.state()
             residual = state.pop("residual", None)
             if residual is not None:
@@ -304,9 +302,7 @@ class GradientExchange:
 
     def import_residuals(self, given: dict[str, torch.Tensor]) -> None:
         """Take over what was not sent; what belongs to another layout or codec starts afresh."""
-        for index, (bucket, summed) in enumerate(
-            zip(self._buckets, self._compressed, strict=False)
-        ):
+        for index, (bucket, summed) in enumerate(zip(self.buckets, self._compressed, strict=False)):
             state = summed.state()
             for key in state:
                 stored = given.get(f"codec/{index}/{key}")

@@ -20,7 +20,7 @@ from paceline.comm.group import Group, Shared
 from paceline.comm.shared import SharedSums
 from paceline.errors import PeerLost
 from paceline.state import Section
-from paceline.strategies.runner import Replica
+from paceline.strategies.runner import Replica, clip_to
 from paceline.telemetry.phases import COMM, OPTIMIZER, PhaseClock
 
 ONE_BY_ONE = (
@@ -115,11 +115,8 @@ class CommonWeights:
         """Sums of this worker's pieces are there: clip, step, and wait until all have."""
         self._hand_out()
         if clip is not None:
-            factor = clip / (self.measure_square() ** 0.5 + 1e-6)
-            if factor < 1:
-                for one in self._slices:
-                    if one.weights.grad is not None:
-                        one.weights.grad.mul_(factor)
+            found = [one.weights.grad for one in self._slices]
+            clip_to(clip, self.measure_square(), (g for g in found if g is not None))
         if self._optimizer is not None:
             for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
                 told = self._replica.optimizer.param_groups[group]

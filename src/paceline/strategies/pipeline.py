@@ -18,6 +18,7 @@ from paceline.comm.group import Group
 from paceline.errors import PeerLost, UsageError
 from paceline.protocol.messages import Measured
 from paceline.scoring import count_correct
+from paceline.specs.optimizer_base import count_slots
 from paceline.specs.strategy import Pipeline
 from paceline.state import Distant, Section, capture, persistent_buffers, restore
 from paceline.strategies.cutting import check_cuts, choose_cuts
@@ -52,14 +53,13 @@ class PipelineRunner(SplitRunner):
     # ---- a step -------------------------------------------------------------------------------
 
     def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
-        micro = self._spec.micro
         if batch is None:
-            self._prepare(None)
+            self._prepare(torch.empty(0))
             return Measured(0, 0, 0.0, 0)
         inputs, targets = batch
         # BatchNorm wants more than one row, and the last batch of an epoch may be short.
         least = 2 if self._normalises else 1
-        micro = min(micro, max(1, len(inputs) // least))
+        micro = min(self._spec.micro, max(1, len(inputs) // least))
         parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
         self._prepare(parts[0])
         flow = self._flow(work.step)
@@ -109,14 +109,13 @@ class PipelineRunner(SplitRunner):
 
     # ---- the cut ------------------------------------------------------------------------------
 
-    def _prepare(self, example: torch.Tensor | None) -> None:
+    def _prepare(self, rows: torch.Tensor) -> None:
         """Cut the model in the first step; everybody at the same time, also without rows."""
         if self._holders:
             return
-        if example is None:
-            example = torch.empty(0)
-        example = self._agree_on_example(example)
-        slots = count_slots(self.replica.optimizer)
+        example = self._agree_on_example(rows)
+        optimizer = self.replica.optimizer
+        slots = count_slots(type(optimizer).__name__, optimizer.defaults)
         group = self.around.group
         self._cuts = choose_cuts(self._spec, self.replica.model, example, slots, group)
         self._graph(example)
@@ -278,14 +277,6 @@ class _Told:
 
     def measured(self, rows: int) -> Measured:
         return Measured(rows, self._predictions, self._loss_sum, self._correct)
-
-
-def count_slots(optimizer: torch.optim.Optimizer) -> int:
-    """Numbers that it keeps for each weight, as far as its options tell."""
-    options = optimizer.defaults
-    if "betas" in options:
-        return 3 if options.get("amsgrad") else 2
-    return sum(bool(options.get(name)) for name in ("momentum", "centered")) + ("alpha" in options)
 
 
 def find_holders(model: torch.nn.Module, graph: StageGraph) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -244,3 +244,11 @@ def step_optimizer(replica: Replica) -> None:
     if replica.clip is not None:
         torch.nn.utils.clip_grad_norm_([p for _, p in replica.trained], replica.clip)
     replica.apply_gradients()
+
+
+def clip_to(limit: float, square: float, gradients: Iterable[torch.Tensor]) -> None:
+    """As torch's clip_grad_norm_, for a part of gradients whose squared norm in all is known."""
+    factor = limit / (square**0.5 + 1e-6)
+    if factor < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -42,7 +42,7 @@ from paceline.strategies.runner import (
     Runner,
     Surroundings,
     Work,
-    average_buffers,
+    clip_to,
 )
 from paceline.strategies.split import refuse_devices
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, OPTIMIZER
@@ -70,7 +70,6 @@ class ShardedOptimizerRunner(AllReduceRunner):
     def __init__(self, spec: AllReduce, around: Surroundings) -> None:
         super().__init__(spec, around)
         self._owners = share_out(self.replica.trained, around.size)
-        self._flats: list[torch.Tensor] = []
         self._shared_bytes = 0
 
     def _update(self, work: Work) -> None:
@@ -237,11 +236,7 @@ class FullyShardedRunner(Runner):
                 if parameter.grad is not None:
                     square += _local(parameter.grad).double().square().sum()
             self.around.group.sum(square)
-            factor = limit / (float(square) ** 0.5 + 1e-6)
-            if factor < 1:
-                for parameter in mine:
-                    if parameter.grad is not None:
-                        _local(parameter.grad).mul_(factor)
+            clip_to(limit, float(square), (_local(p.grad) for p in mine if p.grad is not None))
         self.clock.enter(OPTIMIZER)
         for own, told in zip(
             self._optimizer.param_groups, self.replica.optimizer.param_groups, strict=True
@@ -273,9 +268,6 @@ class FullyShardedRunner(Runner):
             Section(plain={"digest": checksum(Section(mine))}), self.around.group
         )
         return " ".join(s.plain["digest"] for s in told)
-
-    def agree_on_buffers(self, samples: int) -> None:
-        average_buffers(persistent_buffers(self.replica.model), self.around.group, samples)
 
     def _state(self, *, slots: bool) -> Section:
         """As `capture` has it; tensors are torch's, in shards."""

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.protocol.messages import Lease, split_batch
 from paceline.specs.strategy import Split
 from paceline.state import Section, checksum, persistent_buffers
-from paceline.strategies.runner import Runner, Surroundings, average_buffers
+from paceline.strategies.runner import Runner, Surroundings, average_buffers, clip_to
 
 
 class SplitRunner(Runner):
@@ -98,11 +98,7 @@ class SplitRunner(Runner):
                 if parameter.grad is not None:
                     square += parameter.grad.double().square().sum()
         self.around.group.sum(square)
-        factor = limit / (float(square) ** 0.5 + 1e-6)
-        if factor < 1:
-            for parameter in here:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        clip_to(limit, float(square), (p.grad for p in here if p.grad is not None))
 
 
 def refuse_devices(word: str, model: torch.nn.Module) -> None:

@@ -8,12 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.job import Job, name_of
 from paceline.plan.cost import Workload
 from paceline.protocol.messages import Lease
+from paceline.specs.optimizer_base import count_slots
 from paceline.worker.build import Tables, build_loss, build_model, choose_device, read_data
 from paceline.worker.feed import Feed
 
 PROBE_SAMPLES = 2
 """BatchNorm wants more than one row."""
-SLOTS = {"sgd": 0, "adam": 2, "adamw": 2, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 
 
 def measure_job(job: Job) -> Workload:
@@ -55,7 +55,6 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
     torch.set_rng_state(generator)
     total = max(1, counter.get_total_flops())
     spec = job.optimizer_spec
-    slots = SLOTS.get(spec.word, 2) + (1 if spec.options().get("momentum") else 0)
     return Workload(
         model=name_of(job.model) or "model",
         data=name_of(job.data) or "data",
@@ -66,7 +65,7 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
         batch=job.batch,
         epochs=job.epochs,
         evaluated={split: len(getattr(tables, split)) for split in tables.splits},
-        slots=slots,
+        slots=count_slots(spec.word, spec.options()),
         # A parameter that was not used never has a gradient: its bucket waits for the end.
         ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
         passed=tuple(entering.get(p, 0.0) for p in trained),

@@ -7,8 +7,8 @@ import re
 import torch
 
 from paceline.errors import SpecError, UsageError
+from paceline.specs.optimizer_base import count_slots
 from paceline.specs.strategy import Strategy, read_strategy
-from paceline.strategies.pipeline import count_slots
 from paceline.telemetry.room import room_bytes
 
 SMALL = 64 << 20
@@ -25,7 +25,7 @@ def check_room(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if weights < SMALL:
         return
-    slots = count_slots(optimizer)
+    slots = count_slots(type(optimizer).__name__, optimizer.defaults)
     room = room_bytes() + weights
     needed = weights * max(p.held(workers).numbers(slots) for p in strategy.phases)
     if needed <= room:
