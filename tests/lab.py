@@ -139,10 +139,16 @@ class Machine:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """As if its power were cut: every process of it, at once."""
-        for pid in [*self.pids(), *([self.server.pid] if self.server else [])]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """As if its power were cut: every process of it, at once.
+
+        All are stopped before the first dies: an SSH server that still runs when a worker is gone
+        reports that worker's end, which a machine without power cannot.
+        """
+        pids = [*self.pids(), *([self.server.pid] if self.server else [])]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         if self.server is not None:
             self.server.wait(READY_S)
             self.server = None
