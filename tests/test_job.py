@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,6 +320,24 @@ def test_live_job_goes_to_children_only() -> None:
     assert again.batch == 10
     with pytest.raises(UsageError, match="top level of a module"):
         pack_live(make_job(model=lambda: make_net()))
+
+
+def test_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    """Workers import the script to find its objects; it must not start training again there."""
+    script = tmp_path / "bare.py"
+    script.write_text(
+        "import torch, paceline\n"
+        "def points():\n"
+        "    return (torch.ones(8, 6), torch.zeros(8, dtype=torch.long)), None, None\n"
+        "def net():\n"
+        "    return torch.nn.Linear(6, 2)\n"
+        "paceline.train(paceline.Job(model=net, data=points, batch=4), 'allreduce', 1, out='run')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith('put what starts it under `if __name__ == "__main__":`')
 
 
 def test_live_job_trains(tmp_path: Path) -> None:

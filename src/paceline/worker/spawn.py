@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from multiprocessing import spawn
+from multiprocessing import current_process, spawn
 from typing import Any
 
 from paceline.errors import UsageError
@@ -18,7 +18,13 @@ COMMAND = [sys.executable, "-m", "paceline.worker"]
 
 def pack_live(thing: Any) -> bytes:
     """Live objects for our own children, with what they need to find the main script again."""
-    preparation = spawn.get_preparation_data("paceline")
+    try:
+        preparation = spawn.get_preparation_data("paceline")
+    except RuntimeError:  # this process is a worker that is importing the main script
+        raise UsageError(
+            "the script starts training while a worker imports it, to find the job's objects: "
+            'put what starts it under `if __name__ == "__main__":`'
+        ) from None
     preparation.pop("authkey", None)
     try:
         # Plain pickle: torch's reductions for multiprocessing would pass file descriptors.
@@ -32,7 +38,13 @@ def pack_live(thing: Any) -> bytes:
 
 def unpack_live(data: bytes) -> Any:
     buffer = io.BytesIO(data)
-    spawn.prepare(pickle.load(buffer))
+    # As multiprocessing marks its own children: what the script starts meanwhile is refused.
+    process: Any = current_process()
+    process._inheriting = True
+    try:
+        spawn.prepare(pickle.load(buffer))
+    finally:
+        del process._inheriting
     return pickle.load(buffer)
 
 
