@@ -313,6 +313,38 @@ def test_loss_includes_what_the_model_adds() -> None:
     assert isinstance(read_data(make_job()), Tables)
 
 
+def test_channels_last_and_fused_change_speed_alone() -> None:
+    """Images go in with channels last, weights stay where they are; numbers agree to a few bits."""
+    inputs = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = []
+    for fields in ({}, {"channels_last": True, "optimizer": "sgd(momentum=0.9, fused=true)"}):
+        job = make_job(model=lambda: torch.nn.Conv2d(3, 5, 3), dtype="float64", **fields)
+        model = build_model(job, Tables(None, None, None))  # type: ignore[arg-type]
+        optimizer = build_optimizer(job.optimizer_spec, 0.1, model)
+        output = model(inputs.double())
+        assert output.is_contiguous(memory_format=torch.channels_last) == bool(fields)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs.double()).square().mean().backward()
+            optimizer.step()
+        assert all(p.is_contiguous() for p in model.parameters())
+        assert optimizer.param_groups[0]["fused"] == (True if fields else None)
+        seen.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_alike(tmp_path: Path) -> None:
+    """Needs a C++ compiler; weights lie in shared memory under it as without it."""
+    fields = {"model": "mlp-128", "data": "digits", "batch": 64, "epochs": 1}
+    for strategy in ("allreduce", "ps"):
+        results = [
+            train(make_job(**fields, compile=on), strategy, 1, out=tmp_path / f"{strategy}{on}")
+            for on in (False, True)
+        ]
+        assert results[0]["train_loss"] == pytest.approx(results[1]["train_loss"], rel=1e-4)
+
+
 def test_live_job_goes_to_children_only() -> None:
     job = make_job(model=make_net, data=make_points, batch=10)
     again = unpack_live(pack_live(job))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from conftest import wait_until
 from paceline.comm import wire
+from paceline.comm.memory import create_memory, machine_identity, open_memory, remove_memory
 from paceline.comm.wire import Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
@@ -393,6 +394,37 @@ def test_server_stores_applies_and_answers(served: Served) -> None:
     version, now = pull(channel, 1)
     assert version == 1
     torch.testing.assert_close(now, weights - 0.25, rtol=0, atol=0)
+    channel.close()
+
+
+def test_lent_gradient_is_kept_when_its_worker_goes_on(served: Served) -> None:
+    """A gradient is applied from the worker's own memory, or copied before that is used again."""
+    channel = served.connect()
+    served.fill(channel, torch.zeros(4))
+    name = create_memory(32)
+    both = torch.frombuffer(open_memory(name, 32), dtype=torch.float32)
+    told = {"machine": machine_identity(), "name": name, "lo": 0, "hi": 16, "total": 16}
+    channel.send({"op": "share", **told})
+    assert channel.receive()[0] == {"shared": True}
+    remove_memory(name)
+    weights, gradient = both[:4], both[4:]
+    head = {"op": "push", "worker": 0, "missing": [], "payload": None, "groups": [{"lr": 1.0}]}
+    for handle, value in ((1, 1.0), (2, 2.0)):
+        gradient.fill_(value)
+        channel.send({**head, "handle": handle, "shared": True, "lent": True})
+        # Nothing is ordered yet: the gradient still waits when the worker goes on.
+        channel.send({"op": "pull", "at_least": 0, "after": None, "exact": False})
+        assert channel.receive()[0]["shared"]
+        gradient.fill_(77.0)
+    assert weights.tolist() == [0.0] * 4
+    for version in (1, 2):
+        served.control.orders.put(Apply(version, (Part(0, version, 1.0),), 1.0, None))
+    gradient.fill_(4.0)
+    channel.send({**head, "handle": 3, "shared": True, "lent": True})
+    served.control.orders.put(Apply(3, (Part(0, 3, 1.0),), 1.0, None))
+    channel.send({"op": "pull", "at_least": 3, "after": None, "exact": False})
+    assert channel.receive()[0]["version"] == 3
+    assert weights.tolist() == [-7.0] * 4
     channel.close()
 
 

@@ -90,6 +90,8 @@ class Job(BaseModel):
     augment: bool = False
     dtype: Literal["float32", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    channels_last: bool = False
+    compile: bool = False
     until: str | None = None
     patience: int | None = Field(default=None, ge=1)
     checkpoint_every: str = "epoch(1)"

@@ -48,6 +48,12 @@ Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient."
 Seed = Annotated[int | None, typer.Option(help="Of weights, order and augmentation. [0]")]
 Augment = Annotated[bool | None, typer.Option(help="Flip and pad-crop training images.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or float64. [float32]")]
+ChannelsLast = Annotated[
+    bool | None, typer.Option(help="Images with their channels last: often faster convolutions.")
+]
+Compile = Annotated[
+    bool | None, typer.Option(help="torch.compile the model: slower to start, then faster.")
+]
 Until = Annotated[str | None, typer.Option(help='Stop early, e.g. "val_acc>=0.97".')]
 Patience = Annotated[
     int | None, typer.Option(help="Stop after so many epochs without a better val_loss.")

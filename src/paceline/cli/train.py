@@ -58,6 +58,8 @@ def train(
     seed: opt.Seed = None,
     augment: opt.Augment = None,
     dtype: opt.Dtype = None,
+    channels_last: opt.ChannelsLast = None,
+    compile: opt.Compile = None,
     until: opt.Until = None,
     patience: opt.Patience = None,
     checkpoint_every: opt.CheckpointEvery = None,

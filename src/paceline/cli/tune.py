@@ -55,6 +55,8 @@ def tune(
     seed: opt.Seed = None,
     augment: opt.Augment = None,
     dtype: opt.Dtype = None,
+    channels_last: opt.ChannelsLast = None,
+    compile: opt.Compile = None,
     threads: opt.Threads = None,
     timeout: opt.Timeout = 300.0,
     slow: opt.Slow = None,

@@ -23,6 +23,7 @@ class Sgd(Optimizer):
     weight_decay: float = option(_decay, 0.0)
     nesterov: bool = option(boolean, False)
     dampening: float = option(_share, 0.0)
+    fused: bool = option(boolean, False)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Adam(Optimizer):
     betas: tuple[float, ...] = option(numbers(_share), (0.9, 0.999))
     eps: float = option(_eps, 1e-8)
     weight_decay: float = option(_decay, 0.0)
+    fused: bool = option(boolean, False)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class AdamW(Optimizer):
     betas: tuple[float, ...] = option(numbers(_share), (0.9, 0.999))
     eps: float = option(_eps, 1e-8)
     weight_decay: float = option(_decay, 0.01)
+    fused: bool = option(boolean, False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Adagrad(Optimizer):
     lr_decay: float = option(_decay, 0.0)
     weight_decay: float = option(_decay, 0.0)
     eps: float = option(_eps, 1e-10)
+    fused: bool = option(boolean, False)
 
 
 @dataclass(frozen=True)

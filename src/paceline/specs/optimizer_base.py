@@ -23,4 +23,6 @@ class Optimizer(Spec):
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the torch class, the learning rate apart."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # Not asked for is left to torch, not forbidden.
+        return {k: v for k, v in given.items() if k != "fused" or v}

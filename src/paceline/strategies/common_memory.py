@@ -20,6 +20,7 @@ from paceline.comm.group import Group, Shared
 from paceline.comm.shared import SharedSums
 from paceline.errors import PeerLost
 from paceline.state import Section
+from paceline.strategies.flat import FlatOptimizer, Row
 from paceline.strategies.runner import Replica, clip_to
 from paceline.telemetry.phases import COMM, OPTIMIZER, PhaseClock
 
@@ -79,27 +80,39 @@ class CommonWeights:
         self._sums = sums
         self._buckets = buckets
         self._slices: list[Slice] = []
+        self._rows: list[Row] = []
+        self._row_gradients: list[torch.Tensor] = []
+        self._flat: FlatOptimizer | None = None
+        """Steps rows of slices, as long as every parameter has been used."""
         self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        members = {p: i for i, g in enumerate(replica.optimizer.param_groups) for p in g["params"]}
+        groups: list[dict[str, Any]] = [{**g, "params": []} for g in replica.optimizer.param_groups]
+        by_name = dict(replica.trained)
+        group_of = {name: members[parameter] for name, parameter in by_name.items()}
         offset = 0
         for number, bucket in enumerate(buckets):
             dtype, count = bucket.flat.dtype, bucket.values.numel()
             flat = shared.arena.tensor(0, offset, count, dtype)
             offset += -(-count * dtype.itemsize // 64) * 64
-            self._take_slices(number, bucket, flat)
-        members = {p: i for i, g in enumerate(replica.optimizer.param_groups) for p in g["params"]}
-        groups: list[dict[str, Any]] = [{**g, "params": []} for g in replica.optimizer.param_groups]
-        by_name = dict(replica.trained)
+            self._take_slices(number, bucket, flat, group_of)
         for one in self._slices:
-            groups[members[by_name[one.name]]]["params"].append(one.weights)
+            groups[group_of[one.name]]["params"].append(one.weights)
         self._groups = [i for i, g in enumerate(groups) if g["params"]]
+        place = {group: index for index, group in enumerate(self._groups)}
+        for row in self._rows:
+            row.group = place[row.group]
         kind: Any = type(replica.optimizer)
         self._optimizer: torch.optim.Optimizer | None = None
         if self._groups:
             self._optimizer = kind([groups[i] for i in self._groups])
 
-    def _take_slices(self, number: int, bucket: Bucket, flat: torch.Tensor) -> None:
+    def _take_slices(
+        self, number: int, bucket: Bucket, flat: torch.Tensor, group_of: dict[str, int]
+    ) -> None:
         mine, total = self._sums.piece(number), self._sums.summed(number)
         start = 0
+        runs: list[tuple[int, int, int, list[tuple[torch.nn.Parameter, int]]]] = []
+        """Of neighbouring slices of one group: it, from where to where, and the slices."""
         for index, (name, parameter) in enumerate(bucket.parameters):
             stop = start + parameter.numel()
             self._views.append((parameter, flat[start:stop].view_as(parameter)))
@@ -107,7 +120,15 @@ class CommonWeights:
             if lo < hi:
                 weights = torch.nn.Parameter(flat[lo:hi])
                 self._slices.append(Slice(name, number, index, lo - start, weights, total[lo:hi]))
+                if runs and runs[-1][0] == group_of[name]:
+                    group, begin, _, pieces = runs.pop()
+                else:
+                    group, begin, pieces = group_of[name], lo, []
+                runs.append((group, begin, hi, [*pieces, (weights, lo - begin)]))
             start = stop
+        for group, begin, end, pieces in runs:
+            self._rows.append(Row(torch.nn.Parameter(flat[begin:end]), pieces, group))
+            self._row_gradients.append(total[begin:end])
 
     # ---- a step -------------------------------------------------------------------------------
 
@@ -116,18 +137,28 @@ class CommonWeights:
         self._hand_out()
         if clip is not None:
             found = [one.weights.grad for one in self._slices]
+            if self._flat is not None:
+                found = list(self._row_gradients)
             clip_to(clip, self.measure_square(), (g for g in found if g is not None))
         if self._optimizer is not None:
             for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
                 told = self._replica.optimizer.param_groups[group]
                 mine.update({k: v for k, v in told.items() if k != "params"})
-            self._optimizer.step()
+            if self._flat is not None:
+                self._flat.step(self._row_gradients)
+            else:
+                self._optimizer.step()
         self._clock.enter(COMM)
         self._sums.updated()
 
     def _hand_out(self) -> None:
         """A slice of a parameter that nobody used keeps no gradient."""
         by_bucket = [self._sums.used(number) for number in range(len(self._buckets))]
+        if self._flat is not None:
+            if all(used is None for used in by_bucket):
+                return
+            self._flat.write_back()
+            self._flat = None
         for one in self._slices:
             used = by_bucket[one.bucket]
             one.weights.grad = one.gradient if used is None or used[one.index] else None
@@ -171,12 +202,15 @@ class CommonWeights:
                 kept[slot] = value
             if kept:
                 self._optimizer.state[one.weights] = kept
+        self._flat = FlatOptimizer.take_over(self._optimizer, self._rows)
 
     def put_slots(self, section: Section) -> None:
         """All slots of all workers, whole, into a captured section.
 
         Gradients are not needed between steps: their memory carries what everybody has.
         """
+        if self._flat is not None:
+            self._flat.write_back()
         names = self._tell_slots(section)
         for slot in names:
             for one in self._slices:

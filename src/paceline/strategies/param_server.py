@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -55,6 +56,9 @@ class ParameterServerRunner(Runner):
         self._in_views = self._layout.views(self._incoming)
         self._out_views = self._layout.views(self._outgoing)
         self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
+        self._hooks: list[Any] = []
+        self._in_place = False
+        """The model's weights lie where servers put them: nobody copies them again."""
         self._handle = 0
         self._base = 0
         self._held = 0
@@ -83,6 +87,28 @@ class ParameterServerRunner(Runner):
             raise UsageError(f"ps(via=shared): {why}: leave via out")
         way = "shared" if all(self._lanes) else "partly shared" if any(self._lanes) else "network"
         around.collectives = {"way": way, "why": why}
+        if self._background is None and not self._compressors:
+            # With an exchange behind the computing both buffers are in use during it.
+            self._move_in()
+
+    def _move_in(self) -> None:
+        """Gradients go out from where backward leaves them, weights are used where they come in."""
+        if not self.replica.reduce_in_backward:  # a user's own loop has gradients of its own
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _make_hook(view)
+                )
+                for parameter, view in zip(self._parameters, self._out_views, strict=True)
+            ]
+        self._in_place = all(p.device == v.device and p.is_contiguous() for p, v in self._places())
+        if self._in_place:
+            with torch.no_grad():
+                for parameter, view in self._places():
+                    view.copy_(parameter)
+                    parameter.data = view
+
+    def _places(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return zip(self._parameters, self._in_views, strict=True)
 
     def _share_buffers(self) -> str:
         """Put both buffers where servers on this machine reach them: then no body is sent.
@@ -248,9 +274,10 @@ class ParameterServerRunner(Runner):
 
     def _take_incoming(self) -> None:
         self._held = self._base
-        with torch.no_grad():
-            for parameter, view in zip(self._parameters, self._in_views, strict=True):
-                parameter.copy_(view)
+        if not self._in_place:
+            with torch.no_grad():
+                for parameter, view in self._places():
+                    parameter.copy_(view)
 
     def _collect(self) -> set[int]:
         """The gradients into the outgoing buffer; which parameters have none."""
@@ -269,7 +296,7 @@ class ParameterServerRunner(Runner):
                 raise UsageError(
                     f"parameter {self._names[index]} has a sparse gradient: ps needs dense"
                 )
-            else:
+            elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
         return missing
 
@@ -294,7 +321,8 @@ class ParameterServerRunner(Runner):
                 head["payload"], views = to_bytes(payload)
                 channel.send(head, *views)
             elif self._lanes[index]:
-                channel.send({**head, "shared": True})
+                # Nobody touches a gradient in its place before the pull that follows.
+                channel.send({**head, "shared": True, "lent": bool(self._hooks)})
                 channel.bytes_sent += shard.hi - shard.lo
             else:
                 channel.send(head, outgoing[shard.lo : shard.hi])
@@ -446,8 +474,28 @@ class ParameterServerRunner(Runner):
     def close(self) -> None:
         if self._background is not None:
             self._background.shutdown()
+        for hook in self._hooks:
+            hook.remove()
+        if self._in_place:
+            # The memory is shared with servers: it should not outlive the connection to them.
+            for parameter in self._parameters:
+                parameter.data = parameter.data.clone()
+                parameter.grad = None
         for channel in self._channels:
             channel.close()
+
+
+def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A gradient is moved to its place in the outgoing buffer as soon as it is there."""
+
+    def move(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not gradient.is_sparse and gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+
+    return move
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

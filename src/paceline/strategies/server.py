@@ -11,7 +11,7 @@ import importlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +27,24 @@ from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
 from paceline.protocol.server import Action, Answer, Handle, Shard, SumUp, Update
 from paceline.specs.codec import parse_codec
+from paceline.strategies.flat import FlatOptimizer, Row
 from paceline.telemetry.phases import APPLY, RECEIVE, SEND, ServerClock
 from paceline.telemetry.sampler import Counters, Serving
 
 
 @dataclass
 class Piece:
-    """A slice of a parameter held here: its weights as a parameter of the optimizer."""
+    """A slice of a parameter held here: its weights as a parameter of the optimizer.
+
+    Or several that lie side by side, as one.
+    """
 
     name: str
     offset: int
     nbytes: int
     parameter: torch.nn.Parameter
+    group: int
+    """Of the optimizer."""
 
 
 @dataclass
@@ -48,6 +54,8 @@ class Gradient:
     buffer: torch.Tensor
     missing: frozenset[int]
     groups: tuple[dict[str, Any], ...]
+    lent: bool = False
+    """The buffer is its worker's, which fills it again after its next pull."""
 
 
 @dataclass
@@ -85,6 +93,9 @@ class Store:
         self.gradients: dict[Handle, Gradient] = {}
         self._spare: list[torch.Tensor] = []
         self.optimizer: torch.optim.Optimizer | None = None
+        self._rows: list[Piece] = []
+        self._flat: FlatOptimizer | None = None
+        """Steps the rows in place of the pieces, as long as every gradient has all pieces."""
         self.coder: Coder | None = None
         self.weight_coder: Coder | None = None
 
@@ -100,10 +111,13 @@ class Store:
         for name, offset, size, dtype, group, shape in head["pieces"]:
             view = self.weights[offset : offset + size].view(getattr(torch, dtype))
             parameter = torch.nn.Parameter(view.view(shape))
-            self.pieces.append(Piece(name, offset, size, parameter))
+            self.pieces.append(Piece(name, offset, size, parameter, group))
             members[group].append(parameter)
         self.optimizer = make_optimizer(head["optimizer"], head["groups"], members)
         self._load_slots(head["slots"], body[nbytes:])
+        self._rows, self._flat = [], None
+        if head["codec"] is None:  # which leaves something between pieces
+            self.lay_rows()
         self.coder, self.weight_coder = None, None
         if head["codec"] is not None and self.pieces:
             spec, dtype = parse_codec(head["codec"]), self.pieces[0].parameter.dtype
@@ -123,8 +137,47 @@ class Store:
             self.optimizer.state[self.pieces[index].parameter][slot] = value
             at += size
 
+    def lay_rows(self) -> None:
+        """Pieces that lie side by side are updated as one from now on, where that is the same."""
+        if self.optimizer is None:
+            return
+        runs: list[list[Piece]] = []
+        for piece in self.pieces:
+            last = runs[-1][-1] if runs else None
+            if (
+                last is not None
+                and last.group == piece.group
+                and last.parameter.dtype == piece.parameter.dtype
+            ):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        rows, found = [], []
+        for run in runs:
+            lo, hi = run[0].offset, run[-1].offset + run[-1].nbytes
+            dtype = run[0].parameter.dtype
+            weights = torch.nn.Parameter(self.weights[lo:hi].view(dtype))
+            rows.append(Piece("", lo, hi - lo, weights, run[0].group))
+            places = [(p.parameter, (p.offset - lo) // dtype.itemsize) for p in run]
+            found.append(Row(weights, places, run[0].group))
+        self._flat = FlatOptimizer.take_over(self.optimizer, found)
+        self._rows = rows if self._flat is not None else []
+
+    def bring_back_slots(self) -> None:
+        """The pieces' optimizer knows what the rows' does."""
+        if self._flat is not None:
+            self._flat.write_back()
+
+    def _units(self, gradients: Iterable[Gradient]) -> list[Piece]:
+        """What is updated: rows, until a gradient lacks a piece, and pieces from then on."""
+        if self._flat is not None and any(gradient.missing for gradient in gradients):
+            self._flat.write_back()
+            self._flat = None
+        return self.pieces if self._flat is None else self._rows
+
     def slots(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
         """Table and tensors of all slots, for a worker that exports the state."""
+        self.bring_back_slots()
         table: list[list[Any]] = []
         tensors = []
         for index, piece in enumerate(self.pieces):
@@ -143,18 +196,18 @@ class Store:
         if self.sums.numel() != self.weights.numel():
             self.sums = torch.zeros_like(self.weights)
         square = 0.0
-        for index, piece in enumerate(self.pieces):
+        found = [(self.gradients[p.worker, p.handle], p.weight) for p in order.parts]
+        for index, piece in enumerate(self._units(gradient for gradient, _ in found)):
             target = self._view(self.sums, piece)
             used = False
-            for part in order.parts:
-                gradient = self.gradients[part.worker, part.handle]
+            for gradient, weight in found:
                 if index in gradient.missing:
                     continue
                 values = self._view(gradient.buffer, piece)
                 if used:
-                    target.add_(values, alpha=part.weight)
+                    target.add_(values, alpha=weight)
                 else:
-                    torch.mul(values, part.weight, out=target)
+                    torch.mul(values, weight, out=target)
                 used = True
             piece.parameter.grad = target if used else None
             if used and order.clip is not None:
@@ -165,22 +218,26 @@ class Store:
         """A single gradient needs no sum: the optimizer reads it where it lies."""
         first = order.parts[0]
         gradient = self.gradients[first.worker, first.handle]
-        for index, piece in enumerate(self.pieces):
+        for index, piece in enumerate(self._units([gradient])):
             missing = index in gradient.missing
             piece.parameter.grad = None if missing else self._view(gradient.buffer, piece)
 
     def step(self, order: Apply, factor: float) -> None:
         if self.optimizer is None or not self.pieces:
             return
+        units = self.pieces if self._flat is None else self._rows
         if factor != 1.0:
-            for piece in self.pieces:
+            for piece in units:
                 if piece.parameter.grad is not None:
                     piece.parameter.grad.mul_(factor)
         given = self.gradients[order.parts[0].worker, order.parts[0].handle].groups
         for group, hyper in zip(self.optimizer.param_groups, given, strict=True):
             group.update(hyper)
             group["lr"] = hyper["lr"] * order.lr_scale
-        self.optimizer.step()
+        if self._flat is None:
+            self.optimizer.step()
+        else:
+            self._flat.step([row.parameter.grad for row in units])
 
     def borrow_buffer(self) -> torch.Tensor:
         """A buffer for a gradient; as many exist as ever waited at the same time."""
@@ -190,7 +247,14 @@ class Store:
         """The order is applied: its gradients' buffers are free for the next ones."""
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))
-            self._spare.append(gradient.buffer)
+            if not gradient.lent:
+                self._spare.append(gradient.buffer)
+
+    def return_lent(self, buffer: torch.Tensor) -> None:
+        """Its worker is about to fill it again: what still waits in it gets a place of its own."""
+        for gradient in self.gradients.values():
+            if gradient.buffer is buffer:
+                gradient.buffer, gradient.lent = self.borrow_buffer().copy_(buffer), False
 
     def _view(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]
@@ -344,6 +408,7 @@ class Server:
                     self._serving.queued_us += queued_us
                     version = self._shard.version
                     if lane is not None:
+                        self._store.return_lent(lane.outgoing)
                         lane.incoming.copy_(self._store.weights)
                     else:
                         weights = self._store.weights.clone()
@@ -384,11 +449,12 @@ class Server:
 
     def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         worker = int(head["worker"])
+        lent = bool(head.get("lent"))
         with self._changed:
-            buffer = self._store.borrow_buffer()
+            buffer = self._lanes[channel].outgoing if lent else self._store.borrow_buffer()
         if head.get("shared"):
-            # The worker fills its buffer again only after a pull, which comes behind this.
-            buffer.copy_(self._lanes[channel].outgoing)
+            if not lent:
+                buffer.copy_(self._lanes[channel].outgoing)
             channel.bytes_received += buffer.numel()
         else:
             self._receive_gradient(channel, head["payload"], body_bytes, buffer)
@@ -397,7 +463,7 @@ class Server:
         with self._changed:
             self._serving.pushes += 1
             self._store.gradients[worker, handle] = Gradient(
-                buffer, frozenset(head["missing"]), tuple(head["groups"])
+                buffer, frozenset(head["missing"]), tuple(head["groups"]), lent
             )
             self._serving.waiting = max(self._serving.waiting, len(self._store.gradients))
             self._carry_out(self._shard.on_gradient(worker, handle))

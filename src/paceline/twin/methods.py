@@ -418,7 +418,7 @@ class Served:
             view.copy_(parameter.detach())
             held = torch.nn.Parameter(view)
             nbytes = parameter.numel() * parameter.element_size()
-            store.pieces.append(Piece(name, offset, nbytes, held))
+            store.pieces.append(Piece(name, offset, nbytes, held, group_of[parameter]))
             members[group_of[parameter]].append(held)
         cls = type(optimizer)
         store.optimizer = make_optimizer(
@@ -429,6 +429,8 @@ class Served:
             slots = optimizer.state.get(parameter)
             if slots:
                 store.optimizer.state[piece.parameter] = _copy_slots(slots)
+        if self._spec.codec is None:
+            store.lay_rows()
         return store
 
     def pull(self, worker: int) -> None:
@@ -549,6 +551,7 @@ class Served:
     def export(self) -> None:
         """Slots back to the workers' optimizer."""
         self.settle()
+        self._store.bring_back_slots()
         assert self._store.optimizer is not None
         state = self._training.replica.optimizer.state
         for piece, parameter in zip(self._store.pieces, self._parameters, strict=True):

@@ -92,7 +92,22 @@ def build_model(job: Job, tables: Tables) -> torch.nn.Module:
             )
     else:
         raise UsageError(f"model is {job.model!r}: a name, a module or a function is needed")
-    return model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
+    model = model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
+    if job.channels_last:
+        model.register_forward_pre_hook(_put_channels_last)
+    if job.compile:
+        model.compile()
+    return model
+
+
+def _put_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Images go in that way, and convolutions hand it on; weights stay as they are in memory."""
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last)
+        if isinstance(x, torch.Tensor) and x.dim() == 4
+        else x
+        for x in inputs
+    )
 
 
 def choose_device(job: Job) -> torch.device:
