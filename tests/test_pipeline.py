@@ -131,14 +131,22 @@ class Wires:
                 wires.queue(rank, to, tag).put(tensor.clone())
                 return Done()
 
-            def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-                tensor.copy_(wires.queue(source, rank, tag).get(timeout=30))
+            def receive_async(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+                return Coming(tensor, wires.queue(source, rank, tag))
 
         return Side()
 
     def queue(self, source: int, to: int, tag: int) -> queue.Queue[torch.Tensor]:
         with self._lock:
             return self._queues.setdefault((source, to, tag), queue.Queue())
+
+
+class Coming:
+    def __init__(self, tensor: torch.Tensor, wire: queue.Queue[torch.Tensor]) -> None:
+        self._tensor, self._wire = tensor, wire
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._wire.get(timeout=30))
 
 
 class Done:
@@ -164,17 +172,16 @@ def pass_through(
     def play(stage: int) -> None:
         clock = PhaseClock(time.time())
         flow = Flow(wires.seen_from(stage), clock, stage, 0, 0, recompute=recompute)
-        losses: dict[int, torch.Tensor] = {}
-        for kind, k in order_of_steps(stage, stages, micro, schedule):
-            if kind == "forward":
-                output = flow.forward(k, graphs[parts[k].shape], parts[k])
-                if stage == stages - 1:
-                    share = len(parts[k]) / len(inputs)
-                    losses[k] = cross_entropy(output, wanted[k]) * share
-                    total[0] += losses[k].item()
-            else:
-                flow.backward(k, losses.pop(k, None))
-        flow.finish()
+
+        def judge(k: int, output: torch.Tensor) -> torch.Tensor | None:
+            if stage < stages - 1:
+                return None
+            loss = cross_entropy(output, wanted[k]) * (len(parts[k]) / len(inputs))
+            total[0] += loss.item()
+            return loss
+
+        steps = order_of_steps(stage, stages, micro, schedule)
+        flow.run(steps, parts, lambda part: graphs[part.shape], judge)
 
     with ThreadPoolExecutor(stages) as pool:
         for done in [pool.submit(play, stage) for stage in range(stages)]:

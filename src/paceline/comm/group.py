@@ -239,8 +239,14 @@ class Group:
         assert work is not None
         return work
 
+    def receive_async(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Be ready for what a worker sends with this tag: it passes as soon as it is sent."""
+        work = dist.irecv(tensor, rank, tag=tag)
+        assert work is not None
+        return work
+
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        dist.recv(tensor, rank, tag=tag)
+        self.receive_async(tensor, rank, tag).wait()
 
     def meet(self) -> None:
         """Wait until everybody is here."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, UsageError
 from paceline.strategies.stages import StageGraph
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
 
@@ -37,8 +39,51 @@ class Flow:
         self._graphs: dict[int, StageGraph] = {}
         self._arguments: dict[int, list[torch.Tensor]] = {}
         self._outputs: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._coming: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
+        """By stage and tag: room for what it will send."""
+        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+        """Activations on their way, by micro-batch."""
+        self._returned: list[tuple[dist.Work, torch.Tensor]] = []
+        """Gradients on their way."""
         self.bytes_sent = 0
+
+    def run(
+        self,
+        steps: Sequence[tuple[str, int]],
+        parts: Sequence[torch.Tensor],
+        graph_of: Callable[[torch.Tensor], StageGraph],
+        judge: Callable[[int, torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        """A whole step; `judge` gives the loss of a micro-batch, on the last stage alone."""
+        losses: dict[int, torch.Tensor | None] = {}
+        for (kind, k), after in zip(steps, [*steps[1:], None], strict=True):
+            if after is not None:
+                self._expect(*after, parts, graph_of)
+            if kind == "forward":
+                losses[k] = judge(k, self.forward(k, graph_of(parts[k]), parts[k]))
+            else:
+                self.backward(k, losses.pop(k))
+        self.finish()
+
+    def _expect(
+        self,
+        kind: str,
+        k: int,
+        parts: Sequence[torch.Tensor],
+        graph_of: Callable[[torch.Tensor], StageGraph],
+    ) -> None:
+        """Be ready for what comes next while this is computed."""
+        if kind == "forward":
+            graph = graph_of(parts[k])
+            for place, source in enumerate(graph.sources[self._stage]):
+                if source.stage is not None:
+                    shape, dtype = graph.shapes[self._stage][place]
+                    self._prepare(source.stage, shape, dtype, _tag(k, place, back=False))
+        elif k in self._outputs:
+            for index, takers in self._graphs[k].takers[self._stage].items():
+                value = self._outputs[k][index]
+                for stage, place in takers if value.is_floating_point() else ():
+                    self._prepare(stage, value.shape, value.dtype, _tag(k, place, back=True))
 
     def forward(self, k: int, graph: StageGraph, part: torch.Tensor) -> torch.Tensor:
         """Of a micro-batch; what the stage puts out first, which of the last one is the model's."""
@@ -90,6 +135,8 @@ class Flow:
             if kept:  # a frozen stage has nothing to compute
                 torch.autograd.backward(kept, gradients)
         self._clock.enter(COMM)
+        # Whoever has sent its gradients has taken the activations: their memory is free again.
+        self._see_off(self._sent.pop(k, []))
         for place, source in enumerate(graph.sources[self._stage]):
             argument = arguments[place]
             if source.stage is not None and argument.requires_grad:
@@ -101,7 +148,12 @@ class Flow:
     def finish(self) -> None:
         """Everything that was sent has left."""
         self._clock.enter(COMM)
-        for work, _ in self._sending:
+        for sent in self._sent.values():
+            self._see_off(sent)
+        self._see_off(self._returned)
+
+    def _see_off(self, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+        for work, _ in sent:
             try:
                 work.wait()
             except RuntimeError as error:
@@ -111,22 +163,23 @@ class Flow:
         value = value.contiguous()
         rank = self._first + stage
         try:
-            work = self._group.send_async(value, rank, _tag(k, place, back))
+            work = self._group.send_async(value, rank, _tag(k, place, back=back))
         except RuntimeError as error:
             raise PeerLost(
                 f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"
             ) from None
-        self._sending.append((work, value))
+        (self._returned if back else self._sent.setdefault(k, [])).append((work, value))
         self.bytes_sent += value.numel() * value.element_size()
 
     def _receive(
         self, stage: int, shape: torch.Size, dtype: torch.dtype, k: int, place: int, *, back: bool
     ) -> torch.Tensor:
         self._clock.enter(WAIT)
-        value = torch.empty(shape, dtype=dtype)
-        rank = self._first + stage
+        rank, tag = self._first + stage, _tag(k, place, back=back)
         try:
-            self._group.receive(value, rank, _tag(k, place, back))
+            self._prepare(stage, shape, dtype, tag)
+            value, work = self._coming.pop((stage, tag))
+            work.wait()
         except RuntimeError as error:
             what = "gradients" if back else "activations"
             raise PeerLost(
@@ -134,6 +187,14 @@ class Flow:
             ) from None
         return value
 
+    def _prepare(self, stage: int, shape: torch.Size, dtype: torch.dtype, tag: int) -> None:
+        if (stage, tag) not in self._coming:
+            value = torch.empty(shape, dtype=dtype)
+            work = self._group.receive_async(value, self._first + stage, tag)
+            self._coming[stage, tag] = value, work
 
-def _tag(k: int, place: int, back: bool) -> int:
+
+def _tag(k: int, place: int, *, back: bool) -> int:
+    if place >= PLACES:
+        raise UsageError(f"pipeline: {place + 1} values pass into one stage: at most {PLACES} can")
     return 2 * (PLACES * k + place) + back

@@ -66,17 +66,16 @@ class PipelineRunner(SplitRunner):
         rows, told = len(inputs), _Told()
         self.clock.enter(OTHER)
         began_ns, waited_ns = sum(self.clock.total_ns), self.clock.total_ns[WAIT]
-        losses: dict[int, torch.Tensor] = {}
-        for kind, k in order_of_steps(self._stage, self._stages, micro, self._spec.schedule):
-            if kind == "forward":
-                output = flow.forward(k, self._graph(parts[k]), parts[k])
-                if self._is_last:
-                    loss = loss_of(output, wanted[k])
-                    told.add(loss, output, wanted[k])
-                    losses[k] = loss * (len(parts[k]) / work.lease.batch)
-            else:
-                flow.backward(k, losses.pop(k, None))
-        flow.finish()
+
+        def judge(k: int, output: torch.Tensor) -> torch.Tensor | None:
+            if not self._is_last:
+                return None
+            loss = loss_of(output, wanted[k])
+            told.add(loss, output, wanted[k])
+            return loss * (len(parts[k]) / work.lease.batch)
+
+        steps = order_of_steps(self._stage, self._stages, micro, self._spec.schedule)
+        flow.run(steps, parts, self._graph, judge)
         self.clock.enter(OTHER)
         self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
         self._passed_ns += sum(self.clock.total_ns) - began_ns
