@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
 
@@ -35,6 +37,7 @@ DDP = {
     "ddp with PowerSGD, batch 128": (128, 0.05, "powersgd"),
 }
 OURS = {
+    "single, on one of them": "single",
     "allreduce": "allreduce",
     "allreduce(codec=powersgd(2))": "allreduce(codec=powersgd(2))",
     "local_sgd(h=16)": "local_sgd(h=16)",
@@ -68,8 +71,13 @@ def time_ours(
     lab: machines_here.Lab, pool: Path, folder: Path, data: Path, name: str
 ) -> float | None:
     out = folder / "run"
+    if OURS[name] == "single":
+        told = yaml.safe_load(pool.read_text())
+        pool = folder / "one.yaml"
+        pool.write_text(yaml.safe_dump({"hosts": told["hosts"][:1]}))
     words = ("--model", "mlp-300-100", "--data", "mnist", "--data-dir", data, "--batch", 128)
-    words += ("--optimizer", "sgd(momentum=0.9)", "--lr", 0.05, "--epochs", 6, "--quiet")
+    words += ("--optimizer", "sgd(momentum=0.9)", "--lr", 0.05, "--epochs", EPOCHS, "--quiet")
+    words += ("--until", f"val_acc>={GOAL}")
     done = run(
         lab,
         "train",
