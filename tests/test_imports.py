@@ -142,7 +142,7 @@ TORCH_FREE = (
 
 LIGHT = {
     # Of rooms with torch, what a process without it uses.
-    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "spawn"},
+    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "pinning", "spawn"},
     "comm": {"__init__", "wire", "control"},
     "data": {
         "__init__",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +16,10 @@ import torch
 
 from paceline.errors import DataError, SpecError, UsageError
 from paceline.job import Job, JobRef, hash_file, make_job, name_of, refer_to_job
-from paceline.launch.run import plain_fields, train
+from paceline.launch.run import RunOptions, plain_fields, run_job, train
 from paceline.specs.optimizer import Adam
 from paceline.specs.point import Point
+from paceline.specs.strategy import read_strategy
 from paceline.worker.build import (
     Tables,
     build_loss,
@@ -370,6 +373,26 @@ def test_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().endswith('put what starts it under `if __name__ == "__main__":`')
+
+
+def note_cores(folder: Path) -> Any:
+    """Data, and a note of the cores that whoever reads it may use."""
+    (folder / str(os.getpid())).write_text(json.dumps(sorted(os.sched_getaffinity(0))))
+    return make_points()
+
+
+def test_pinned_workers_have_cores_of_their_own(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    options = RunOptions(out=tmp_path / "run", workers=len(cores), pin=True)
+    (tmp_path / "cores").mkdir()
+    reads = functools.partial(note_cores, tmp_path / "cores")
+    job = make_job(model=make_net, data=reads, batch=10 * len(cores), epochs=1)
+    run_job(job, read_strategy("allreduce"), options)
+    noted = [json.loads(p.read_text()) for p in (tmp_path / "cores").iterdir()]
+    assert sorted(noted) == [[core] for core in cores]
+    more = RunOptions(out=tmp_path / "more", workers=len(cores) + 1, pin=True)
+    with pytest.raises(UsageError, match="--pin"):
+        run_job(job, read_strategy("allreduce"), more)
 
 
 def test_live_job_trains(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,20 @@ def test_a_server_on_this_machine_gets_no_bodies(run_cli: RunCli, tmp_path: Path
     through_sockets = result["bytes_by_role"]["server"]["received"]
     assert result["bytes_sent"] > 4 * through_sockets
     assert left_behind() == before
+
+
+def test_full_memory_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+    """In a mount namespace whose shared memory has next to no room."""
+    tiny = ["unshare", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=8k none {FOLDER}"
+    tried = subprocess.run([*tiny, mount], capture_output=True, text=True, timeout=20)
+    if tried.returncode:
+        pytest.skip(f"needs a mount namespace of its own: {tried.stderr.strip()}")
+    command = f"{sys.executable} -m paceline.cli.main train --epochs 1 --workers 2"
+    for strategy in ("allreduce", "ps"):
+        line = f"{mount} && exec {command} --strategy {strategy} --out {tmp_path / strategy}"
+        done = subprocess.run([*tiny, line], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        told = "gradients passed through sockets, not memory: No space left on device"
+        assert (done.stdout + done.stderr).count(told) == 1
+        assert read_result(tmp_path / strategy)["collectives"]["way"] == "network"

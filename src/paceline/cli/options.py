@@ -65,6 +65,7 @@ Workers = Annotated[int, typer.Option(help="Worker processes in all; servers not
 Threads = Annotated[
     int | None, typer.Option(help="Threads a worker. [cores divided by the workers]")
 ]
+Pin = Annotated[bool, typer.Option("--pin", help="Keep each worker to cores of its own.")]
 Timeout = Annotated[
     float, typer.Option(help="Seconds a worker may stay in one phase before the run is stopped.")
 ]

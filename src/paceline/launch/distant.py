@@ -136,6 +136,7 @@ class DistantLauncher:
                 "bind": site.address if len(self.sites) > 1 else None,
                 "folder": None,
                 "threads": self._threads_on(site, assignment),
+                "beside": self._place_on(site, assignment),
                 "job": self._move_job(assignment),
             }
         )
@@ -154,12 +155,17 @@ class DistantLauncher:
         """Cores divided by the workers there, where the user has not said how many."""
         if assignment.threads > 0 or self.threads > 0:
             return assignment.threads or self.threads
+        _, here = self._place_on(site, assignment)
+        return max(1, int(site.facts["cores"]) // here)
+
+    def _place_on(self, site: Site, assignment: Assignment) -> tuple[int, int]:
+        """Which of the workers there it is, and how many there are."""
         others = [
             assignment.model_copy(update={"kind": "worker", "index": rank})
             for rank in range(assignment.workers)
         ]
-        here = sum(self.sites[self.site_of(other)].host == site.host for other in others)
-        return max(1, int(site.facts["cores"]) // max(1, here))
+        here = [o.index for o in others if self.sites[self.site_of(o)].host == site.host]
+        return here.index(assignment.index) if assignment.index in here else 0, max(1, len(here))
 
     def _move_job(self, assignment: Assignment) -> Any:
         """The job file as the machine finds it: inside the project, where the process starts."""

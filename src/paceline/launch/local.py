@@ -80,7 +80,8 @@ class LocalLauncher:
             env=child_environment(assignment.threads),
         )
         assert process.stdin is not None
-        process.stdin.write(pack_assignment(assignment, live))
+        told = assignment.model_copy(update={"beside": (assignment.index, assignment.workers)})
+        process.stdin.write(pack_assignment(told, live))
         return LocalProcess(assignment.who, process, on_line)
 
 

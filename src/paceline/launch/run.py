@@ -45,6 +45,8 @@ class RunOptions:
     out: Path
     workers: int = 2
     threads: int | None = None
+    pin: bool = False
+    """Keep each worker to cores of its own."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     resume: bool = False
     force: bool = False
@@ -255,6 +257,7 @@ def _run(
         "workers": options.workers,
         "servers": plan.servers,
         "threads": options.threads_each,
+        "pin": options.pin,
         "timeout_s": options.timeout_s,
         "troubles": [t.to_plain() for t in options.troubles],
         "predicted": options.predicted,
@@ -272,6 +275,7 @@ def _run(
         **template,
         "strategy": str(plan.strategy),
         "threads": options.threads_each,
+        "pin": options.pin,
         "checkpoint": checkpoint,
         "keep_checkpoints": options.keep_checkpoints,
         "troubles": tuple(t.to_plain() for t in options.troubles),
@@ -323,6 +327,8 @@ def _run(
     writer.close()
     result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
+    if (way := result["collectives"]) is not None:
+        options.show("way", way)
     return conclude(result, outcome, folder)
 
 

@@ -58,6 +58,9 @@ class Shown:
                 progress.note(f"{facts['text']}: {facts['suggestion']}")
             else:
                 progress.note(f"no longer: {facts['text']}")
+        elif kind == "way":
+            if facts["way"] != "shared" and facts["why"]:
+                progress.note(f"gradients passed through sockets, not memory: {facts['why']}")
         elif kind == "output":
             progress.note(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
 

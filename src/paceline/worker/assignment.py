@@ -31,6 +31,10 @@ class Assignment(BaseModel):
     """Where servers and collectives listen; None is the address that reaches the coordinator."""
     threads: int
     """0: as many as the machine's cores allow, which the launcher works out."""
+    pin: bool = False
+    """Keep each worker to cores of its own."""
+    beside: tuple[int, int] = (0, 1)
+    """Which of the machine's workers this is, and of how many; the launcher knows."""
     timeout_s: float
     folder: str | None
     """The run folder; None where only the supervisor sees it, and keeps what it is sent."""

@@ -15,6 +15,7 @@ from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost,
 from paceline.protocol.messages import Failing
 from paceline.worker.allocator import keep_freed_memory
 from paceline.worker.assignment import Assignment, read_assignment
+from paceline.worker.pinning import pin
 from paceline.worker.spawn import start_child
 
 STACKS_BEGIN = "--- stacks of "
@@ -71,6 +72,8 @@ def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: 
     for index in assignment.servers:
         changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
         _children.append(start_child(assignment.model_copy(update={**changes, "servers": ()})))
+    if assignment.pin:  # servers have been started: they may run anywhere
+        pin(*assignment.beside)
     from paceline.worker.session import run_job, run_script
 
     if assignment.script is not None:

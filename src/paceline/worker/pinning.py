@@ -1,0 +1,18 @@
+"""Cores of its own for each worker of a machine, so that the kernel does not move them about."""
+
+from __future__ import annotations
+
+import os
+
+from paceline.errors import UsageError
+
+
+def pin(place: int, workers: int) -> None:
+    """Keep this process to its share of the cores that it may use; `place` counts from 0."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("--pin needs Linux: leave it out")
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // workers
+    if each == 0:
+        raise UsageError(f"--pin: {workers} workers have {len(cores)} cores here: leave it out")
+    os.sched_setaffinity(0, cores[place * each : (place + 1) * each])
