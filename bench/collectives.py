@@ -1,11 +1,12 @@
 """Collectives by size and workers, beside their cost formulas.
 
-python bench/collectives.py [--workers 2,4] [--rounds 7] [--save]
+python bench/collectives.py [--workers 2,4] [--rounds 7] [--save] [--pool FILE]
 
 `torch` is what torch.distributed does over Gloo; `ring`, `tree` and `butterfly` are written here
 with its point-to-point messages; `shared` is Paceline's sum through memory. A formula is seconds
 for n bytes on p workers, with latency a a message and time b a byte (docs/cost-model.md); a and b
-are fitted first, to messages there and back between two of the workers.
+are fitted first, to messages there and back between two of the workers. With --pool the fit of the
+least workers goes into a pool file, where plan and twin find it (`hop_ms`, `collective_gb_s`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from paceline.cluster.files import load_pool, write_pool
 from paceline.comm.arena import Arena
 from paceline.comm.group import Shared
 from paceline.comm.memory import create_memory, remove_memory
@@ -186,7 +188,9 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--pool", type=Path)
     given = parser.parse_args()
+    found_pool = load_pool(given.pool) if given.pool is not None else None
     body: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "by": {}}
     for p in map(int, given.workers.split(",")):
         memory = create_memory(Arena.size_for(p, slot_bytes([max(SIZES) + 4096])))
@@ -209,6 +213,9 @@ def main() -> None:
                 cells.append(told)
             print(f"| {name} | " + " | ".join(cells) + " |")
         body["by"][str(p)] = {"latency_s": a, "bytes_per_s": 1 / b, "seconds": found}
+        if found_pool is not None and str(p) == given.workers.split(",")[0]:
+            told = {"hop_ms": round(1e3 * a, 4), "collective_gb_s": round(1 / b / 1e9, 3)}
+            write_pool(found_pool, found_pool.pool.model_copy(update=told))
     print(
         "\nMilliseconds, the median of the rounds, the slowest worker's; the formula in brackets."
     )
