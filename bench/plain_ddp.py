@@ -1,6 +1,6 @@
 """The peer: a plain PyTorch DDP script, as its tutorial has it. Prints samples a second.
 
-python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart]
+python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart] [channels_last]
 
 With `apart` the processes train models of their own and never communicate: what a strategy would
 reach if keeping in step cost nothing.
@@ -22,7 +22,9 @@ from paceline import models
 from workloads import WORKLOADS, make_data
 
 
-def train(rank: int, name: str, workers: int, threads: int, meeting: str, apart: bool) -> None:
+def train(
+    rank: int, name: str, workers: int, threads: int, meeting: str, apart: bool, last: bool
+) -> None:
     workload = WORKLOADS[name]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
@@ -40,7 +42,10 @@ def train(rank: int, name: str, workers: int, threads: int, meeting: str, apart:
     for start in range(rank * share, samples, share * workers):
         rows = order[start : start + share]
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
+        batch = inputs[rows]
+        if last:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        loss = torch.nn.functional.cross_entropy(model(batch), targets[rows])
         loss.backward()
         optimizer.step()
     dist.barrier()
@@ -52,5 +57,7 @@ def train(rank: int, name: str, workers: int, threads: int, meeting: str, apart:
 if __name__ == "__main__":
     name, workers, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        args = (name, workers, threads, f"{folder}/meet", "apart" in sys.argv[4:])
+        options = sys.argv[4:]
+        args = (name, workers, threads, f"{folder}/meet")
+        args = (*args, "apart" in options, "channels_last" in options)
         mp.spawn(train, args=args, nprocs=workers)

@@ -6,7 +6,9 @@ python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,all
 Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), Paceline's
 `allreduce` and `ps`; and, each in an environment of its own that `make peers` sets up, `torchft`,
 `tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and ParameterServer strategies). A side that
-fails is kept as failed; one whose environment is missing is named and left out.
+fails is kept as failed; one whose environment is missing is named and left out. `ddp-cl`,
+`allreduce-cl` and `ps-cl` are the same with images whose channels lie last in memory, as TensorFlow
+has them always.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ RATIOS = (
     ("allreduce", "apart"),
     ("ps", "tf-ps"),
     ("ps", "apart"),
+    ("allreduce-cl", "ddp-cl"),
+    ("allreduce-cl", "tf-ring"),
+    ("ps-cl", "tf-ps"),
 )
 """What is told: the first over the second, of the same round."""
 
@@ -49,11 +54,10 @@ def run_script(python: Path | str, script: str, *words: object) -> float:
     return float(done.stdout.split()[-1])
 
 
-def measure_paceline(strategy: str, name: str, workers: int) -> float:
+def measure_paceline(strategy: str, name: str, workers: int, **changes: object) -> float:
+    job = WORKLOADS[name].job(workers).model_copy(update=changes)
     with tempfile.TemporaryDirectory() as folder:
-        result = paceline.train(
-            WORKLOADS[name].job(workers), strategy, workers, out=f"{folder}/run", threads=THREADS
-        )
+        result = paceline.train(job, strategy, workers, out=f"{folder}/run", threads=THREADS)
     return float(result["samples_per_s"])
 
 
@@ -64,6 +68,11 @@ def make_sides(workers: int) -> dict[str, Callable[[str], float]]:
         "apart": lambda name: run_script(here, ddp, name, workers, THREADS, "apart"),
         "allreduce": lambda name: measure_paceline("allreduce", name, workers),
         "ps": lambda name: measure_paceline("ps", name, workers),
+        "ddp-cl": lambda name: run_script(here, ddp, name, workers, THREADS, "channels_last"),
+        "allreduce-cl": lambda name: measure_paceline(
+            "allreduce", name, workers, channels_last=True
+        ),
+        "ps-cl": lambda name: measure_paceline("ps", name, workers, channels_last=True),
     }
     fault_tolerant, tensorflow = (
         PEERS / name / "bin" / "python" for name in ("torchft", "tensorflow")
@@ -127,6 +136,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--sides", default="ddp,apart,allreduce,ps,torchft,tf-ring,tf-ps")
+    parser.add_argument("--label", default="beside-peers", help="in the name of the results")
     parser.add_argument("--no-save", action="store_true")
     given = parser.parse_args()
     sides = make_sides(given.workers)
@@ -141,7 +151,9 @@ def main() -> None:
         for side, rate in row["samples_per_s"].items():
             span = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
             beside = [
-                (k.split(" / ")[1], r) for k, r in row["ratios"].items() if k.startswith(side)
+                (k.split(" / ")[1], r)
+                for k, r in row["ratios"].items()
+                if k.startswith(f"{side} / ")
             ]
             for peer, ratio in beside:
                 told = f"x{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
@@ -154,7 +166,7 @@ def main() -> None:
             print(f"| {row['workload']} | {given.workers} | {side} | failed: {why} | | |")
     if not given.no_save:
         date = time.strftime("%Y-%m-%d")
-        path = HERE / "results" / f"{date}-beside-peers-{given.workers}-workers.json"
+        path = HERE / "results" / f"{date}-{given.label}-{given.workers}-workers.json"
         machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
         about = {"workers": given.workers, "threads_each": THREADS, "repeats": given.repeats}
         body = {"about": about, "machine": machine, "versions": versions(), "rows": rows}
