@@ -15,6 +15,7 @@ from torch import nn
 import paceline
 from paceline import Job, models
 from paceline.comm.group import Group
+from paceline.errors import UsageError
 from paceline.specs.strategy import read_strategy
 from paceline.strategies.sharded import find_units, share_out
 from paceline.strategies.slices import _drawing_apart, slice_model
@@ -186,6 +187,30 @@ class Bare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1) @ self.weight.T
+
+
+class Blurred(torch.utils.data.Dataset[Any]):
+    """Draws at random whenever it is read, as transforms of images do."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(6), index % 2
+
+
+def blurred_sets() -> Any:
+    return Blurred(), None, None
+
+
+def small_net() -> nn.Module:
+    return nn.Linear(6, 2)
+
+
+def test_parts_that_read_different_values_are_told(tmp_path: Path) -> None:
+    job = Job(model=small_net, data=blurred_sets, batch=8, epochs=1)
+    with pytest.raises(UsageError, match="must draw by seed and epoch"):
+        paceline.train(job, "tensor(size=2)", 2, out=tmp_path / "run")
 
 
 def test_strategies_read_back_as_written() -> None:

@@ -50,11 +50,24 @@ class TensorRunner(SplitRunner):
             torch.set_rng_state(state)
 
     def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+        if batch is not None and self._parts > 1:
+            self._compare(batch)
         try:
             measured = super().compute(work, batch, loss_of)
         except RuntimeError as error:
             raise lost(error, f"inside step {work.step}") from None
         return measured if self._part == self._answers else Measured(0, 0, 0.0, 0)
+
+    def _compare(self, batch: Batch) -> None:
+        """Slices of one layer are of no use to each other on different rows."""
+        mine = torch.stack([part.double().sum() for part in batch])
+        first = mine.clone()
+        self._inside.broadcast(first, self._first)
+        if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(first)):
+            raise UsageError(
+                "tensor: the parts of a model read the same rows and got different values: data "
+                "that draws at random must draw by seed and epoch alone"
+            )
 
     def finish_step(self, work: Work) -> None:
         self.clock.enter(COMM)
