@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conftest import StartCli
 from paceline.errors import UsageError
+from paceline.job import make_job
+from paceline.launch.run import train
 from paceline.specs.strategy import read_strategy
 from paceline.telemetry.room import room_bytes
 from paceline.worker.fit import check_room, explain_shortage, what_fits
+from paceline.worker.recompute import recompute_blocks
 
 JOB = """
 import torch
@@ -113,3 +118,74 @@ def test_memory_that_the_system_refuses_is_told_in_words() -> None:
     assert "8.00 GB more asked for" in told
     assert explain_shortage(RuntimeError("shapes differ")) is None
     assert room_bytes() > 0
+
+
+def saved_bytes(model: torch.nn.Module, rows: torch.Tensor) -> int:
+    """What is kept from forward for backward, which is then done."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(rows).square().mean()
+    at_peak = sum(kept.values())
+    loss.backward()
+    return at_peak
+
+
+def make_blocks() -> torch.nn.Module:
+    def block() -> torch.nn.Module:
+        parts = [torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Dropout(0.3)]
+        return torch.nn.Sequential(*parts, torch.nn.Linear(32, 32), torch.nn.GELU())
+
+    return torch.nn.Sequential(torch.nn.Linear(8, 32), *(block() for _ in range(6)))
+
+
+def make_rows() -> Any:
+    rows = torch.randn(96, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (rows, torch.arange(96) % 32), None, None
+
+
+def test_blocks_are_computed_again_in_place_of_being_kept() -> None:
+    """The same gradients, dropout included; a fraction of what a model of six blocks keeps."""
+    torch.manual_seed(0)
+    plain = make_blocks()
+    again = copy.deepcopy(plain)
+    recompute_blocks(again)
+    copied = copy.deepcopy(again)  # as a strategy does that shards it
+    rows = torch.randn(64, 8)
+    sizes = []
+    for model in (plain, again, copied):
+        torch.manual_seed(7)
+        sizes.append(saved_bytes(model, rows))
+    assert sizes[1] == sizes[2] < sizes[0] / 2
+    for one, two, three in zip(
+        plain.parameters(), again.parameters(), copied.parameters(), strict=True
+    ):
+        assert one.grad is not None
+        assert torch.equal(one.grad, two.grad)
+        assert torch.equal(one.grad, three.grad)
+    with pytest.raises(UsageError, match="no blocks"):
+        recompute_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce(shard=full)", "ps(sync=bsp)"])
+def test_recomputed_training_is_the_same(tmp_path: Path, strategy: str) -> None:
+    losses = []
+    for on in (False, True):
+        job = make_job(
+            model=make_blocks, data=make_rows, batch=16, epochs=2, recompute=on, dtype="float64"
+        )
+        losses.append(train(job, strategy, 2, out=tmp_path / f"run{on}")["train_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_a_pipeline_computes_again_by_its_own_option(tmp_path: Path) -> None:
+    job = make_job(
+        model=make_blocks, data=make_rows, batch=16, epochs=1, recompute=True, dtype="float64"
+    )
+    with pytest.raises(UsageError, match=r"pipeline\(recompute=true\)"):
+        train(job, "pipeline(stages=2, micro=2)", 2, out=tmp_path / "run")

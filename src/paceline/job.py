@@ -92,6 +92,7 @@ class Job(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     channels_last: bool = False
     compile: bool = False
+    recompute: bool = False
     until: str | None = None
     patience: int | None = Field(default=None, ge=1)
     checkpoint_every: str = "epoch(1)"

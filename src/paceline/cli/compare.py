@@ -66,6 +66,7 @@ def compare(
     dtype: opt.Dtype = None,
     channels_last: opt.ChannelsLast = None,
     compile: opt.Compile = None,
+    recompute: opt.Recompute = None,
     until: opt.Until = None,
     patience: opt.Patience = None,
     checkpoint_every: opt.CheckpointEvery = None,

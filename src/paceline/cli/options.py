@@ -54,6 +54,9 @@ ChannelsLast = Annotated[
 Compile = Annotated[
     bool | None, typer.Option(help="torch.compile the model: slower to start, then faster.")
 ]
+Recompute = Annotated[
+    bool | None, typer.Option(help="Compute blocks again in backward: less memory, more time.")
+]
 Until = Annotated[str | None, typer.Option(help='Stop early, e.g. "val_acc>=0.97".')]
 Patience = Annotated[
     int | None, typer.Option(help="Stop after so many epochs without a better val_loss.")

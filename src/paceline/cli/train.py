@@ -60,6 +60,7 @@ def train(
     dtype: opt.Dtype = None,
     channels_last: opt.ChannelsLast = None,
     compile: opt.Compile = None,
+    recompute: opt.Recompute = None,
     until: opt.Until = None,
     patience: opt.Patience = None,
     checkpoint_every: opt.CheckpointEvery = None,

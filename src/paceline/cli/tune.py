@@ -57,6 +57,7 @@ def tune(
     dtype: opt.Dtype = None,
     channels_last: opt.ChannelsLast = None,
     compile: opt.Compile = None,
+    recompute: opt.Recompute = None,
     threads: opt.Threads = None,
     timeout: opt.Timeout = 300.0,
     slow: opt.Slow = None,

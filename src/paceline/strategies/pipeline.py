@@ -38,6 +38,10 @@ class PipelineRunner(SplitRunner):
         self._spec = spec
         self._stage, self._stages = self._part, self._parts
         check_cuts(self.replica.model, spec.cuts)
+        if any("forward" in vars(module) for module in self.replica.model.modules()):
+            raise UsageError(
+                "pipeline traces the model: write pipeline(recompute=true) in its place"
+            )
         self._cuts: tuple[str, ...] | None = None
         batch_norm = torch.nn.modules.batchnorm._BatchNorm
         self._normalises = any(isinstance(m, batch_norm) for m in self.replica.model.modules())

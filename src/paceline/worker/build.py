@@ -18,6 +18,7 @@ from paceline.data.places import is_place
 from paceline.errors import UsageError
 from paceline.job import Job, name_of
 from paceline.specs.optimizer_base import Optimizer
+from paceline.worker.recompute import recompute_blocks
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -93,6 +94,8 @@ def build_model(job: Job, tables: Tables) -> torch.nn.Module:
     else:
         raise UsageError(f"model is {job.model!r}: a name, a module or a function is needed")
     model = model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
+    if job.recompute:
+        recompute_blocks(model)
     if job.channels_last:
         model.register_forward_pre_hook(_put_channels_last)
     if job.compile:

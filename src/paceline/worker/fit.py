@@ -68,5 +68,5 @@ def explain_shortage(error: BaseException) -> str | None:
     asked = f"{int(found[1]) / 1e9:.2f} GB more" if found else "more memory"
     return (
         f"out of memory: {asked} asked for, {room_bytes() / 1e9:.2f} GB left: use a smaller batch, "
-        "or split the model, as pipeline(recompute=true) and allreduce(shard=full) do"
+        "--recompute, or split the model, as pipeline(recompute=true) and allreduce(shard=full) do"
     )
