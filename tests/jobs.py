@@ -42,6 +42,14 @@ class Plain(torch.nn.Module):
         return self.out(torch.tanh(self.hidden(inputs)))
 
 
+class Moving(Plain):
+    """Puts its weights elsewhere whenever it is used, as layers do that keep a norm."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.hidden.weight.data = torch.renorm(self.hidden.weight.data, 2, 0, 0.5)
+        return super().forward(inputs)
+
+
 class Awkward(torch.nn.Module):
     """Tied, frozen, never used, rarely used and scalar parameters."""
 

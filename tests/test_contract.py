@@ -13,6 +13,7 @@ import torch
 import paceline
 from jobs import (
     Awkward,
+    Moving,
     NormOnly,
     Plain,
     largest_difference,
@@ -113,6 +114,22 @@ def test_three_workers_equal_one_process_on_an_indivisible_batch(
     tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
     check_equal_to_one_process(tmp_path, strategy, 3, optimizer, 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(sync=bsp)"])
+def test_weights_that_a_layer_puts_elsewhere_go_on_being_trained(
+    tmp_path: Path, strategy: str
+) -> None:
+    """A server knows nothing of the norm; workers keep to it whenever they compute."""
+    job = synthetic_job(Moving, optimizer="sgd", lr=0.05, epochs=2)
+    train(tmp_path, job, strategy, 2)
+    ours, plain = read_weights(tmp_path / "run"), train_plainly(job)
+    if strategy == "allreduce":
+        assert largest_difference(ours, plain) <= 1e-9
+    else:
+        torch.manual_seed(job.seed)
+        first = job.model().double().state_dict()
+        assert all(largest_difference({k: ours[k]}, {k: first[k]}) > 1e-3 for k in first)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])

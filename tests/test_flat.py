@@ -140,6 +140,7 @@ def test_only_optimizers_that_treat_numbers_one_by_one() -> None:
 
     assert has_rows(torch.optim.SGD([parameter], lr=0.1))
     assert not has_rows(Mine([parameter], lr=0.1))
+    assert not has_rows(torch.optim.SGD([parameter], lr=0.1, fused=True))
     assert not has_rows(torch.optim.Adafactor([parameter], lr=0.1))
     single = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([single], lr=0.1)

@@ -366,6 +366,7 @@ def test_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         "    return (torch.ones(8, 6), torch.zeros(8, dtype=torch.long)), None, None\n"
         "def net():\n"
         "    return torch.nn.Linear(6, 2)\n"
+        "paceline.train(paceline.Job(epochs=1), 'single', 1, out='named', force=True)\n"
         "paceline.train(paceline.Job(model=net, data=points, batch=4), 'allreduce', 1, out='run')\n"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ def new_run_name(label: str) -> str:
 
 def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
     """The same with everything said; raises as `train` does."""
+    if getattr(current_process(), "_inheriting", False):
+        raise UsageError(
+            "the script starts training while a worker imports it, to find the job's objects: "
+            'put what starts it under `if __name__ == "__main__":`'
+        )
     started_wall_s = time.time()
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()

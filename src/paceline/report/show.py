@@ -60,7 +60,8 @@ class Shown:
                 progress.note(f"no longer: {facts['text']}")
         elif kind == "way":
             if facts["way"] != "shared" and facts["why"]:
-                progress.note(f"gradients passed through sockets, not memory: {facts['why']}")
+                part = "some " if facts["way"] == "partly shared" else ""
+                progress.note(f"{part}gradients passed through sockets, not memory: {facts['why']}")
         elif kind == "output":
             progress.note(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
 

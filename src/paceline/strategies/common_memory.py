@@ -134,6 +134,7 @@ class CommonWeights:
 
     def update(self, clip: float | None) -> None:
         """Sums of this worker's pieces are there: clip, step, and wait until all have."""
+        moved = self._find_moved()
         self._hand_out()
         if clip is not None:
             found = [one.weights.grad for one in self._slices]
@@ -150,6 +151,24 @@ class CommonWeights:
                 self._optimizer.step()
         self._clock.enter(COMM)
         self._sums.updated()
+        for parameter, view in moved:
+            parameter.data = view
+
+    def _find_moved(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Weights that a layer has put elsewhere in forward, as those do that keep their norm.
+
+        All workers have computed the same: each brings back its own slices.
+        """
+        moved = [(p, view) for p, view in self._views if p.data_ptr() != view.data_ptr()]
+        if moved:
+            found = {p for p, _ in moved}
+            by_name = dict(self._replica.trained)
+            for one in self._slices:
+                parameter = by_name[one.name]
+                if parameter in found:
+                    count = one.weights.numel()
+                    one.weights.data.copy_(parameter.data.reshape(-1)[one.start :][:count])
+        return moved
 
     def _hand_out(self) -> None:
         """A slice of a parameter that nobody used keeps no gradient."""

@@ -29,9 +29,13 @@ class Row:
 
 
 def has_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer does to a row what it would do to the pieces of it."""
+    """Whether the optimizer does to a row what it would do to the pieces of it, to the last bit.
+
+    torch's fused kernels do not: they treat the last few numbers of a tensor apart.
+    """
     kind = type(optimizer)
-    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") and not fused
 
 
 class FlatOptimizer:

@@ -176,9 +176,9 @@ class Flow:
     ) -> torch.Tensor:
         self._clock.enter(WAIT)
         rank, tag = self._first + stage, _tag(k, place, back=back)
+        self._prepare(stage, shape, dtype, tag)
+        value, work = self._coming.pop((stage, tag))
         try:
-            self._prepare(stage, shape, dtype, tag)
-            value, work = self._coming.pop((stage, tag))
             work.wait()
         except RuntimeError as error:
             what = "gradients" if back else "activations"
@@ -188,10 +188,15 @@ class Flow:
         return value
 
     def _prepare(self, stage: int, shape: torch.Size, dtype: torch.dtype, tag: int) -> None:
-        if (stage, tag) not in self._coming:
-            value = torch.empty(shape, dtype=dtype)
-            work = self._group.receive_async(value, self._first + stage, tag)
-            self._coming[stage, tag] = value, work
+        if (stage, tag) in self._coming:
+            return
+        value, rank = torch.empty(shape, dtype=dtype), self._first + stage
+        try:
+            self._coming[stage, tag] = value, self._group.receive_async(value, rank, tag)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"
+            ) from None
 
 
 def _tag(k: int, place: int, *, back: bool) -> int:

@@ -80,7 +80,7 @@ class ParameterServerRunner(Runner):
         ]
         self._lanes = [False] * len(self._channels)
         """Whether weights and gradients pass through memory that a server shares."""
-        why = "sockets were asked for"
+        why = "a codec" if self._compressors else ""
         if spec.via != "network" and not self._compressors:
             why = self._share_buffers()
         if spec.via == "shared" and not all(self._lanes):
@@ -93,14 +93,17 @@ class ParameterServerRunner(Runner):
 
     def _move_in(self) -> None:
         """Gradients go out from where backward leaves them, weights are used where they come in."""
-        if not self.replica.reduce_in_backward:  # a user's own loop has gradients of its own
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _make_hook(view)
-                )
-                for parameter, view in zip(self._parameters, self._out_views, strict=True)
-            ]
-        self._in_place = all(p.device == v.device and p.is_contiguous() for p, v in self._places())
+        if self.replica.reduce_in_backward:
+            return  # A user's own loop may keep, zero or save weights and gradients as it likes.
+        if any(p.device != v.device for p, v in self._places()):
+            return
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _make_hook(view)
+            )
+            for parameter, view in zip(self._parameters, self._out_views, strict=True)
+        ]
+        self._in_place = all(p.is_contiguous() for p in self._parameters)
         if self._in_place:
             with torch.no_grad():
                 for parameter, view in self._places():
@@ -274,10 +277,12 @@ class ParameterServerRunner(Runner):
 
     def _take_incoming(self) -> None:
         self._held = self._base
-        if not self._in_place:
-            with torch.no_grad():
-                for parameter, view in self._places():
+        with torch.no_grad():
+            for parameter, view in self._places():
+                if not self._in_place:
                     parameter.copy_(view)
+                elif parameter.data_ptr() != view.data_ptr():
+                    parameter.data = view  # A layer has put its weights elsewhere meanwhile.
 
     def _collect(self) -> set[int]:
         """The gradients into the outgoing buffer; which parameters have none."""
@@ -428,7 +433,9 @@ class ParameterServerRunner(Runner):
     def export_state(self) -> Section:
         section = Section()
         for name, parameter in self.replica.model.named_parameters():
-            section.tensors[f"weights/{name}"] = parameter.detach()
+            weights = parameter.detach()
+            # The state may outlive this runner, whose memory is shared with servers.
+            section.tensors[f"weights/{name}"] = weights.clone() if self._in_place else weights
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
         for channel in self._channels:
@@ -492,7 +499,8 @@ def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         gradient = parameter.grad
         assert gradient is not None
         if not gradient.is_sparse and gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+            with torch.no_grad():  # a backward pass may itself be recorded
+                view.copy_(gradient.detach())
             parameter.grad = view
 
     return move

@@ -241,10 +241,13 @@ class Store:
 
     def borrow_buffer(self) -> torch.Tensor:
         """A buffer for a gradient; as many exist as ever waited at the same time."""
-        return self._spare.pop() if self._spare else torch.empty_like(self.weights)
+        # Zeros: what lies between pieces is never filled, and must not count.
+        return self._spare.pop() if self._spare else torch.zeros_like(self.weights)
 
     def drop(self, order: Apply) -> None:
         """The order is applied: its gradients' buffers are free for the next ones."""
+        for piece in self.pieces if self._flat is None else self._rows:
+            piece.parameter.grad = None
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))
             if not gradient.lent:

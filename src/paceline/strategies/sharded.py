@@ -44,7 +44,7 @@ from paceline.strategies.runner import (
     Work,
     clip_to,
 )
-from paceline.strategies.split import refuse_devices
+from paceline.strategies.split import refuse_compiled, refuse_devices
 from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16
@@ -146,6 +146,7 @@ class FullyShardedRunner(Runner):
         super().__init__(around)
         model = self.replica.model
         refuse_devices("allreduce(shard=full)", model)
+        refuse_compiled("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
             raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
         if hasattr(model, "regularization") or hasattr(model, "save_beside"):

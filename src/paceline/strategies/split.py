@@ -34,6 +34,7 @@ class SplitRunner(Runner):
             raise UsageError(
                 f"{spec.word} splits plain torch models: a Keras model has to stay whole"
             )
+        refuse_compiled(spec.word, model)
         self._word = spec.word
         self._parts = spec.parts
         self._part = around.rank % spec.parts
@@ -99,6 +100,12 @@ class SplitRunner(Runner):
                     square += parameter.grad.double().square().sum()
         self.around.group.sum(square)
         clip_to(limit, float(square), (p.grad for p in here if p.grad is not None))
+
+
+def refuse_compiled(word: str, model: torch.nn.Module) -> None:
+    """What is computed is made of the model's parts, which nobody has compiled."""
+    if model._compiled_call_impl is not None:
+        raise UsageError(f"{word} takes the model apart: leave compile out")
 
 
 def refuse_devices(word: str, model: torch.nn.Module) -> None:

@@ -18,13 +18,7 @@ COMMAND = [sys.executable, "-m", "paceline.worker"]
 
 def pack_live(thing: Any) -> bytes:
     """Live objects for our own children, with what they need to find the main script again."""
-    try:
-        preparation = spawn.get_preparation_data("paceline")
-    except RuntimeError:  # this process is a worker that is importing the main script
-        raise UsageError(
-            "the script starts training while a worker imports it, to find the job's objects: "
-            'put what starts it under `if __name__ == "__main__":`'
-        ) from None
+    preparation = spawn.get_preparation_data("paceline")
     preparation.pop("authkey", None)
     try:
         # Plain pickle: torch's reductions for multiprocessing would pass file descriptors.
