@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check packages stores peers bench soak clean
+.PHONY: demo test test-all check packages stores peers bench bench-quick soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -38,8 +38,11 @@ peers: $(VENV)/.package           ## environments of the peers that are measured
 	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
 	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet tensorflow-cpu==2.21.0
 
-bench: $(VENV)/.package           ## measure beside its peers; results under bench/results
+bench: $(VENV)/.tools             ## measure beside its peers; results under bench/results (an hour)
 	$(BIN)/python bench/run.py
+
+bench-quick: $(VENV)/.package     ## one round on one network, nothing saved (two minutes)
+	$(BIN)/python bench/run.py --repeats 1 --workloads mlp-wide --no-save
 
 $(VENV)/.package: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

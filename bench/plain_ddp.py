@@ -1,9 +1,10 @@
 """The peer: a plain PyTorch DDP script, as its tutorial has it. Prints samples a second.
 
-python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart] [channels_last]
+python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart|compute] [channels_last]
 
 With `apart` the processes train models of their own and never communicate: what a strategy would
-reach if keeping in step cost nothing.
+reach if keeping in step cost nothing. With `compute` they do not even update their weights: forward
+and backward alone, which nothing that trains can outrun.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from workloads import WORKLOADS, make_data
 
 
 def train(
-    rank: int, name: str, workers: int, threads: int, meeting: str, apart: bool, last: bool
+    rank: int, name: str, workers: int, threads: int, meeting: str, options: list[str]
 ) -> None:
+    apart, last = "apart" in options or "compute" in options, "channels_last" in options
     workload = WORKLOADS[name]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
@@ -47,7 +49,8 @@ def train(
             batch = batch.contiguous(memory_format=torch.channels_last)
         loss = torch.nn.functional.cross_entropy(model(batch), targets[rows])
         loss.backward()
-        optimizer.step()
+        if "compute" not in options:
+            optimizer.step()
     dist.barrier()
     if rank == 0:
         print(samples / (time.perf_counter() - began))
@@ -57,7 +60,5 @@ def train(
 if __name__ == "__main__":
     name, workers, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        options = sys.argv[4:]
-        args = (name, workers, threads, f"{folder}/meet")
-        args = (*args, "apart" in options, "channels_last" in options)
+        args = (name, workers, threads, f"{folder}/meet", sys.argv[4:])
         mp.spawn(train, args=args, nprocs=workers)

@@ -3,12 +3,12 @@
 python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,allreduce,...]
                     [--workers 2] [--no-save]
 
-Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), Paceline's
-`allreduce` and `ps`; and, each in an environment of its own that `make peers` sets up, `torchft`,
-`tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and ParameterServer strategies). A side that
-fails is kept as failed; one whose environment is missing is named and left out. `ddp-cl`,
-`allreduce-cl` and `ps-cl` are the same with images whose channels lie last in memory, as TensorFlow
-has them always.
+Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), `compute` (which do
+not even update), Paceline's `allreduce` and `ps`; and, each in an environment of its own that
+`make peers` sets up, `torchft`, `tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and
+ParameterServer strategies). A side that fails is kept as failed; one whose environment is missing
+is named and left out. `ddp-cl`, `allreduce-cl` and `ps-cl` are the same with images whose channels
+lie last in memory, as TensorFlow has them always.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import paceline
 from paceline.launch.run import usable_cores, versions
+from picture import draw
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
@@ -66,6 +67,7 @@ def make_sides(workers: int) -> dict[str, Callable[[str], float]]:
     sides: dict[str, Callable[[str], float]] = {
         "ddp": lambda name: run_script(here, ddp, name, workers, THREADS),
         "apart": lambda name: run_script(here, ddp, name, workers, THREADS, "apart"),
+        "compute": lambda name: run_script(here, ddp, name, workers, THREADS, "compute"),
         "allreduce": lambda name: measure_paceline("allreduce", name, workers),
         "ps": lambda name: measure_paceline("ps", name, workers),
         "ddp-cl": lambda name: run_script(here, ddp, name, workers, THREADS, "channels_last"),
@@ -172,6 +174,10 @@ def main() -> None:
         body = {"about": about, "machine": machine, "versions": versions(), "rows": rows}
         path.write_text(json.dumps(body, indent=2) + "\n")
         print(f"written: {path}")
+        try:
+            draw(path, path.with_suffix(".svg"))
+        except ImportError:
+            print("no picture: matplotlib is missing (make check installs it)")
 
 
 if __name__ == "__main__":
