@@ -22,7 +22,7 @@ import torch
 import paceline
 from paceline import Job
 
-WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 256, 40
+WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 512, 24
 CASES = [(2, micro, schedule) for micro in (1, 2, 4, 8) for schedule in ("1f1b", "gpipe")]
 
 

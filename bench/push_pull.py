@@ -5,8 +5,9 @@ python bench/push_pull.py [--floats 850000] [--workers 2] [--seconds 3] [--repea
 Workers are processes with the runner that trains under `ps`, the server is a process with the
 server that it talks to; only the coordinator is a stand-in, which numbers the pushes. An exchange
 is what a step does: the gradient to its place, push, update (plain SGD), pull. `shared` and `tcp`
-are Paceline's two ways, `bare` two processes that send and receive as many bytes through sockets in
-a loop and do nothing else. Bytes count once in each direction.
+are Paceline's two ways; `tcp alone` is push and pull without the first copy and without the update,
+and `bare` processes that send and receive as many bytes through sockets in a loop and do nothing
+else. Bytes count once in each direction.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import secrets
 import socket
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.wire import Channel
 from paceline.launch.run import usable_cores, versions
 from paceline.protocol.messages import Apply, Lease, Part, Pushed, ServerReady, ServerStop
 from paceline.specs.strategy import read_strategy
@@ -38,7 +41,11 @@ from paceline.worker.allocator import keep_freed_memory
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
-WAYS = {"shared": "ps(via=shared)", "tcp": "ps(via=network)"}
+WAYS = {
+    "shared": "ps(via=shared)",
+    "tcp": "ps(via=network)",
+    "tcp alone": "ps(via=network)",
+}
 
 
 class Orders:
@@ -57,7 +64,9 @@ class Orders:
         while (pushed := connection.recv()) is not None:
             with self._lock:
                 self._version += 1
-                self._orders.put(Apply(self._version, (Part(*pushed, 1.0),), 1.0, None))
+                self._orders.put(
+                    Apply(self._version, (Part(pushed[0], pushed[1], 1.0),), 1.0, None)
+                )
                 connection.send(self._version)
         self._orders.put(ServerStop())
 
@@ -89,6 +98,7 @@ def serve(token: str, connections: list[Connection]) -> None:
     warm_up()
     control: Any = Orders(connections)
     Server(index=0, host="127.0.0.1", token=token, control=control, timeout_s=WAIT_S).run()
+    os._exit(0)  # as a server's process does, without waiting for its threads
 
 
 def exchange(
@@ -113,17 +123,22 @@ def exchange(
         rank, size, replica, nobody, control, PhaseClock(time.time()), token, WAIT_S, (address,)
     )
     runner: Any = ParameterServerRunner(read_strategy(WAYS[way]), around)  # type: ignore[arg-type]
-    state = Section({f"weights/{n}": p.detach() for n, p in model.named_parameters()})
-    runner.import_state(state)
+    alone = way == "tcp alone"
+    if alone:
+        hold_bytes(runner._channels[0], 4 * floats)
+    else:
+        weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
+        runner.import_state(Section(weights))
     fresh = torch.full((1, floats), 1e-6)
-    lease = Lease(0, 0, 0, size, rank, rank + 1, (), 0)
+    lease = Lease(0, 0, 0, size, rank, rank + 1)
     go.wait()
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         work = Work(lease, count, control.version)
         runner.begin_step(work)
         for view in runner._out_views:  # where backward's hook leaves it
-            view.copy_(fresh)
+            if not alone:
+                view.copy_(fresh)
             model.weight.grad = view
         runner.finish_step(work)
         count += 1
@@ -132,6 +147,13 @@ def exchange(
     runner.close()
     connection.send(None)
     result.send(2 * count * floats * 4 / took)
+
+
+def hold_bytes(channel: Channel, nbytes: int) -> None:
+    """A server that holds so many bytes, and has nothing to update in them."""
+    head = {"op": "import", "nbytes": nbytes, "pieces": [], "groups": [], "slots": []}
+    channel.send({**head, "optimizer": "", "codec": None}, memoryview(bytes(nbytes)))
+    channel.receive()
 
 
 def answer_bare(listener: socket.socket, workers: int, nbytes: int) -> None:
@@ -224,7 +246,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    found: dict[str, list[float]] = {"shared": [], "tcp": [], "bare": []}
+    found: dict[str, list[float]] = {"shared": [], "tcp": [], "tcp alone": [], "bare": []}
     for repeat in range(given.repeats):
         for way, rates in found.items():
             rates.append(measure(way, given.workers, given.floats, given.seconds) / 1e9)
@@ -232,8 +254,9 @@ def main() -> None:
         print(f"{repeat + 1}/{given.repeats}: {told}", flush=True)
     for way, rates in found.items():
         print(f"{way}: {statistics.median(rates):.2f} GB/s ({min(rates):.2f} to {max(rates):.2f})")
-    ratios = [a / b for a, b in zip(found["tcp"], found["bare"], strict=True)]
-    print(f"tcp / bare: x{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    ratios = [a / b for a, b in zip(found["tcp alone"], found["bare"], strict=True)]
+    middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
+    print(f"tcp alone / bare: x{middle:.2f} ({least:.2f} to {most:.2f})")
     if given.save:
         path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-push-pull.json"
         about = {k: v for k, v in vars(given).items() if k != "save"}
@@ -241,7 +264,7 @@ def main() -> None:
             "about": {**about, "cores": usable_cores()},
             "versions": versions(),
             "gigabytes_per_s": found,
-            "tcp_over_bare": ratios,
+            "tcp_alone_over_bare": ratios,
         }
         path.write_text(json.dumps(body, indent=2) + "\n")
         print(f"written: {path}")

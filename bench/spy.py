@@ -4,7 +4,8 @@ python bench/spy.py PY_SPY WORKLOAD STRATEGY [--workers 2] [--save]
 
 PY_SPY is the program itself, from an environment of its own. Every sample of a thread that runs
 (not one that sleeps) counts for the deepest function of Paceline on its stack, and for the role of
-its process: worker, server or coordinator. Shares are of all samples while training.
+its process: worker, server or coordinator. Shares are of all samples while training; servers' and
+the coordinator's waiting for messages is left out, a worker's is not.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ def train(name: str, strategy: str, workers: int) -> None:
         paceline.train(longer.job(workers), strategy, workers, out=f"{folder}/run", threads=1)
 
 
+WAITING = ("Channel.receive_head", "socket.accept", "Condition.wait", "EpollSelector.select")
+"""py-spy takes a thread that waits in these for a running one."""
+
+
 def role_of(frames: list[str]) -> str | None:
     """None for what is not training: starting, reading data, waiting for commands."""
     if any("worker/loop.py" in frame for frame in frames):
@@ -52,7 +57,7 @@ def read(raw: Path) -> dict[str, Counter[str]]:
         stack, count = line.rsplit(" ", 1)
         frames = stack.split(";")
         role = role_of(frames)
-        if role is None:
+        if role is None or (role != "worker" and frames[-1].startswith(WAITING)):
             continue
         ours = [frame for frame in frames if "paceline/" in frame]
         name = ours[-1].rsplit(":", 1)[0].replace("paceline/", "")

@@ -52,9 +52,6 @@ class ParameterServerRunner(Runner):
         )
         self._compressors = self._make_compressors()
         self._bytes_before = 0
-        self._incoming, self._outgoing = self._layout.new_buffer(), self._layout.new_buffer()
-        self._in_views = self._layout.views(self._incoming)
-        self._out_views = self._layout.views(self._outgoing)
         self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
         self._hooks: list[Any] = []
         self._in_place = False
@@ -81,8 +78,14 @@ class ParameterServerRunner(Runner):
         self._lanes = [False] * len(self._channels)
         """Whether weights and gradients pass through memory that a server shares."""
         why = "a codec" if self._compressors else ""
+        shared = None
         if spec.via != "network" and not self._compressors:
-            why = self._share_buffers()
+            shared, why = self._share_buffers()
+        if shared is None:
+            shared = self._layout.new_buffer(), self._layout.new_buffer()
+        self._incoming, self._outgoing = shared
+        self._in_views = self._layout.views(self._incoming)
+        self._out_views = self._layout.views(self._outgoing)
         if spec.via == "shared" and not all(self._lanes):
             raise UsageError(f"ps(via=shared): {why}: leave via out")
         way = "shared" if all(self._lanes) else "partly shared" if any(self._lanes) else "network"
@@ -113,18 +116,18 @@ class ParameterServerRunner(Runner):
     def _places(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return zip(self._parameters, self._in_views, strict=True)
 
-    def _share_buffers(self) -> str:
-        """Put both buffers where servers on this machine reach them: then no body is sent.
+    def _share_buffers(self) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, str]:
+        """Both buffers where servers on this machine reach them: then no body is sent.
 
-        Returns why some servers get bodies all the same.
+        And why some servers get bodies all the same; no buffers where all do.
         """
         machine, total = machine_identity(), self._layout.total_bytes
         if machine is None:
-            return "it needs Linux on x86-64 with /dev/shm"
+            return None, "it needs Linux on x86-64 with /dev/shm"
         try:
             name = create_memory(max(1, 2 * total))
         except OSError as error:
-            return f"{error.strerror} in /dev/shm"
+            return None, f"{error.strerror} in /dev/shm"
         try:
             memory = open_memory(name, max(1, 2 * total))
             for index, (channel, shard) in enumerate(
@@ -137,12 +140,11 @@ class ParameterServerRunner(Runner):
                 self._lanes[index] = bool(head["shared"])
         finally:
             remove_memory(name)
-        if total and any(self._lanes):
-            both = torch.frombuffer(memory, dtype=torch.uint8)
-            self._incoming, self._outgoing = both[:total], both[total:]
-            self._in_views = self._layout.views(self._incoming)
-            self._out_views = self._layout.views(self._outgoing)
-        return "" if all(self._lanes) else "servers on other machines"
+        why = "" if all(self._lanes) else "servers on other machines"
+        if not total or not any(self._lanes):
+            return None, why
+        both = torch.frombuffer(memory, dtype=torch.uint8)
+        return (both[:total], both[total:]), why
 
     def _make_compressors(self) -> list[Compressor]:
         """One a shard, if gradients are compressed."""
