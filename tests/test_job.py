@@ -28,6 +28,7 @@ from paceline.worker.build import (
     input_facts,
     read_data,
 )
+from paceline.worker.pinning import pin
 from paceline.worker.spawn import pack_live, unpack_live
 
 GOOD = """
@@ -384,16 +385,21 @@ def note_cores(folder: Path) -> Any:
 
 def test_pinned_workers_have_cores_of_their_own(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    options = RunOptions(out=tmp_path / "run", workers=len(cores), pin=True)
+    workers = min(2, len(cores))
+    options = RunOptions(out=tmp_path / "run", workers=workers, pin=True)
     (tmp_path / "cores").mkdir()
     reads = functools.partial(note_cores, tmp_path / "cores")
-    job = make_job(model=make_net, data=reads, batch=10 * len(cores), epochs=1)
+    job = make_job(model=make_net, data=reads, batch=20, epochs=1)
     run_job(job, read_strategy("allreduce"), options)
-    noted = [json.loads(p.read_text()) for p in (tmp_path / "cores").iterdir()]
-    assert sorted(noted) == [[core] for core in cores]
-    more = RunOptions(out=tmp_path / "more", workers=len(cores) + 1, pin=True)
-    with pytest.raises(UsageError, match="--pin"):
-        run_job(job, read_strategy("allreduce"), more)
+    noted = sorted(json.loads(p.read_text()) for p in (tmp_path / "cores").iterdir())
+    each = len(cores) // workers
+    assert noted == [cores[i * each : (i + 1) * each] for i in range(workers)]
+
+
+def test_more_pinned_workers_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
+    with pytest.raises(UsageError, match="3 workers have 2 cores here"):
+        pin(0, 3)
 
 
 def test_live_job_trains(tmp_path: Path) -> None:
