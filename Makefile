@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check packages stores peers bench bench-quick soak clean
+.PHONY: demo test test-all check packages stores peers delays bench bench-quick soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -37,6 +37,11 @@ peers: $(VENV)/.package           ## environments of the peers that are measured
 		--constraint constraints.txt --editable . torchft
 	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
 	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet tensorflow-cpu==2.21.0
+
+delays:                           ## what bench/slow_links.py needs for delays; root, Debian
+	apt-get install --yes --quiet libnetfilter-queue-dev libnfnetlink-dev
+	test -x .peers/delays/bin/python || $(PYTHON) -m venv .peers/delays
+	.peers/delays/bin/pip --disable-pip-version-check install --quiet NetfilterQueue
 
 bench: $(VENV)/.tools             ## measure beside its peers; results under bench/results (an hour)
 	$(BIN)/python bench/run.py

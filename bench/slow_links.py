@@ -3,8 +3,8 @@
     python bench/slow_links.py --data-dir FOLDER [--mbit 100] [--delay 0] [--repeats 3] [--save]
 
 Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
-each sends, and delays it. `mlp-300-100` on MNIST to 0.97 of the validation rows, whole wall time
-from the start of the first process, evaluation after each epoch on both sides. DDP gets several
+each sends, `delay.py` delays what each receives (after `make delays`). `mlp-300-100` on MNIST to
+0.97 of the validation rows, whole wall time from the start of the first process, evaluation after each epoch on both sides. DDP gets several
 batches with the learning rate grown along, and its PowerSGD hook. Settings were chosen once, by
 hand, for both sides; what did not reach the accuracy is told so.
 """
@@ -12,6 +12,7 @@ hand, for both sides; what did not reach the accuracy is told so.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
+from delay import RULE
 
 HERE = Path(__file__).parent
+DELAYS = HERE.parent / ".peers" / "delays" / "bin" / "python"
 GOAL, EPOCHS, LIMIT_S = 0.97, 12, 600
 DDP = {
     "ddp, batch 128": (128, 0.05, "plain"),
@@ -42,7 +46,9 @@ OURS = {
     "allreduce(codec=powersgd(2))": "allreduce(codec=powersgd(2))",
     "local_sgd(h=16)": "local_sgd(h=16)",
     "diloco(h=50)": "diloco(h=50)",
+    "diloco(h=50, outer_momentum=0.5)": "diloco(h=50, outer_momentum=0.5)",
     "ps(codec=topk(0.01))": "ps(codec=topk(0.01))",
+    "ps(codec=topk(0.01), overlap=true)": "ps(codec=topk(0.01), overlap=true)",
 }
 
 
@@ -104,6 +110,42 @@ def time_ours(
     return None
 
 
+@contextlib.contextmanager
+def delayed(lab: machines_here.Lab, delay_ms: float) -> Iterator[float]:
+    """So many milliseconds from machine to machine; gives the round trip as TCP sees it."""
+    if delay_ms and not DELAYS.exists():
+        raise SystemExit("--delay needs an environment of its own: make delays")
+    helpers: list[subprocess.Popen[str]] = []
+    try:
+        for machine in lab.machines if delay_ms else ():
+            inside = ("ip", "netns", "exec", machine.namespace)
+            machines_here.run(*inside, "iptables", *RULE)
+            command = [*inside, str(DELAYS), str(HERE / "delay.py"), str(delay_ms)]
+            helpers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for helper in helpers:
+            assert helper.stdout is not None
+            if helper.stdout.readline().strip() != "ready":
+                raise SystemExit("bench/delay.py did not start")
+        yield measure_round_trip(lab)
+    finally:
+        for helper in helpers:
+            helper.kill()
+
+
+def measure_round_trip(lab: machines_here.Lab) -> float:
+    """Milliseconds until the second machine has answered a connection of the first."""
+    first, second = lab.machines[:2]
+    script = (
+        "import socket, time\n"
+        "for _ in range(10):\n"
+        "    began = time.perf_counter()\n"
+        f"    socket.create_connection(({second.name!r}, {second.port}), 5).close()\n"
+        "    print((time.perf_counter() - began) * 1000)\n"
+    )
+    inside = ("ip", "netns", "exec", first.namespace, sys.executable, "-c", script)
+    return statistics.median(map(float, machines_here.run(*inside).split()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -117,14 +159,15 @@ def main() -> None:
     found: dict[str, list[float | None]] = {}
     words = [w for w in given.only.split(",") if w]
     names = [n for n in (*DDP, *OURS) if not words or any(w in n for w in words)]
-    with tempfile.TemporaryDirectory() as name, machines_here.make_lab(Path(name) / "lab") as lab:
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory())
+        lab = stack.enter_context(machines_here.make_lab(Path(name) / "lab"))
         for machine in lab.machines:
             tc = ("tc", "-n", machine.namespace, "qdisc", "add", "dev", "eth0")
             rate = ("tbf", "rate", f"{given.mbit}mbit", "burst", "64kb", "latency", "50ms")
-            machines_here.run(*tc, "root", "handle", "1:", *rate)
-            if given.delay:
-                later = ("netem", "delay", f"{given.delay}ms", "limit", "10000")
-                machines_here.run(*tc, "parent", "1:", *later)
+            machines_here.run(*tc, "root", *rate)
+        round_trip_ms = stack.enter_context(delayed(lab, given.delay))
+        print(f"round trip between machines: {round_trip_ms:.2f} ms", flush=True)
         pool = lab.write_pool(Path(name) / "pool.yaml", all={"python": sys.executable})
         for repeat in range(given.repeats):
             for side in names[repeat % len(names) :] + names[: repeat % len(names)]:
@@ -151,7 +194,9 @@ def main() -> None:
     if given.save:
         kind = f"{given.mbit}mbit-{given.delay:g}ms"
         path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-slow-links-{kind}.json"
-        path.write_text(json.dumps({"goal": GOAL, "seconds": found}, indent=1) + "\n")
+        links = {"mbit_s": given.mbit, "delay_ms": given.delay, "round_trip_ms": round_trip_ms}
+        body = {"goal": GOAL, "links": links, "seconds": found}
+        path.write_text(json.dumps(body, indent=1) + "\n")
         print(f"written: {path}")
 
 
