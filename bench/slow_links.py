@@ -4,9 +4,10 @@
 
 Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
 each sends, `delay.py` delays what each receives (after `make delays`). `mlp-300-100` on MNIST to
-0.97 of the validation rows, whole wall time from the start of the first process, evaluation after each epoch on both sides. DDP gets several
-batches with the learning rate grown along, and its PowerSGD hook. Settings were chosen once, by
-hand, for both sides; what did not reach the accuracy is told so.
+0.97 of the validation rows, whole wall time from the start of the first process, evaluation after
+each epoch on both sides. DDP gets several batches with the learning rate grown along, and its
+PowerSGD hook. Settings were chosen once, by hand, for both sides; what did not reach the accuracy
+is told so.
 """
 
 from __future__ import annotations
