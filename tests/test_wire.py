@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from conftest import wait_until
 from paceline.comm import wire
-from paceline.comm.memory import create_memory, machine_identity, open_memory, remove_memory
-from paceline.comm.wire import Channel
+from paceline.comm.board import LaneMemory, Reader, open_board
+from paceline.comm.memory import machine_identity
+from paceline.comm.wire import Channel, pack
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
 from paceline.protocol.messages import Apply, Message, Part, ServerReady, ServerStop
@@ -397,34 +398,43 @@ def test_server_stores_applies_and_answers(served: Served) -> None:
     channel.close()
 
 
-def test_lent_gradient_is_kept_when_its_worker_goes_on(served: Served) -> None:
-    """A gradient is applied from the worker's own memory, or copied before that is used again."""
+def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
+    """Left there they are used in place; told of by a push they are kept for the worker."""
     channel = served.connect()
+    memory = LaneMemory(1, 16)
+    told = {"machine": machine_identity(), "name": memory.name, "worker": 3}
+    channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
+    head = channel.receive()[0]
+    memory.remove_name()
     served.fill(channel, torch.zeros(4))
-    name = create_memory(32)
-    both = torch.frombuffer(open_memory(name, 32), dtype=torch.float32)
-    told = {"machine": machine_identity(), "name": name, "lo": 0, "hi": 16, "total": 16}
-    channel.send({"op": "share", **told})
-    assert channel.receive()[0] == {"shared": True}
-    remove_memory(name)
-    weights, gradient = both[:4], both[4:]
-    head = {"op": "push", "worker": 0, "missing": [], "payload": None, "groups": [{"lr": 1.0}]}
+    lane = memory.lane(0, 0, 16)
+    board = open_board(head["board"], 16)
+    reader = Reader(board, lane, peer="server 4", timeout_s=WAIT_S, look=lambda: None)
+    weights, gradient = torch.zeros(16, dtype=torch.uint8), memory.gradient.view(torch.float32)
+    push = {"op": "push", "worker": 3, "missing": [], "payload": None, "groups": [{"lr": 1.0}]}
+
     for handle, value in ((1, 1.0), (2, 2.0)):
         gradient.fill_(value)
-        channel.send({**head, "handle": handle, "shared": True, "lent": True})
+        lane.handle = handle
+        channel.send({**push, "handle": handle, "shared": True})
         # Nothing is ordered yet: the gradient still waits when the worker goes on.
-        channel.send({"op": "pull", "at_least": 0, "after": None, "exact": False})
-        assert channel.receive()[0]["shared"]
+        assert reader.read(0, weights) == (0, 0)
         gradient.fill_(77.0)
-    assert weights.tolist() == [0.0] * 4
+    assert weights.view(torch.float32).tolist() == [0.0] * 4
     for version in (1, 2):
-        served.control.orders.put(Apply(version, (Part(0, version, 1.0),), 1.0, None))
+        served.control.orders.put(Apply(version, (Part(3, version, 1.0),), 1.0, None))
+
     gradient.fill_(4.0)
-    channel.send({**head, "handle": 3, "shared": True, "lent": True})
-    served.control.orders.put(Apply(3, (Part(0, 3, 1.0),), 1.0, None))
-    channel.send({"op": "pull", "at_least": 3, "after": None, "exact": False})
-    assert channel.receive()[0]["version"] == 3
-    assert weights.tolist() == [-7.0] * 4
+    assert lane.leave(3, pack({**push, "handle": 3}))
+    order = Apply(3, (Part(3, 3, 1.0),), 1.0, None)
+    served.control.orders.put(order)
+    found = reader.read(3, weights)
+    assert found is not None
+    assert found[0] == 3
+    assert weights.view(torch.float32).tolist() == [-7.0] * 4
+    # Said twice, it is done once; weights are sent as well to whoever asks.
+    served.control.orders.put(order)
+    assert pull(channel, 3)[1].tolist() == [-7.0] * 4
     channel.close()
 
 

@@ -7,17 +7,16 @@ deadline, and a member that died meanwhile is named.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from paceline.comm import futex
 from paceline.comm.memory import open_memory
 from paceline.errors import PeerLost
 
@@ -30,12 +29,6 @@ SPINS = 200
 """Looks at a word before the kernel is asked: others often are only microseconds behind."""
 SLICE_S = 0.1
 """How long a dead member can go unnoticed."""
-_FUTEX, _WAIT, _WAKE = 202, 0, 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Arena:
@@ -56,7 +49,7 @@ class Arena:
         self._memory = memory
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._address = futex.address_of(memory)
         self._words = memoryview(memory)[: len(self.members) * LINE].cast("i")
         self._words[self.place * LINE // 4 + PID] = os.getpid()
         cores = len(os.sched_getaffinity(0))
@@ -87,7 +80,7 @@ class Arena:
         index = self.place * LINE // 4 + word
         value = _wrap(self._words[index] + 1)
         self._words[index] = value
-        self._futex(index, _WAKE, 1 << 30, None)
+        futex.wake(self._address + 4 * index)
         return value
 
     def value(self, place: int, word: int) -> int:
@@ -112,7 +105,7 @@ class Arena:
             seen = words[index]
             if _wrap(seen - target) >= 0:
                 return
-            slept = self._futex(index, _WAIT, seen, SLICE_S)
+            slept = futex.wait(self._address + 4 * index, seen, SLICE_S)
             if slept == errno.ETIMEDOUT:
                 self._check_alive(place)
                 if time.monotonic() > deadline:
@@ -130,16 +123,6 @@ class Arena:
             state = "X"
         if state in "ZX":
             raise PeerLost(f"worker {self.members[place]} (process {pid}) is gone")
-
-    def _futex(self, index: int, operation: int, value: int, seconds: float | None) -> int:
-        assert _LIBC is not None
-        wait = None
-        if seconds is not None:
-            wait = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
-        address = ctypes.c_void_p(self._address + 4 * index)
-        if _LIBC.syscall(_FUTEX, address, operation, value, wait, None, 0) < 0:
-            return ctypes.get_errno()
-        return 0
 
 
 def _round_up(nbytes: int) -> int:

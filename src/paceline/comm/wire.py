@@ -32,9 +32,14 @@ PROOF_BYTES = 32
 GREET_TIMEOUT_S = 10.0
 
 
+def pack(head: Any) -> bytes:
+    packed: bytes = msgpack.packb(head, use_bin_type=True)
+    return packed
+
+
 def pack_head(head: Any, body_bytes: int = 0) -> bytes:
     """Header and head of a message whose body, if any, follows separately."""
-    packed: bytes = msgpack.packb(head, use_bin_type=True)
+    packed = pack(head)
     if len(packed) > MAX_HEAD:
         raise WireError(f"a message head of {len(packed)} bytes: at most {MAX_HEAD} are sent")
     return HEADER.pack(MAGIC, VERSION, len(packed), body_bytes) + packed

@@ -18,6 +18,8 @@ class Sync(Spec):
     """One update is made of several workers' gradients."""
     waits: ClassVar[bool] = True
     """A worker may be held until others have come: it cannot compute ahead meanwhile."""
+    includes_own: ClassVar[bool] = True
+    """A worker goes on from weights that have its own gradient in them."""
 
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot keep this clock."""
@@ -79,6 +81,7 @@ class KAsync(Sync):
 
     word: ClassVar[str] = "kasync"
     aggregates: ClassVar[bool] = True
+    includes_own: ClassVar[bool] = False
     k: int = option(integer(1), 2)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,7 @@ class Gba(Sync):
     word: ClassVar[str] = "gba"
     aggregates: ClassVar[bool] = True
     waits: ClassVar[bool] = False
+    includes_own: ClassVar[bool] = False
     stale: int = option(integer(0), 4)
     decay: float = option(real(0.0, 1.0), 0.5)
 

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
+from paceline.comm.board import LaneMemory, Reader, open_board
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
-from paceline.comm.memory import (
-    create_memory,
-    machine_identity,
-    open_memory,
-    remove_memory,
-)
+from paceline.comm.memory import machine_identity
 from paceline.comm.shards import FlatLayout, Shard, as_memory, is_elementwise
-from paceline.comm.wire import MAX_BODY, Channel
+from paceline.comm.wire import MAX_BODY, Channel, pack
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
 from paceline.protocol.messages import Failing, Pushed
 from paceline.specs.codec import PowerSgd
@@ -55,7 +51,7 @@ class ParameterServerRunner(Runner):
         self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
         self._hooks: list[Any] = []
         self._in_place = False
-        """The model's weights lie where servers put them: nobody copies them again."""
+        """The model's weights lie where they come in: nobody copies them again."""
         self._handle = 0
         self._base = 0
         self._held = 0
@@ -75,20 +71,20 @@ class ParameterServerRunner(Runner):
             )
             for index, (host, port) in enumerate(around.servers)
         ]
-        self._lanes = [False] * len(self._channels)
-        """Whether weights and gradients pass through memory that a server shares."""
+        self._readers: list[Reader | None] = [None] * len(self._channels)
+        """Where weights and gradients pass through memory that a server shares."""
         why = "a codec" if self._compressors else ""
-        shared = None
+        outgoing = None
         if spec.via != "network" and not self._compressors:
-            shared, why = self._share_buffers()
-        if shared is None:
-            shared = self._layout.new_buffer(), self._layout.new_buffer()
-        self._incoming, self._outgoing = shared
+            outgoing, why = self._share_memory()
+        self._incoming = self._layout.new_buffer()
+        self._outgoing = self._layout.new_buffer() if outgoing is None else outgoing
         self._in_views = self._layout.views(self._incoming)
         self._out_views = self._layout.views(self._outgoing)
-        if spec.via == "shared" and not all(self._lanes):
+        shared = [reader is not None for reader in self._readers]
+        if spec.via == "shared" and not all(shared):
             raise UsageError(f"ps(via=shared): {why}: leave via out")
-        way = "shared" if all(self._lanes) else "partly shared" if any(self._lanes) else "network"
+        way = "shared" if all(shared) else "partly shared" if any(shared) else "network"
         around.collectives = {"way": way, "why": why}
         if self._background is None and not self._compressors:
             # With an exchange behind the computing both buffers are in use during it.
@@ -116,35 +112,48 @@ class ParameterServerRunner(Runner):
     def _places(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return zip(self._parameters, self._in_views, strict=True)
 
-    def _share_buffers(self) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, str]:
-        """Both buffers where servers on this machine reach them: then no body is sent.
+    def _share_memory(self) -> tuple[torch.Tensor | None, str]:
+        """The outgoing buffer where servers on this machine reach it; their weights likewise.
 
-        And why some servers get bodies all the same; no buffers where all do.
+        And why some servers are sent gradients all the same; no buffer where all are.
         """
-        machine, total = machine_identity(), self._layout.total_bytes
+        machine, servers = machine_identity(), len(self._channels)
         if machine is None:
             return None, "it needs Linux on x86-64 with /dev/shm"
         try:
-            name = create_memory(max(1, 2 * total))
+            memory = LaneMemory(servers, self._layout.total_bytes)
         except OSError as error:
             return None, f"{error.strerror} in /dev/shm"
+        whys = set()
         try:
-            memory = open_memory(name, max(1, 2 * total))
             for index, (channel, shard) in enumerate(
                 zip(self._channels, self._layout.shards, strict=True)
             ):
-                told = {"lo": shard.lo, "hi": shard.hi, "total": total}
-                channel.send({"op": "share", "machine": machine, "name": name, **told})
+                told = {"server": index, "servers": servers, "lo": shard.lo, "hi": shard.hi}
+                who = {"worker": self.around.rank, "machine": machine, "name": memory.name}
+                channel.send({"op": "share", **who, **told})
                 head, _ = channel.receive_head(max_body=0)
                 _check(head, channel)
-                self._lanes[index] = bool(head["shared"])
+                if head["board"] is None:
+                    whys.add(str(head["why"]))
+                    continue
+                try:
+                    board = open_board(head["board"], shard.hi - shard.lo)
+                except OSError as error:
+                    whys.add(f"{error.strerror} at the memory of {channel.peer}")
+                    continue
+                self._readers[index] = Reader(
+                    board,
+                    memory.lane(index, shard.lo, shard.hi),
+                    peer=channel.peer,
+                    timeout_s=self.around.timeout_s,
+                    look=_make_look(channel),
+                )
         finally:
-            remove_memory(name)
-        why = "" if all(self._lanes) else "servers on other machines"
-        if not total or not any(self._lanes):
-            return None, why
-        both = torch.frombuffer(memory, dtype=torch.uint8)
-        return (both[:total], both[total:]), why
+            memory.remove_name()
+        if not any(self._readers):
+            return None, ", ".join(sorted(whys))
+        return memory.gradient, ", ".join(sorted(whys))
 
     def _make_compressors(self) -> list[Compressor]:
         """One a shard, if gradients are compressed."""
@@ -253,19 +262,36 @@ class ParameterServerRunner(Runner):
         self, version: int, *, exact: bool = False, after: tuple[int, int] | None = None
     ) -> None:
         """The newest weights into the incoming buffer; compressed where the codec suits weights."""
-        for channel in self._channels:
-            channel.send({"op": "pull", "at_least": version, "after": after, "exact": exact})
-        incoming = as_memory(self._incoming)
+        request = {"op": "pull", "at_least": version, "after": after, "exact": exact}
+        asked = [reader is None for reader in self._readers]
+        for channel, ask in zip(self._channels, asked, strict=True):
+            if ask:
+                channel.send(request)
         versions = []
         self._queued_us = 0
+        for index, (channel, reader, shard) in enumerate(
+            zip(self._channels, self._readers, self._layout.shards, strict=True)
+        ):
+            if reader is None:
+                continue
+            found = reader.read(version, self._incoming[shard.lo : shard.hi])
+            if found is None:
+                # Updates came in between all the time: let them be sent.
+                channel.send(request)
+                asked[index] = True
+                continue
+            channel.bytes_received += shard.hi - shard.lo
+            versions.append(found[0])
+            self._queued_us = max(self._queued_us, found[1])
+        incoming = as_memory(self._incoming)
         for index, (channel, shard) in enumerate(
             zip(self._channels, self._layout.shards, strict=True)
         ):
+            if not asked[index]:
+                continue
             head, size = channel.receive_head(max_body=shard.hi - shard.lo)
             _check(head, channel)
-            if head.get("shared"):
-                channel.bytes_received += shard.hi - shard.lo
-            elif head["payload"] is None:
+            if head["payload"] is None:
                 _fill(channel, size, incoming[shard.lo : shard.hi])
             else:
                 body = torch.empty(size, dtype=torch.uint8)
@@ -327,10 +353,14 @@ class ParameterServerRunner(Runner):
                 payload = self._compressors[index].encode(flat)
                 head["payload"], views = to_bytes(payload)
                 channel.send(head, *views)
-            elif self._lanes[index]:
-                # Nobody touches a gradient in its place before the pull that follows.
-                channel.send({**head, "shared": True, "lent": bool(self._hooks)})
+            elif (reader := self._readers[index]) is not None:
                 channel.bytes_sent += shard.hi - shard.lo
+                # Nobody touches a gradient in its place before the pull that follows. Where that
+                # need not wait for this gradient's update, the server is told to take it now.
+                waits = self._spec.sync.includes_own
+                if not waits or not reader.lane.leave(self._handle, pack(head)):
+                    reader.lane.handle = self._handle
+                    channel.send({**head, "shared": True})
             else:
                 channel.send(head, outgoing[shard.lo : shard.hi])
 
@@ -436,7 +466,7 @@ class ParameterServerRunner(Runner):
         section = Section()
         for name, parameter in self.replica.model.named_parameters():
             weights = parameter.detach()
-            # The state may outlive this runner, whose memory is shared with servers.
+            # The state may outlive this runner, which fills the same memory at the next pull.
             section.tensors[f"weights/{name}"] = weights.clone() if self._in_place else weights
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
@@ -486,7 +516,7 @@ class ParameterServerRunner(Runner):
         for hook in self._hooks:
             hook.remove()
         if self._in_place:
-            # The memory is shared with servers: it should not outlive the connection to them.
+            # Gradients lie in memory that is shared with servers: it should not outlive them.
             for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
                 parameter.grad = None
@@ -506,6 +536,18 @@ def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
             parameter.grad = view
 
     return move
+
+
+def _make_look(channel: Channel) -> Callable[[], None]:
+    """For one who waits in memory: a server that ends or fails is heard of here."""
+
+    def look() -> None:
+        if channel.has_input():
+            head, _ = channel.receive_head(max_body=0)
+            _check(head, channel)
+            raise WireError(f"{channel.peer} sent what nobody asked for")
+
+    return look
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

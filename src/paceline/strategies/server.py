@@ -1,8 +1,10 @@
 """A parameter server: the process around one shard of `paceline.protocol.server`.
 
 One thread a worker's connection receives gradients and answers pulls; orders come over the
-control connection. Whatever the shard says is carried out under one lock, by whichever thread
-brought the event. A worker that goes away ends its thread, a coordinator the process.
+control connection. Workers of the same machine leave their gradients in memory and read weights
+there (`paceline.comm.board`): then an order is all that comes. Whatever the shard says is carried
+out under one lock, by whichever thread brought the event. A worker that goes away ends its thread,
+a coordinator the process.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any
 
 import torch
 
+from paceline.comm.board import Lane, OwnBoard, open_lane
 from paceline.comm.codecs import Coder, from_bytes, make_coder, to_bytes
 from paceline.comm.control import Control
-from paceline.comm.memory import machine_identity, open_memory
+from paceline.comm.memory import machine_identity
 from paceline.comm.shards import as_memory
-from paceline.comm.wire import MAX_BODY, Channel
+from paceline.comm.wire import MAX_BODY, Channel, unpack_head
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import Apply, Clip, Message, Reduced, ServerReady, ServerStop
 from paceline.protocol.server import Action, Answer, Handle, Shard, SumUp, Update
@@ -54,33 +57,8 @@ class Gradient:
     buffer: torch.Tensor
     missing: frozenset[int]
     groups: tuple[dict[str, Any], ...]
-    lent: bool = False
-    """The buffer is its worker's, which fills it again after its next pull."""
-
-
-@dataclass
-class Lane:
-    """This server's part of a worker's buffers, in memory that both have."""
-
-    incoming: torch.Tensor
-    """Weights, on their way to the worker."""
-    outgoing: torch.Tensor
-    """A gradient of it."""
-
-    @classmethod
-    def open(cls, head: dict[str, Any]) -> Lane | None:
-        """What a worker offers; None where it is on another machine."""
-        if head["machine"] != machine_identity():
-            return None
-        lo, hi, total = int(head["lo"]), int(head["hi"]), int(head["total"])
-        if not 0 <= lo <= hi <= total:
-            raise WireError(f"a part from {lo} to {hi} of a buffer of {total} bytes")
-        try:
-            memory = open_memory(str(head["name"]), 2 * total)
-        except OSError:
-            return None
-        both = torch.frombuffer(memory, dtype=torch.uint8)
-        return cls(both[lo:hi], both[total + lo : total + hi])
+    lane: Lane | None = None
+    """Where the buffer is, if it is its worker's, which waits for its update."""
 
 
 class Store:
@@ -89,6 +67,8 @@ class Store:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.weights = torch.zeros(0, dtype=torch.uint8)
+        self.board: OwnBoard | None = None
+        """The weights' memory, where workers of this machine can read them."""
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients: dict[Handle, Gradient] = {}
         self._spare: list[torch.Tensor] = []
@@ -99,10 +79,28 @@ class Store:
         self.coder: Coder | None = None
         self.weight_coder: Coder | None = None
 
+    def make_room(self, nbytes: int) -> None:
+        """For so many bytes of weights, unless there is; where others see them, if there can be."""
+        if self.weights.numel() == nbytes and self.board is not None:
+            return
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+        self.weights = torch.zeros(0, dtype=torch.uint8)
+        if machine_identity() is not None:
+            try:
+                self.board = OwnBoard(nbytes)
+            except OSError:
+                pass  # no room there
+        self.weights = (
+            torch.zeros(nbytes, dtype=torch.uint8) if self.board is None else self.board.weights
+        )
+
     def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
         """Take over weights and slots as a worker sends them."""
         nbytes = int(head["nbytes"])
-        self.weights = body[:nbytes].clone()
+        self.make_room(nbytes)
+        self.weights.copy_(body[:nbytes])
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients = {}
         self._spare = []
@@ -250,14 +248,10 @@ class Store:
             piece.parameter.grad = None
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))
-            if not gradient.lent:
+            if gradient.lane is None:
                 self._spare.append(gradient.buffer)
-
-    def return_lent(self, buffer: torch.Tensor) -> None:
-        """Its worker is about to fill it again: what still waits in it gets a place of its own."""
-        for gradient in self.gradients.values():
-            if gradient.buffer is buffer:
-                gradient.buffer, gradient.lent = self.borrow_buffer().copy_(buffer), False
+            else:
+                gradient.lane.take(part.handle)
 
     def _view(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]
@@ -306,8 +300,11 @@ class Server:
         self._clock = clock or ServerClock(time.time())
         self._counters = counters or Counters()
         self._serving = serving or Serving()
-        self._lanes: dict[Channel, Lane] = {}
-        """By connection: the worker's buffers, where it shares memory with this process."""
+        self._lanes: dict[int, Lane] = {}
+        """By worker: its gradient, where it shares memory with this process."""
+        self._shared_by: dict[Channel, tuple[int, Lane]] = {}
+        self._counted: dict[Lane, tuple[int, int]] = {}
+        """What its worker had read by when last asked."""
         self._held_up_us: dict[Channel, int] = {}
         """By connection: how long its pull has waited behind its own push's update."""
         self._apply_ns = 0
@@ -344,6 +341,8 @@ class Server:
     def _on_order(self, message: Message) -> None:
         with self._changed:
             if isinstance(message, Apply):
+                if self._lanes:
+                    self._find_gradients(message)
                 self._carry_out(self._shard.on_apply(message))
             elif isinstance(message, Clip):
                 self._carry_out(self._shard.on_clip(message.version, message.factor))
@@ -380,11 +379,12 @@ class Server:
                     self.bytes_received += channel.bytes_received - received
                     self.bytes_sent += channel.bytes_sent - sent
         except (PeerLost, DeadlineExceeded):
+            self._forget_lane(channel)
             self.before_close()
-            self._lanes.pop(channel, None)
             channel.close()
         except Exception as error:
             # The worker must not wait for its deadline to learn of it.
+            self._forget_lane(channel)
             try:
                 channel.send({"error": f"server {self._index}: {type(error).__name__}: {error}"})
             finally:
@@ -393,11 +393,7 @@ class Server:
     def _answer(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         operation = head["op"]
         if operation == "share":
-            self._lanes.pop(channel, None)
-            lane = Lane.open(head)
-            if lane is not None:
-                self._lanes[channel] = lane
-            channel.send({"shared": lane is not None})
+            channel.send(self._share(channel, head))
         elif operation == "push":
             with self._doing(RECEIVE):
                 self._take_gradient(channel, head, body_bytes)
@@ -405,20 +401,11 @@ class Server:
             after = tuple(head["after"]) if head["after"] is not None else None
             queued_us = self._held_up_us.pop(channel, 0) + self._wait_for(head["at_least"], after)
             with self._doing(SEND):
-                lane = self._lanes.get(channel)
                 with self._changed:
                     self._serving.pulls += 1
                     self._serving.queued_us += queued_us
                     version = self._shard.version
-                    if lane is not None:
-                        self._store.return_lent(lane.outgoing)
-                        lane.incoming.copy_(self._store.weights)
-                    else:
-                        weights = self._store.weights.clone()
-                if lane is not None:
-                    channel.send({"version": version, "queued_us": queued_us, "shared": True})
-                    channel.bytes_sent += lane.incoming.numel()
-                    return
+                    weights = self._store.weights.clone()
                 exact = bool(head["exact"])
                 self._send_weights(channel, version, weights, exact=exact, queued_us=queued_us)
         elif operation == "export":
@@ -433,6 +420,8 @@ class Server:
                 with self._changed:
                     self._store.load(head, body)
                     self._shard.reset()
+                    if self._store.board is not None:
+                        self._store.board.reset()
             channel.send({"ok": True})
         else:
             raise WireError(f"a server cannot do {operation!r}")
@@ -451,29 +440,89 @@ class Server:
         return self._apply_ns + (time.perf_counter_ns() - began if began is not None else 0)
 
     def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
-        worker = int(head["worker"])
-        lent = bool(head.get("lent"))
+        worker, handle = int(head["worker"]), int(head["handle"])
         with self._changed:
-            buffer = self._lanes[channel].outgoing if lent else self._store.borrow_buffer()
+            buffer = self._store.borrow_buffer()
         if head.get("shared"):
-            if not lent:
-                buffer.copy_(self._lanes[channel].outgoing)
+            lane, board = self._lanes[worker], self._store.board
+            assert board is not None
+            buffer.copy_(lane.gradient)
+            lane.take(handle)
+            board.ring()
             channel.bytes_received += buffer.numel()
         else:
             self._receive_gradient(channel, head["payload"], body_bytes, buffer)
-        handle = int(head["handle"])
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
-            self._serving.pushes += 1
-            self._store.gradients[worker, handle] = Gradient(
-                buffer, frozenset(head["missing"]), tuple(head["groups"]), lent
-            )
-            self._serving.waiting = max(self._serving.waiting, len(self._store.gradients))
+            self._keep(worker, head, buffer)
             self._carry_out(self._shard.on_gradient(worker, handle))
         if channel.has_input():
             # The worker's pull has come meanwhile: it waits behind updates from here on already.
             held = min(time.perf_counter_ns() - arrived, self._applied_ns() - applied)
             self._held_up_us[channel] = held // 1000
+
+    def _keep(
+        self, worker: int, head: dict[str, Any], buffer: torch.Tensor, lane: Lane | None = None
+    ) -> None:
+        gradients, serving = self._store.gradients, self._serving
+        missing, groups = frozenset(head["missing"]), tuple(head["groups"])
+        gradients[worker, int(head["handle"])] = Gradient(buffer, missing, groups, lane)
+        serving.pushes += 1
+        serving.waiting = max(serving.waiting, len(gradients))
+
+    # ---- workers of this machine ----------------------------------------------------------------
+
+    def _share(self, channel: Channel, head: dict[str, Any]) -> dict[str, Any]:
+        """Open the worker's gradient, and say where it finds the weights; or why not."""
+        if head["machine"] != machine_identity():
+            return {"board": None, "why": "servers on other machines"}
+        lo, hi, worker = int(head["lo"]), int(head["hi"]), int(head["worker"])
+        place = {"server": int(head["server"]), "servers": int(head["servers"])}
+        try:
+            lane = open_lane(str(head["name"]), **place, lo=lo, hi=hi)
+        except OSError as error:
+            return {"board": None, "why": f"{error.strerror} at a worker's memory"}
+        with self._changed:
+            self._store.make_room(hi - lo)
+            board = self._store.board
+            if board is None:
+                return {"board": None, "why": "no room for a server's weights in shared memory"}
+            self._lanes[worker] = lane
+            self._shared_by[channel] = worker, lane
+            self._counted[lane] = 0, 0
+            return {"board": board.address(), "why": ""}
+
+    def _find_gradients(self, order: Apply) -> None:
+        """Those of workers that left them in memory and told only the coordinator."""
+        if order.version <= self._shard.version:
+            return
+        for part in order.parts:
+            lane = self._lanes.get(part.worker)
+            told = lane.find(part.handle) if lane is not None else None
+            if lane is None or told is None:
+                continue
+            self._keep(part.worker, unpack_head(told), lane.gradient, lane)
+            self.bytes_received += lane.gradient.numel()
+            self._count_reads(lane)
+            self._carry_out(self._shard.on_gradient(part.worker, part.handle))
+
+    def _count_reads(self, lane: Lane) -> None:
+        """The worker's reads since it was last asked are pulls like any other."""
+        reads, queued_us = lane.reads, lane.queued_us
+        before = self._counted[lane]
+        self._counted[lane] = reads, queued_us
+        self._serving.pulls += reads - before[0]
+        self._serving.queued_us += queued_us - before[1]
+        self.bytes_sent += (reads - before[0]) * lane.gradient.numel()
+
+    def _forget_lane(self, channel: Channel) -> None:
+        with self._changed:
+            if channel in self._shared_by:
+                worker, lane = self._shared_by.pop(channel)
+                self._count_reads(lane)
+                del self._counted[lane]
+                if self._lanes.get(worker) is lane:  # and not that of its next connection
+                    del self._lanes[worker]
 
     def _receive_gradient(
         self, channel: Channel, table: Any, body_bytes: int, buffer: torch.Tensor
@@ -538,8 +587,13 @@ class Server:
                     square = self._store.sum_up(action.order)
                 self._control.tell(Reduced(self._index, action.order.version, square))
             elif isinstance(action, Update):
+                board = self._store.board
+                if board is not None:
+                    board.begin_update(self._lanes.values())
                 with self._applying():
                     self._update(action)
+                if board is not None:
+                    board.end_update(action.order.version, self._serving.apply_us)
                 self._counters.steps += 1
             elif isinstance(action, Answer):
                 self._answered.add(action.ticket)

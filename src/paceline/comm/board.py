@@ -1,0 +1,319 @@
+"""What a parameter server and a worker of its machine leave for each other in memory.
+
+The *board* is the server's: its weights, and which version they are. Workers copy them from there.
+A *lane* is a worker's, one for each server: a gradient, and what is to be said about it. The
+coordinator's order tells the server that it is there. So nothing is sent between the two.
+
+A worker cannot know whether weights change while it copies them, but it sees afterwards that they
+did (`turn`), and copies again. That is rare: a server lets those who are reading finish first, for
+a moment. Stores are seen by others in the order in which they were made (x86-64).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from paceline.comm import futex
+from paceline.comm.memory import create_memory, open_memory, remove_memory
+from paceline.errors import DeadlineExceeded, WireError
+
+PAGE = 4096
+LINE = 64
+WORD = 8
+HEAD_ROOM = 16384
+"""Bytes for what is said about a gradient; more than that is sent."""
+GRACE_S = 0.1
+"""How long an update waits for one who reads: one that was stopped must not stop the others."""
+SLICE_S = 0.1
+"""How long a server that has gone can go unnoticed."""
+TRIES = 4
+"""Copies that were disturbed, until the server is asked to send the weights."""
+
+_TURN, _VERSION, _BELL, _WANTED, _APPLIED_US = range(5)
+_HANDLE, _HEAD_BYTES, _READING, _READS, _QUEUED_US, _TAKEN = range(6)
+
+
+class Board:
+    """A server's weights in memory that workers of its machine map; only the server writes."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._words = memoryview(memory)[:LINE].cast("q")
+        self._address = futex.address_of(memory)
+        self.weights = _tensor(memory, PAGE, nbytes)
+
+    @property
+    def turn(self) -> int:
+        """Odd while an update is under way; another after each."""
+        return self._words[_TURN]
+
+    @property
+    def version(self) -> int:
+        return self._words[_VERSION]
+
+    @property
+    def wanted(self) -> bool:
+        """An update is under way, or waits for those who read."""
+        return bool(self._words[_WANTED])
+
+    @property
+    def applied_us(self) -> int:
+        """Time spent on updates so far."""
+        return self._words[_APPLIED_US]
+
+    # ---- the server's side --------------------------------------------------------------------
+
+    def begin_update(self, lanes: Iterable[Lane]) -> None:
+        words = self._words
+        words[_WANTED] = 1
+        for lane in lanes:
+            lane.await_reader()
+        words[_TURN] += 1
+
+    def end_update(self, version: int, applied_us: int) -> None:
+        words = self._words
+        words[_VERSION], words[_APPLIED_US] = version, applied_us
+        words[_TURN] += 1
+        words[_WANTED] = 0
+        self.ring()
+
+    def reset(self) -> None:
+        """Other weights are there, and versions count from 0 again."""
+        self._words[_VERSION] = 0
+        self.ring()
+
+    def ring(self) -> None:
+        """Something has changed that workers may wait for."""
+        self._words[_BELL] += 1
+        futex.wake(self._address + _BELL * WORD)
+
+    # ---- the workers' side --------------------------------------------------------------------
+
+    @property
+    def bell(self) -> int:
+        return self._words[_BELL]
+
+    def await_bell(self, seen: int) -> None:
+        """Until it has rung since it was seen, or a moment has passed."""
+        futex.wait(self._address + _BELL * WORD, seen, SLICE_S)
+
+
+class OwnBoard(Board):
+    """As the server makes it: memory without a name, which others reach through this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises OSError where there is no room."""
+        self._file = os.memfd_create("paceline")
+        try:
+            os.posix_fallocate(self._file, 0, PAGE + nbytes)
+            super().__init__(mmap.mmap(self._file, PAGE + nbytes), nbytes)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def address(self) -> dict[str, int]:
+        """For `open_board`, in a process of the same user on the same machine."""
+        return {"pid": os.getpid(), "file": self._file}
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def open_board(address: dict[str, int], nbytes: int) -> Board:
+    """Raises OSError where this process may not look into the server's."""
+    path = Path(f"/proc/{int(address['pid'])}/fd/{int(address['file'])}")
+    handle = os.open(path, os.O_RDWR)
+    try:
+        size = os.fstat(handle).st_size
+        if size != PAGE + nbytes:
+            raise WireError(f"a server's weights in {size} bytes, {PAGE + nbytes} expected")
+        return Board(mmap.mmap(handle, size), nbytes)
+    finally:
+        os.close(handle)
+
+
+class Lane:
+    """A worker's gradient for one server, with a few words beside it."""
+
+    def __init__(self, memory: mmap.mmap, *, server: int, servers: int, lo: int, hi: int) -> None:
+        """Bytes `lo` to `hi` of the gradient are the server's."""
+        whole = memoryview(memory)
+        self._words = whole[server * LINE : (server + 1) * LINE].cast("q")
+        self._address = futex.address_of(memory) + server * LINE
+        heads = _round_up(servers * LINE)
+        self._head = whole[heads + server * HEAD_ROOM : heads + (server + 1) * HEAD_ROOM]
+        self.gradient = _tensor(memory, _overhead(servers) + lo, hi - lo)
+        self.handle = 0
+        """Of the push that lies here, or lay here last; the worker's own note."""
+        self._patient = True
+
+    @property
+    def reading(self) -> bool:
+        """The worker is copying weights."""
+        return bool(self._words[_READING])
+
+    @property
+    def taken(self) -> int:
+        """The last push that the server does not need here any more."""
+        return self._words[_TAKEN]
+
+    @property
+    def reads(self) -> int:
+        """How often weights were copied."""
+        return self._words[_READS]
+
+    @property
+    def queued_us(self) -> int:
+        """How long that had to wait for updates, in all."""
+        return self._words[_QUEUED_US]
+
+    # ---- the worker's side --------------------------------------------------------------------
+
+    def leave(self, handle: int, head: bytes) -> bool:
+        """The gradient lies ready; False where there is not enough room for what is said of it."""
+        if len(head) > HEAD_ROOM:
+            return False
+        self._head[: len(head)] = head
+        self._words[_HEAD_BYTES] = len(head)
+        self._words[_HANDLE] = self.handle = handle
+        return True
+
+    def begin_reading(self) -> None:
+        self._words[_READING] = 1
+
+    def end_reading(self) -> None:
+        self._words[_READING] = 0
+        futex.wake(self._address + _READING * WORD)
+
+    def count(self, queued_us: int) -> None:
+        self._words[_READS] += 1
+        self._words[_QUEUED_US] += queued_us
+
+    # ---- the server's side --------------------------------------------------------------------
+
+    def find(self, handle: int) -> bytes | None:
+        """What is said of the gradient that lies here, if it is the one of this push."""
+        if self._words[_HANDLE] != handle:
+            return None
+        return bytes(self._head[: self._words[_HEAD_BYTES]])
+
+    def take(self, handle: int) -> None:
+        """The worker may fill it again."""
+        self._words[_TAKEN] = handle
+
+    def await_reader(self) -> None:
+        """Until the worker has copied what it began to copy; one that hangs there only once."""
+        if not self.reading:
+            self._patient = True
+            return
+        until = time.monotonic() + GRACE_S
+        while self.reading and self._patient:
+            left = until - time.monotonic()
+            self._patient = left > 0
+            if self._patient:
+                futex.wait(self._address + _READING * WORD, 1, left)
+
+
+class LaneMemory:
+    """A worker's memory for its gradient, and its lanes in it."""
+
+    def __init__(self, servers: int, nbytes: int) -> None:
+        """Raises OSError where there is no room."""
+        self._servers = servers
+        size = _overhead(servers) + nbytes
+        self.name = create_memory(size)
+        try:
+            self._memory = open_memory(self.name, size)
+        except OSError:
+            remove_memory(self.name)
+            raise
+        self.gradient = _tensor(self._memory, _overhead(servers), nbytes)
+
+    def lane(self, server: int, lo: int, hi: int) -> Lane:
+        return Lane(self._memory, server=server, servers=self._servers, lo=lo, hi=hi)
+
+    def remove_name(self) -> None:
+        """Servers have it open, those that can."""
+        remove_memory(self.name)
+
+
+def open_lane(name: str, *, server: int, servers: int, lo: int, hi: int) -> Lane:
+    """What a worker offers, in the server; raises OSError where it cannot be reached."""
+    if not (0 <= server < servers and 0 <= lo <= hi):
+        raise WireError(f"a gradient's bytes {lo} to {hi} for server {server} of {servers}")
+    memory = open_memory(name, _overhead(servers) + hi)
+    return Lane(memory, server=server, servers=servers, lo=lo, hi=hi)
+
+
+class Reader:
+    """A worker's way to the weights of one server."""
+
+    def __init__(
+        self, board: Board, lane: Lane, *, peer: str, timeout_s: float, look: Callable[[], None]
+    ) -> None:
+        """`look` raises when the server is known to be gone."""
+        self.board, self.lane = board, lane
+        self._peer, self._timeout_s, self._look = peer, timeout_s, look
+
+    def read(self, at_least: int, target: torch.Tensor) -> tuple[int, int] | None:
+        """Copy the weights once they are of that version and the last push has been taken.
+
+        Gives their version, and for how long updates were under way meanwhile (us); None if they
+        changed during every attempt.
+        """
+        board, lane = self.board, self.lane
+        asked, applied = time.perf_counter_ns(), board.applied_us
+        for _ in range(TRIES):
+            self._await(at_least)
+            turn = board.turn
+            if turn % 2:
+                continue
+            version = board.version
+            lane.begin_reading()
+            with contextlib.ExitStack() as stack:
+                stack.callback(lane.end_reading)
+                waited_us = (time.perf_counter_ns() - asked) // 1000
+                target.copy_(board.weights)
+                changed = board.turn != turn
+            if not changed:
+                queued_us = min(waited_us, board.applied_us - applied)
+                lane.count(queued_us)
+                return version, queued_us
+        return None
+
+    def _await(self, at_least: int) -> None:
+        board, lane = self.board, self.lane
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            bell = board.bell
+            here = board.version >= at_least and lane.taken >= lane.handle
+            if here and not board.wanted:
+                return
+            board.await_bell(bell)
+            if board.bell == bell:
+                self._look()
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{self._peer}: version {at_least} did not come within "
+                        f"{self._timeout_s:g} s (now {board.version})"
+                    )
+
+
+def _overhead(servers: int) -> int:
+    return _round_up(servers * LINE) + servers * HEAD_ROOM
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _tensor(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:
+    if nbytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
