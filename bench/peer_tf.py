@@ -103,7 +103,7 @@ def run_task(kind: str, name: str, workers: int, threads: int) -> None:
     if kind == "tf-ring":
         ring(tf, name, workers)
     else:
-        served(tf, name, workers)
+        served(tf, name, workers, threads)
 
 
 def make_batch(tf, name: str):
@@ -148,7 +148,7 @@ def ring(tf, name: str, workers: int) -> None:
     print(STEPS[name] * BATCH[name] * workers / (time.perf_counter() - began), flush=True)
 
 
-def served(tf, name: str, workers: int) -> None:
+def served(tf, name: str, workers: int, threads: int) -> None:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type in ("worker", "ps"):
         server = tf.distribute.Server(
@@ -156,6 +156,11 @@ def served(tf, name: str, workers: int) -> None:
             job_name=resolver.task_type,
             task_index=resolver.task_id,
             protocol="grpc",
+            # One thread for computing; to run operations one more than workers, as the guide has
+            # it: fewer can wait for each other for ever.
+            config=tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=threads, inter_op_parallelism_threads=workers + 1
+            ),
             start=True,
         )
         server.join()
@@ -166,18 +171,21 @@ def served(tf, name: str, workers: int) -> None:
         optimizer.build(model.trainable_variables)
     step = make_step(tf, name, model, optimizer, 1)
 
+    def make_data():
+        return tf.data.Dataset.from_tensors(make_batch(tf, name)).repeat()
+
     @tf.function
-    def train():
-        inputs, targets = make_batch(tf, name)
-        strategy.run(step, args=(inputs, targets))
+    def train(batches):
+        strategy.run(step, args=next(batches))
 
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    batches = iter(coordinator.create_per_worker_dataset(make_data))
     for _ in range(WARM_UP * workers):
-        coordinator.schedule(train)
+        coordinator.schedule(train, args=(batches,))
     coordinator.join()
     began = time.perf_counter()
     for _ in range(STEPS[name] * workers):
-        coordinator.schedule(train)
+        coordinator.schedule(train, args=(batches,))
     coordinator.join()
     print(STEPS[name] * BATCH[name] * workers / (time.perf_counter() - began), flush=True)
     os._exit(0)
