@@ -147,6 +147,17 @@ def measure_round_trip(lab: machines_here.Lab) -> float:
     return statistics.median(map(float, machines_here.run(*inside).split()))
 
 
+def save(
+    given: argparse.Namespace, round_trip_ms: float, found: dict[str, list[float | None]]
+) -> Path:
+    kind = f"{given.mbit}mbit-{given.delay:g}ms"
+    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-slow-links-{kind}.json"
+    links = {"mbit_s": given.mbit, "delay_ms": given.delay, "round_trip_ms": round_trip_ms}
+    body = {"goal": GOAL, "links": links, "seconds": found}
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -154,12 +165,17 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="ms, one way")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="names that contain one of these words")
+    parser.add_argument("--skip", default="", help="names that contain one of these words")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     data = given.data_dir.resolve()
     found: dict[str, list[float | None]] = {}
-    words = [w for w in given.only.split(",") if w]
-    names = [n for n in (*DDP, *OURS) if not words or any(w in n for w in words)]
+    only, skip = ([w for w in words.split(",") if w] for words in (given.only, given.skip))
+    names = [
+        name
+        for name in (*DDP, *OURS)
+        if (not only or any(w in name for w in only)) and not any(w in name for w in skip)
+    ]
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory())
         lab = stack.enter_context(machines_here.make_lab(Path(name) / "lab"))
@@ -176,6 +192,8 @@ def main() -> None:
                     act = time_ddp if side in DDP else time_ours
                     seconds = act(lab, pool, Path(place), data, side)
                 found.setdefault(side, []).append(seconds)
+                if given.save:
+                    save(given, round_trip_ms, found)
                 told = "not reached" if seconds is None else f"{seconds:.1f} s"
                 print(f"{repeat + 1}/{given.repeats} {side}: {told}", flush=True)
     reached: dict[str, Any] = {}
@@ -193,12 +211,7 @@ def main() -> None:
         ratio = f"{base / reached[side]:.2f}" if base and side in reached else ""
         print(f"| {side} | {span} | {ratio} |")
     if given.save:
-        kind = f"{given.mbit}mbit-{given.delay:g}ms"
-        path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-slow-links-{kind}.json"
-        links = {"mbit_s": given.mbit, "delay_ms": given.delay, "round_trip_ms": round_trip_ms}
-        body = {"goal": GOAL, "links": links, "seconds": found}
-        path.write_text(json.dumps(body, indent=1) + "\n")
-        print(f"written: {path}")
+        print(f"written: {save(given, round_trip_ms, found)}")
 
 
 if __name__ == "__main__":
