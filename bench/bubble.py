@@ -3,23 +3,21 @@
 python bench/bubble.py [--repeats 3] [--save]
 
 A model of equal layers on two workers of one thread each, cut in the middle, so that stages are
-equal too, which the formula supposes; the share
-of each stage's steps that it waited for micro-batches, from `result.json`.
+equal too, which the formula supposes; the share of each stage's steps that it waited for
+micro-batches, from `result.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 
 import paceline
+from keeping import keep
 from paceline import Job
 
 WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 512, 24
@@ -86,9 +84,7 @@ def main() -> None:
         error = f"{100 * (middle / formula - 1):+.0f} %"
         print(f"| `{text}` | {span} | {100 * formula:.1f} % | {error} |")
     if given.save:
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-bubble.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written: {path}")
+        keep("bubble", {"waited": found})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from keeping import keep
 from paceline.cluster.files import load_pool, write_pool
 from paceline.comm.arena import Arena
 from paceline.comm.group import Shared
@@ -220,9 +221,7 @@ def main() -> None:
         "\nMilliseconds, the median of the rounds, the slowest worker's; the formula in brackets."
     )
     if given.save:
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-collectives.json"
-        path.write_text(json.dumps(body, indent=1) + "\n")
-        print(f"written: {path}")
+        keep("collectives", body)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ network of 10,000 numbers; what it has above that is told in multiples of its sh
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import paceline
-from paceline.launch.run import usable_cores, versions
+from keeping import keep
 from workloads import WORKLOADS, Workload
 
 HERE = Path(__file__).parent
@@ -146,11 +144,8 @@ def main() -> None:
         shards = row["server above its base, in shards"]
         print(f"{row['workload']}: {told}, server {shards:.2f} shards above its base")
     if given.save:
-        path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-memory.json"
-        about = {"workers": given.workers, "repeats": given.repeats, "cores": usable_cores()}
-        body = {"about": about, "versions": versions(), "server_base_bytes": base, "rows": rows}
-        path.write_text(json.dumps(body, indent=2) + "\n")
-        print(f"written: {path}")
+        about = {"workers": given.workers, "repeats": given.repeats}
+        keep("memory", {"about": about, "server_base_bytes": base, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ else. Bytes count once in each direction.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import queue
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 
+from keeping import keep
 from paceline.comm.wire import Channel
-from paceline.launch.run import usable_cores, versions
 from paceline.protocol.messages import Apply, Lease, Part, Pushed, ServerReady, ServerStop
 from paceline.specs.strategy import read_strategy
 from paceline.state import Section
@@ -258,16 +257,9 @@ def main() -> None:
     middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
     print(f"tcp alone / bare: x{middle:.2f} ({least:.2f} to {most:.2f})")
     if given.save:
-        path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-push-pull.json"
         about = {k: v for k, v in vars(given).items() if k != "save"}
-        body = {
-            "about": {**about, "cores": usable_cores()},
-            "versions": versions(),
-            "gigabytes_per_s": found,
-            "tcp_alone_over_bare": ratios,
-        }
-        path.write_text(json.dumps(body, indent=2) + "\n")
-        print(f"written: {path}")
+        body = {"about": about, "gigabytes_per_s": found, "tcp_alone_over_bare": ratios}
+        keep("push-pull", body)
 
 
 if __name__ == "__main__":

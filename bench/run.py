@@ -14,19 +14,16 @@ lie last in memory, as TensorFlow has them always.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.launch.run import usable_cores, versions
+from keeping import keep
 from picture import draw
 from workloads import WORKLOADS
 
@@ -167,13 +164,8 @@ def main() -> None:
         for side, why in row["failed"].items():
             print(f"| {row['workload']} | {given.workers} | {side} | failed: {why} | | |")
     if not given.no_save:
-        date = time.strftime("%Y-%m-%d")
-        path = HERE / "results" / f"{date}-{given.label}-{given.workers}-workers.json"
-        machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
         about = {"workers": given.workers, "threads_each": THREADS, "repeats": given.repeats}
-        body = {"about": about, "machine": machine, "versions": versions(), "rows": rows}
-        path.write_text(json.dumps(body, indent=2) + "\n")
-        print(f"written: {path}")
+        path = keep(f"{given.label}-{given.workers}-workers", {"about": about, "rows": rows})
         try:
             draw(path, path.with_suffix(".svg"))
         except ImportError:

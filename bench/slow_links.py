@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
 from delay import RULE
+from keeping import keep
 
 HERE = Path(__file__).parent
 DELAYS = HERE.parent / ".peers" / "delays" / "bin" / "python"
@@ -147,17 +147,6 @@ def measure_round_trip(lab: machines_here.Lab) -> float:
     return statistics.median(map(float, machines_here.run(*inside).split()))
 
 
-def save(
-    given: argparse.Namespace, round_trip_ms: float, found: dict[str, list[float | None]]
-) -> Path:
-    kind = f"{given.mbit}mbit-{given.delay:g}ms"
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-slow-links-{kind}.json"
-    links = {"mbit_s": given.mbit, "delay_ms": given.delay, "round_trip_ms": round_trip_ms}
-    body = {"goal": GOAL, "links": links, "seconds": found}
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -184,6 +173,7 @@ def main() -> None:
             rate = ("tbf", "rate", f"{given.mbit}mbit", "burst", "64kb", "latency", "50ms")
             machines_here.run(*tc, "root", *rate)
         round_trip_ms = stack.enter_context(delayed(lab, given.delay))
+        links = {"mbit_s": given.mbit, "delay_ms": given.delay, "round_trip_ms": round_trip_ms}
         print(f"round trip between machines: {round_trip_ms:.2f} ms", flush=True)
         pool = lab.write_pool(Path(name) / "pool.yaml", all={"python": sys.executable})
         for repeat in range(given.repeats):
@@ -193,7 +183,8 @@ def main() -> None:
                     seconds = act(lab, pool, Path(place), data, side)
                 found.setdefault(side, []).append(seconds)
                 if given.save:
-                    save(given, round_trip_ms, found)
+                    kind = f"slow-links-{given.mbit}mbit-{given.delay:g}ms"
+                    keep(kind, {"goal": GOAL, "links": links, "seconds": found})
                 told = "not reached" if seconds is None else f"{seconds:.1f} s"
                 print(f"{repeat + 1}/{given.repeats} {side}: {told}", flush=True)
     reached: dict[str, Any] = {}
@@ -210,8 +201,6 @@ def main() -> None:
         span = ", ".join("not reached" if v is None else f"{v:.1f}" for v in values)
         ratio = f"{base / reached[side]:.2f}" if base and side in reached else ""
         print(f"| {side} | {span} | {ratio} |")
-    if given.save:
-        print(f"written: {save(given, round_trip_ms, found)}")
 
 
 if __name__ == "__main__":

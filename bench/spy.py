@@ -11,15 +11,14 @@ the coordinator's waiting for messages is left out, a worker's is not.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
 import paceline
+from keeping import keep
 from workloads import WORKLOADS, Workload
 
 HERE = Path(__file__).parent
@@ -93,9 +92,7 @@ def main() -> None:
             print(f"  {100 * share:5.1f} %  {name}")
     if given.save:
         word = "".join(c if c.isalnum() else "-" for c in given.strategy).strip("-")
-        name = f"{time.strftime('%Y-%m-%d')}-profile-{given.workload}-{word}.json"
-        (HERE / "results" / name).write_text(json.dumps(body, indent=1) + "\n")
-        print(f"written: bench/results/{name}")
+        keep(f"profile-{given.workload}-{word}", {"shares": body})
 
 
 if __name__ == "__main__":

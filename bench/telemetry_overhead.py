@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from paceline.launch.run import RunOptions, run_job, usable_cores, versions
+from keeping import dated, keep
+from paceline.launch.run import RunOptions, run_job
 from paceline.protocol.messages import Lease
 from paceline.specs.strategy import read_strategy
 from paceline.telemetry.folder import EventWriter
@@ -141,22 +141,18 @@ def main() -> None:
             f"{100 * parts / cpu_us:.2f} % of the step's {cpu_us:.0f} us"
         )
     if options.save:
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-telemetry.json"
+        path = dated("telemetry")
         if path.exists():  # Workloads measured at another time today stay.
             mine = {row["workload"] for row in rows}
             rows += [r for r in json.loads(path.read_text())["rows"] if r["workload"] not in mine]
-        machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
         body = {
             "about": {"workers": WORKERS, "threads_each": 1},
-            "machine": machine,
-            "versions": versions(),
             "clock_cpu_us_a_step": describe(clock),
             "recorder_cpu_us_a_step": describe(recorder),
             "sampler_cpu_ms_a_second": round(sampler, 3),
             "rows": rows,
         }
-        path.write_text(json.dumps(body, indent=2) + "\n")
-        print(f"written: {path}")
+        keep("telemetry", body)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from causes import CAUSES, Cause, run_with, why_not
+from keeping import dated
 from paceline.telemetry.reading import read_run
 from paceline.telemetry.verdicts import verdicts
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     names = list(CAUSES) if options.causes == "all" else options.causes.split(",")
-    path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-verdicts.json"
+    path = dated("verdicts")
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         cause = CAUSES[name]
