@@ -65,7 +65,7 @@ def test_nothing_is_left_in_the_file_system(pair: Pair) -> None:
 
 def test_weights_are_never_of_two_versions(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server waits for nobody and updates without a pause."""
-    monkeypatch.setattr(boards, "GRACE_S", 0.0)
+    monkeypatch.setattr(boards, "GRACE_S", -1.0)
     over = threading.Event()
 
     def keep_updating() -> None:
@@ -153,9 +153,8 @@ def test_reader_that_hangs_is_waited_for_once(pair: Pair, monkeypatch: pytest.Mo
         pair.update(version, 1.0)
     assert len(waits) == 1
     pair.lane.end_reading()
+    pair.lane.begin_reading()  # another read: there is hope again
     pair.update(4, 1.0)
-    pair.lane.begin_reading()
-    pair.update(5, 1.0)
     assert len(waits) == 2
 
 
@@ -167,6 +166,12 @@ def test_gradient_is_found_by_its_handle_until_taken(pair: Pair) -> None:
         pair.reader(0.2).read(0, pair.target)
     pair.theirs.take(5)
     assert pair.reader().read(0, pair.target) is not None
+
+
+def test_withdrawn_gradient_is_not_found(pair: Pair) -> None:
+    pair.lane.leave(1, b"")
+    pair.lane.withdraw()
+    assert pair.theirs.find(1) is None
 
 
 def test_much_to_say_about_a_gradient_is_not_left(pair: Pair) -> None:
@@ -181,6 +186,23 @@ def test_waiting_ends_when_the_server_is_gone(pair: Pair) -> None:
     reader = Reader(pair.board, pair.lane, peer="server 7", timeout_s=60.0, look=look)
     with pytest.raises(PeerLost, match="server 7"):
         reader.read(1, pair.target)
+
+
+def test_waiting_ends_also_while_the_server_works_for_others(pair: Pair) -> None:
+    over = threading.Event()
+
+    def ring() -> None:
+        while not over.wait(0.01):
+            pair.own.ring()
+
+    thread = threading.Thread(target=ring)
+    thread.start()
+    try:
+        with pytest.raises(DeadlineExceeded, match="server 7"):
+            pair.reader(0.3).read(1, pair.target)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_waiting_for_updates_is_told_apart(pair: Pair) -> None:
@@ -208,6 +230,16 @@ def test_lanes_of_several_servers_lie_side_by_side() -> None:
         memory.lane(server, lo, hi).leave(1, bytes([server]))
         assert theirs.find(1) == bytes([server])
     memory.remove_name()
+
+
+def test_nothing_is_left_open_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(nbytes: int) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(boards, "create_memory", fail)
+    for make in (lambda: OwnBoard(10), lambda: LaneMemory(1, 10)):
+        with pytest.raises(OSError, match="No space"):
+            make()
 
 
 @pytest.mark.parametrize("place", [(3, 3, 0, 10), (-1, 3, 0, 10), (0, 3, 10, 5), (0, 3, -1, 5)])

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from conftest import wait_until
 from paceline.comm import wire
-from paceline.comm.board import LaneMemory, Reader, open_board
+from paceline.comm.board import LaneMemory, OwnBoard, Reader, open_board
 from paceline.comm.memory import machine_identity
 from paceline.comm.wire import Channel, pack
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
 from paceline.protocol.messages import Apply, Message, Part, ServerReady, ServerStop
 from paceline.strategies.server import Server, warm_up
+from paceline.telemetry.sampler import Serving
 
 TOKEN = "a token of this run"
 WAIT_S = 5.0
@@ -329,12 +330,14 @@ class Served:
     def __init__(self) -> None:
         warm_up()  # As a server's process does: torch's first step imports for seconds.
         self.control = Orders()
+        self.serving = Serving()
         self.server = Server(
             index=4,
             host="127.0.0.1",
             token=TOKEN,
             control=self.control,  # type: ignore[arg-type]
             timeout_s=WAIT_S,
+            serving=self.serving,
         )
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
@@ -416,7 +419,7 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     for handle, value in ((1, 1.0), (2, 2.0)):
         gradient.fill_(value)
         lane.handle = handle
-        channel.send({**push, "handle": handle, "shared": True})
+        channel.send({**push, "handle": handle, "shared": True, "stays": False})
         # Nothing is ordered yet: the gradient still waits when the worker goes on.
         assert reader.read(0, weights) == (0, 0)
         gradient.fill_(77.0)
@@ -435,6 +438,42 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     # Said twice, it is done once; weights are sent as well to whoever asks.
     served.control.orders.put(order)
     assert pull(channel, 3)[1].tolist() == [-7.0] * 4
+
+    # Told of by a push and staying where it is, it is waited for.
+    gradient.fill_(8.0)
+    lane.handle = 4
+    channel.send({**push, "handle": 4, "shared": True, "stays": True})
+    served.control.orders.put(Apply(4, (Part(3, 4, 1.0),), 1.0, None))
+    assert reader.read(0, weights) is not None
+    assert weights.view(torch.float32).tolist() == [-15.0] * 4
+    served.stop()
+    assert served.serving.take()["pushes"] == 4
+    assert served.serving.take()["pulls"] == lane.reads + 1
+    assert served.server.bytes_received == 4 * 16 + 16
+    assert served.server.bytes_sent == (lane.reads + 1) * 16
+    channel.close()
+
+
+def test_weights_stay_when_there_is_no_shared_memory(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that asks for it after another has brought them must not find zeros."""
+
+    def no_room(nbytes: int) -> OwnBoard:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.strategies.server.OwnBoard", no_room)
+    channel = served.connect()
+    served.fill(channel, torch.arange(4.0))
+    memory = LaneMemory(1, 16)
+    told = {"machine": machine_identity(), "name": memory.name, "worker": 0}
+    channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
+    assert channel.receive()[0] == {
+        "board": None,
+        "why": "no room for a server's weights in shared memory",
+    }
+    memory.remove_name()
+    assert pull(channel, 0)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     channel.close()
 
 

@@ -11,7 +11,6 @@ a moment. Stores are seen by others in the order in which they were made (x86-64
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from paceline.comm import futex
-from paceline.comm.memory import create_memory, open_memory, remove_memory
+from paceline.comm.memory import FOLDER, create_memory, open_memory, remove_memory
 from paceline.errors import DeadlineExceeded, WireError
 
 PAGE = 4096
@@ -29,7 +28,7 @@ LINE = 64
 WORD = 8
 HEAD_ROOM = 16384
 """Bytes for what is said about a gradient; more than that is sent."""
-GRACE_S = 0.1
+GRACE_S, GRACE_BYTES_PER_S = 0.1, 1e9
 """How long an update waits for one who reads: one that was stopped must not stop the others."""
 SLICE_S = 0.1
 """How long a server that has gone can go unnoticed."""
@@ -76,9 +75,10 @@ class Board:
             lane.await_reader()
         words[_TURN] += 1
 
-    def end_update(self, version: int, applied_us: int) -> None:
+    def end_update(self, version: int, took_us: int) -> None:
         words = self._words
-        words[_VERSION], words[_APPLIED_US] = version, applied_us
+        words[_VERSION] = version
+        words[_APPLIED_US] += took_us
         words[_TURN] += 1
         words[_WANTED] = 0
         self.ring()
@@ -105,17 +105,16 @@ class Board:
 
 
 class OwnBoard(Board):
-    """As the server makes it: memory without a name, which others reach through this process."""
+    """As the server makes it: a file without a name, which others reach through this process."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError where there is no room."""
-        self._file = os.memfd_create("paceline")
+        name = create_memory(PAGE + nbytes)
         try:
-            os.posix_fallocate(self._file, 0, PAGE + nbytes)
-            super().__init__(mmap.mmap(self._file, PAGE + nbytes), nbytes)
-        except OSError:
-            os.close(self._file)
-            raise
+            self._file = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW)
+        finally:
+            remove_memory(name)
+        super().__init__(mmap.mmap(self._file, PAGE + nbytes), nbytes)
 
     def address(self) -> dict[str, int]:
         """For `open_board`, in a process of the same user on the same machine."""
@@ -151,12 +150,14 @@ class Lane:
         self.gradient = _tensor(memory, _overhead(servers) + lo, hi - lo)
         self.handle = 0
         """Of the push that lies here, or lay here last; the worker's own note."""
-        self._patient = True
+        self._reads = 0
+        self._hung = 0
+        """The server's own note: the read that it does not wait for any more."""
 
     @property
-    def reading(self) -> bool:
-        """The worker is copying weights."""
-        return bool(self._words[_READING])
+    def reading(self) -> int:
+        """Which of its reads the worker is at; 0 for none."""
+        return self._words[_READING]
 
     @property
     def taken(self) -> int:
@@ -184,8 +185,13 @@ class Lane:
         self._words[_HANDLE] = self.handle = handle
         return True
 
+    def withdraw(self) -> None:
+        """Nothing lies here any more: numbers of pushes begin anew with the next connection."""
+        self._words[_HANDLE] = 0
+
     def begin_reading(self) -> None:
-        self._words[_READING] = 1
+        self._reads += 1
+        self._words[_READING] = self._reads
 
     def end_reading(self) -> None:
         self._words[_READING] = 0
@@ -209,15 +215,13 @@ class Lane:
 
     def await_reader(self) -> None:
         """Until the worker has copied what it began to copy; one that hangs there only once."""
-        if not self.reading:
-            self._patient = True
-            return
-        until = time.monotonic() + GRACE_S
-        while self.reading and self._patient:
+        until = time.monotonic() + GRACE_S + self.gradient.numel() / GRACE_BYTES_PER_S
+        while (reading := self.reading) not in (0, self._hung):
             left = until - time.monotonic()
-            self._patient = left > 0
-            if self._patient:
-                futex.wait(self._address + _READING * WORD, 1, left)
+            if left > 0:
+                futex.wait(self._address + _READING * WORD, reading, left)
+            else:
+                self._hung = reading
 
 
 class LaneMemory:
@@ -275,12 +279,13 @@ class Reader:
             if turn % 2:
                 continue
             version = board.version
+            waited_us = (time.perf_counter_ns() - asked) // 1000
             lane.begin_reading()
-            with contextlib.ExitStack() as stack:
-                stack.callback(lane.end_reading)
-                waited_us = (time.perf_counter_ns() - asked) // 1000
+            try:
                 target.copy_(board.weights)
                 changed = board.turn != turn
+            finally:
+                lane.end_reading()
             if not changed:
                 queued_us = min(waited_us, board.applied_us - applied)
                 lane.count(queued_us)
@@ -289,16 +294,19 @@ class Reader:
 
     def _await(self, at_least: int) -> None:
         board, lane = self.board, self.lane
-        deadline = time.monotonic() + self._timeout_s
+        looked = time.monotonic()
+        deadline = looked + self._timeout_s
         while True:
             bell = board.bell
             here = board.version >= at_least and lane.taken >= lane.handle
             if here and not board.wanted:
                 return
             board.await_bell(bell)
-            if board.bell == bell:
+            now = time.monotonic()
+            if now >= looked + SLICE_S:  # whatever rings for others meanwhile
+                looked = now
                 self._look()
-                if time.monotonic() > deadline:
+                if now > deadline:
                     raise DeadlineExceeded(
                         f"{self._peer}: version {at_least} did not come within "
                         f"{self._timeout_s:g} s (now {board.version})"

@@ -16,7 +16,7 @@ class _Timespec(ctypes.Structure):
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins; it cannot be closed from now on."""
+    """Where a mapping begins, for as long as somebody keeps it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

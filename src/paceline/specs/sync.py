@@ -81,7 +81,6 @@ class KAsync(Sync):
 
     word: ClassVar[str] = "kasync"
     aggregates: ClassVar[bool] = True
-    includes_own: ClassVar[bool] = False
     k: int = option(integer(1), 2)
 
     def __post_init__(self) -> None:

@@ -356,11 +356,11 @@ class ParameterServerRunner(Runner):
             elif (reader := self._readers[index]) is not None:
                 channel.bytes_sent += shard.hi - shard.lo
                 # Nobody touches a gradient in its place before the pull that follows. Where that
-                # need not wait for this gradient's update, the server is told to take it now.
-                waits = self._spec.sync.includes_own
-                if not waits or not reader.lane.leave(self._handle, pack(head)):
+                # need not wait for this gradient's update, the server is told to copy it now.
+                stays = self._spec.sync.includes_own
+                if not stays or not reader.lane.leave(self._handle, pack(head)):
                     reader.lane.handle = self._handle
-                    channel.send({**head, "shared": True})
+                    channel.send({**head, "shared": True, "stays": stays})
             else:
                 channel.send(head, outgoing[shard.lo : shard.hi])
 
@@ -515,11 +515,15 @@ class ParameterServerRunner(Runner):
             self._background.shutdown()
         for hook in self._hooks:
             hook.remove()
-        if self._in_place:
-            # Gradients lie in memory that is shared with servers: it should not outlive them.
-            for parameter in self._parameters:
+        for parameter in self._parameters:
+            # Neither should keep the buffers alive, one of which is shared with servers.
+            if self._in_place:
                 parameter.data = parameter.data.clone()
+            if self._hooks:
                 parameter.grad = None
+        for reader in self._readers:
+            if reader is not None:
+                reader.lane.withdraw()
         for channel in self._channels:
             channel.close()
 

@@ -69,6 +69,7 @@ class Store:
         self.weights = torch.zeros(0, dtype=torch.uint8)
         self.board: OwnBoard | None = None
         """The weights' memory, where workers of this machine can read them."""
+        self._room: int | None = None
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients: dict[Handle, Gradient] = {}
         self._spare: list[torch.Tensor] = []
@@ -81,11 +82,10 @@ class Store:
 
     def make_room(self, nbytes: int) -> None:
         """For so many bytes of weights, unless there is; where others see them, if there can be."""
-        if self.weights.numel() == nbytes and self.board is not None:
-            return
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if nbytes == self._room:
+            return  # also without a board: weights may be there already
+        self.close()
+        self._room = nbytes
         self.weights = torch.zeros(0, dtype=torch.uint8)
         if machine_identity() is not None:
             try:
@@ -95,6 +95,11 @@ class Store:
         self.weights = (
             torch.zeros(nbytes, dtype=torch.uint8) if self.board is None else self.board.weights
         )
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+            self.board = None
 
     def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
         """Take over weights and slots as a worker sends them."""
@@ -335,6 +340,10 @@ class Server:
                 # shutdown wakes the accepting thread; close alone would leave it waiting.
                 self._listener.shutdown(socket.SHUT_RDWR)
                 self._listener.close()
+                with self._changed:
+                    for lane in self._counted:
+                        self._count_reads(lane)
+                    self._store.close()
                 return
             self._on_order(message)
 
@@ -441,17 +450,12 @@ class Server:
 
     def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
         worker, handle = int(head["worker"]), int(head["handle"])
+        if head.get("shared"):
+            self._take_shared(worker, head)
+            return
         with self._changed:
             buffer = self._store.borrow_buffer()
-        if head.get("shared"):
-            lane, board = self._lanes[worker], self._store.board
-            assert board is not None
-            buffer.copy_(lane.gradient)
-            lane.take(handle)
-            board.ring()
-            channel.bytes_received += buffer.numel()
-        else:
-            self._receive_gradient(channel, head["payload"], body_bytes, buffer)
+        self._receive_gradient(channel, head["payload"], body_bytes, buffer)
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
             self._keep(worker, head, buffer)
@@ -492,6 +496,21 @@ class Server:
             self._counted[lane] = 0, 0
             return {"board": board.address(), "why": ""}
 
+    def _take_shared(self, worker: int, head: dict[str, Any]) -> None:
+        """A gradient that lies in memory, told of by its worker itself."""
+        handle = int(head["handle"])
+        with self._changed:
+            lane, board = self._lanes[worker], self._store.board
+            assert board is not None
+            if head["stays"]:
+                self._keep(worker, head, lane.gradient, lane)
+            else:
+                self._keep(worker, head, self._store.borrow_buffer().copy_(lane.gradient))
+                lane.take(handle)
+                board.ring()
+            self._count_shared(lane)
+            self._carry_out(self._shard.on_gradient(worker, handle))
+
     def _find_gradients(self, order: Apply) -> None:
         """Those of workers that left them in memory and told only the coordinator."""
         if order.version <= self._shard.version:
@@ -501,10 +520,16 @@ class Server:
             told = lane.find(part.handle) if lane is not None else None
             if lane is None or told is None:
                 continue
+            if (part.worker, part.handle) in self._store.gradients:
+                continue  # the order was said twice
             self._keep(part.worker, unpack_head(told), lane.gradient, lane)
-            self.bytes_received += lane.gradient.numel()
-            self._count_reads(lane)
+            self._count_shared(lane)
             self._carry_out(self._shard.on_gradient(part.worker, part.handle))
+
+    def _count_shared(self, lane: Lane) -> None:
+        """A gradient of it has come, after reads of weights."""
+        self.bytes_received += lane.gradient.numel()
+        self._count_reads(lane)
 
     def _count_reads(self, lane: Lane) -> None:
         """The worker's reads since it was last asked are pulls like any other."""
@@ -517,6 +542,7 @@ class Server:
 
     def _forget_lane(self, channel: Channel) -> None:
         with self._changed:
+            self._held_up_us.pop(channel, None)
             if channel in self._shared_by:
                 worker, lane = self._shared_by.pop(channel)
                 self._count_reads(lane)
@@ -590,10 +616,12 @@ class Server:
                 board = self._store.board
                 if board is not None:
                     board.begin_update(self._lanes.values())
+                before_us = self._serving.apply_us
                 with self._applying():
                     self._update(action)
                 if board is not None:
-                    board.end_update(action.order.version, self._serving.apply_us)
+                    took_us = self._serving.apply_us - before_us
+                    board.end_update(action.order.version, took_us)
                 self._counters.steps += 1
             elif isinstance(action, Answer):
                 self._answered.add(action.ticket)
