@@ -70,6 +70,7 @@ from paceline.telemetry.phases import (
     PhaseClock,
 )
 from paceline.telemetry.recorder import StepRecorder
+from paceline.worker.allocator import give_back_freed
 from paceline.worker.evaluate import Predict, Share
 
 REPORT_S = 0.5
@@ -351,6 +352,8 @@ class Agent:
         self._state = self._own = None
         if message.switching:
             self._entered_at = began
+        else:
+            give_back_freed()
         self._control.tell(Entered(self._rank))
 
     def _keep_or_restore(self, message: Enter) -> None:

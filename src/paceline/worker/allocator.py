@@ -38,3 +38,12 @@ def keep_freed_memory() -> bool:
     if not (mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_TOP_PAD, 64 << 20))
+
+
+def give_back_freed() -> None:
+    """What is free now is not what steps will use again: weights as they were read, say."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return  # another C library
+    trim(0)
