@@ -283,7 +283,6 @@ class ParameterServerRunner(Runner):
             channel.bytes_received += shard.hi - shard.lo
             versions.append(found[0])
             self._queued_us = max(self._queued_us, found[1])
-        incoming = as_memory(self._incoming)
         for index, (channel, shard) in enumerate(
             zip(self._channels, self._layout.shards, strict=True)
         ):
@@ -292,7 +291,7 @@ class ParameterServerRunner(Runner):
             head, size = channel.receive_head(max_body=shard.hi - shard.lo)
             _check(head, channel)
             if head["payload"] is None:
-                _fill(channel, size, incoming[shard.lo : shard.hi])
+                _fill(channel, size, as_memory(self._incoming[shard.lo : shard.hi]))
             else:
                 body = torch.empty(size, dtype=torch.uint8)
                 channel.receive_into(as_memory(body))
@@ -334,7 +333,6 @@ class ParameterServerRunner(Runner):
         return missing
 
     def _push(self, missing: set[int], groups: list[dict[str, Any]]) -> None:
-        outgoing = as_memory(self._outgoing)
         for index, (channel, shard) in enumerate(
             zip(self._channels, self._layout.shards, strict=True)
         ):
@@ -362,7 +360,7 @@ class ParameterServerRunner(Runner):
                     reader.lane.handle = self._handle
                     channel.send({**head, "shared": True, "stays": stays})
             else:
-                channel.send(head, outgoing[shard.lo : shard.hi])
+                channel.send(head, as_memory(self._outgoing[shard.lo : shard.hi]))
 
     def _shard_values(self, buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
         return buffer[shard.lo : shard.hi].view(self._parameters[0].dtype)
