@@ -20,7 +20,7 @@ import paceline
 from keeping import keep
 from paceline import Job
 
-WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 512, 24
+WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 2048, 10
 CASES = [(2, micro, schedule) for micro in (1, 2, 4, 8) for schedule in ("1f1b", "gpipe")]
 
 
