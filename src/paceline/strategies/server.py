@@ -73,6 +73,7 @@ class Store:
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients: dict[Handle, Gradient] = {}
         self._spare: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         self.optimizer: torch.optim.Optimizer | None = None
         self._rows: list[Piece] = []
         self._flat: FlatOptimizer | None = None
@@ -108,7 +109,7 @@ class Store:
         self.weights.copy_(body[:nbytes])
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients = {}
-        self._spare = []
+        self._spare, self._copies = [], []
         self.pieces = []
         members: list[list[torch.nn.Parameter]] = [[] for _ in head["groups"]]
         for name, offset, size, dtype, group, shape in head["pieces"]:
@@ -246,6 +247,15 @@ class Store:
         """A buffer for a gradient; as many exist as ever waited at the same time."""
         # Zeros: what lies between pieces is never filled, and must not count.
         return self._spare.pop() if self._spare else torch.zeros_like(self.weights)
+
+    def copy_weights(self) -> torch.Tensor:
+        """As they are now, to be sent while they change; in memory that is used again and again."""
+        copy = self._copies.pop() if self._copies else torch.empty_like(self.weights)
+        return copy.copy_(self.weights)
+
+    def return_copy(self, copy: torch.Tensor) -> None:
+        if copy.numel() == self.weights.numel():
+            self._copies.append(copy)
 
     def drop(self, order: Apply) -> None:
         """The order is applied: its gradients' buffers are free for the next ones."""
@@ -414,9 +424,11 @@ class Server:
                     self._serving.pulls += 1
                     self._serving.queued_us += queued_us
                     version = self._shard.version
-                    weights = self._store.weights.clone()
+                    weights = self._store.copy_weights()
                 exact = bool(head["exact"])
                 self._send_weights(channel, version, weights, exact=exact, queued_us=queued_us)
+                with self._changed:
+                    self._store.return_copy(weights)
         elif operation == "export":
             self._wait_for(head["at_least"])
             with self._doing(SEND), self._changed:
