@@ -208,8 +208,15 @@ def make_rows(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("stages", "micro"), [(2, 1), (2, 3), (3, 8)])
+@pytest.mark.parametrize(
+    ("stages", "micro", "schedule"),
+    [
+        *((stages, micro, "1f1b") for stages, micro in ((2, 1), (2, 3), (3, 8))),
+        (3, 8, "gpipe"),
+        pytest.param(2, 1, "gpipe", marks=pytest.mark.slow),
+        pytest.param(2, 3, "gpipe", marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(
     name: str, schedule: str, stages: int, micro: int
 ) -> None:
