@@ -17,8 +17,8 @@ from collections import OrderedDict
 import torch
 
 import paceline
-from keeping import keep
 from paceline import Job
+from results_store import keep
 
 WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 2048, 10
 CASES = [(2, micro, schedule) for micro in (1, 2, 4, 8) for schedule in ("1f1b", "gpipe")]

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from keeping import keep
-from paceline.cluster.files import load_pool, write_pool
-from paceline.comm.arena import Arena
-from paceline.comm.group import Shared
-from paceline.comm.memory import create_memory, remove_memory
-from paceline.comm.shared import SharedSums, slot_bytes
+from paceline.cluster.pool_file import load_pool, write_pool
+from paceline.comm.process_group import SharedMemoryGroup
+from paceline.comm.shm.allreduce import SharedMemoryAllReduce, aligned_size
+from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.segment import create_segment, unlink_segment
+from results_store import keep
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 3_400_000, 1 << 24)
 """Bytes; 3.4 MB are 0.85 M numbers."""
@@ -123,7 +123,7 @@ def measure(rank: int, p: int, folder: str, memory: str, rounds: int) -> None:
 
     at_root = rank == 0
     most = max(SIZES)
-    arena = Arena.open(memory, list(range(p)), rank, slot_bytes([most + 4096]), 60.0)
+    arena = SharedRegion.open(memory, list(range(p)), rank, aligned_size([most + 4096]), 60.0)
     for size in SIZES:
         x, y = torch.ones(size // 4), torch.empty(size // 4)
         count = size // 4 // p * p
@@ -160,10 +160,12 @@ def measure(rank: int, p: int, folder: str, memory: str, rounds: int) -> None:
         clock("all-reduce (tree)", size, lambda x=x: tree(x, rank, p))
         if p & (p - 1) == 0:
             clock("all-reduce (butterfly)", size, lambda x=x: butterfly(x, rank, p))
-        sums = SharedSums(Shared(arena, None, 1), [size // 4], [torch.float32])
+        sums = SharedMemoryAllReduce(
+            SharedMemoryGroup(arena, None, 1), [size // 4], [torch.float32]
+        )
 
-        def in_memory(sums: SharedSums = sums) -> None:
-            sums.filled()
+        def in_memory(sums: SharedMemoryAllReduce = sums) -> None:
+            sums.mark_filled()
             sums.finish()
 
         clock("all-reduce (shared)", size, in_memory)
@@ -194,12 +196,12 @@ def main() -> None:
     found_pool = load_pool(given.pool) if given.pool is not None else None
     body: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "by": {}}
     for p in map(int, given.workers.split(",")):
-        memory = create_memory(Arena.size_for(p, slot_bytes([max(SIZES) + 4096])))
+        memory = create_segment(SharedRegion.size_for(p, aligned_size([max(SIZES) + 4096])))
         with tempfile.TemporaryDirectory() as folder:
             try:
                 mp.spawn(measure, args=(p, folder, memory, given.rounds), nprocs=p)
             finally:
-                remove_memory(memory)
+                unlink_segment(memory)
             found = json.loads(Path(folder, "found.json").read_text())
         a, b = fit(found.pop("there and back"))
         print(f"\n{p} workers: {1e6 * a:.0f} us a message, {1 / b / 1e9:.2f} GB/s\n")

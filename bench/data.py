@@ -5,8 +5,8 @@
     python bench/data.py memory                     4 GB of Parquet, and a worker's peak
 
 Each writes its part of bench/results/data.json. HDFS and S3 are real servers, started and ended
-here (tests/stores.py says what they need); what is not installed is left out and told. The large
-set is made in a temporary folder and deleted.
+here (tests/object_stores.py lists what they need); missing ones are skipped with a message. The
+large set is made in a temporary folder and deleted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, files: list[Path]) -> None:
         import pyarrow.parquet as pq
 
-        from paceline.data.columns import to_array
+        from paceline.data.arrow_columns import to_array
 
         table = pq.read_table(files)
         self._images = torch.from_numpy(to_array(table.column("image")).copy())
@@ -111,10 +111,10 @@ def by_loader(files: list[Path], workers: int) -> Iterator[Any]:
 
 def by_paceline(files: list[Path], shard: str) -> Iterator[Any]:
     from paceline.data import read
-    from paceline.data.opened import Taking, open_table
+    from paceline.data.dataset_builder import FeatureOptions, build_dataset
+    from paceline.protocol.block_plan import BlockDealer, EpochBlockPlan
     from paceline.protocol.messages import Lease
-    from paceline.protocol.shards import Allotment, EpochPlan
-    from paceline.worker.feed import Feed
+    from paceline.worker.batch_loader import BatchLoader
 
     pipeline = read(
         [str(f) for f in files],
@@ -127,15 +127,15 @@ def by_paceline(files: list[Path], shard: str) -> Iterator[Any]:
     if files[0].parent.name == "floats":
         # Bytes are scaled on the way; numbers are taken as they are, and scaled as elsewhere.
         pipeline = pipeline.batch(scale_batch)
-    feed = Feed(open_table(pipeline, Taking()).table, 0, torch.device("cpu"))
+    feed = BatchLoader(build_dataset(pipeline, FeatureOptions()).table, 0, torch.device("cpu"))
     try:
         for epoch in range(EPOCHS):
             allotment = None
             if feed.layout is not None:
-                allotment = Allotment(EpochPlan(feed.layout, epoch))
+                allotment = BlockDealer(EpochBlockPlan(feed.layout, epoch))
             for lo in range(0, feed.samples - BATCH + 1, BATCH):
                 pieces = allotment.draw(0, BATCH) if allotment else ()
-                ahead = allotment.ahead(0) if allotment else ()
+                ahead = allotment.lookahead(0) if allotment else ()
                 yield feed.batch(Lease(0, epoch, lo, lo + BATCH, lo, lo + BATCH, pieces, ahead))
             yield None
     finally:
@@ -179,7 +179,7 @@ def write_floats(files: list[Path], folder: Path) -> list[Path]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from paceline.data.columns import to_array
+    from paceline.data.arrow_columns import to_array
 
     folder.mkdir()
     written = []
@@ -196,7 +196,7 @@ def write_floats(files: list[Path], folder: Path) -> list[Path]:
 
 
 def write_mnist(folder: Path, data_dir: Path | None, files: int = 8) -> list[Path]:
-    from paceline.data.convert import convert
+    from paceline.data.conversion import convert
 
     convert("mnist", str(folder), files=files, data_dir=data_dir)
     return sorted(folder.glob("train-*.parquet"))
@@ -304,8 +304,9 @@ def in_environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def wait(data_dir: Path | None, stores: list[str], shards: list[str]) -> None:
-    from paceline.data.convert import convert
     from stores import NotHere, run_hdfs, run_s3
+
+    from paceline.data.conversion import convert
 
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     figures: dict[str, Any] = known.get("wait", {}).get("figures", {})

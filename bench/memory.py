@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 import paceline
-from keeping import keep
+from results_store import keep
 from workloads import WORKLOADS, Workload
 
 HERE = Path(__file__).parent
@@ -121,10 +121,12 @@ def measure(name: str, workers: int, repeats: int, base: float) -> dict[str, Any
 
 
 def weight_bytes(name: str) -> int:
-    from paceline.worker.build import build_model, read_data
+    from paceline.worker.job_builder import build_model, load_job_data
 
     job = WORKLOADS[name].job(1)
-    return sum(p.numel() * p.element_size() for p in build_model(job, read_data(job)).parameters())
+    return sum(
+        p.numel() * p.element_size() for p in build_model(job, load_job_data(job)).parameters()
+    )
 
 
 def main() -> None:

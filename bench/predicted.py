@@ -24,13 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from made_job import CASES, Case
-from paceline.cluster.files import make_pool
 from paceline.cluster.pool import Pool
+from paceline.cluster.pool_file import pool_from_mapping
 from paceline.launch.run import usable_cores
-from paceline.telemetry.folder import RunFolder, read_events
-from paceline.telemetry.reading import rows_of
-from probing import COLUMNS, limit, play, probe, read_cells, train, write_cells
+from paceline.telemetry.reader import steps_of_window
+from paceline.telemetry.run_folder import RunFolder, read_events
+from step_probe import COLUMNS, limit, play, probe, read_cells, train, write_cells
+from synthetic_job import CASES, Case
 
 STRATEGIES = ("allreduce", "ps", "ps(sync=ssp(3))", "local_sgd(h=8)")
 VIA = {"allreduce": "allreduce(via=network)", "ps": "ps(via=network)"}
@@ -73,7 +73,7 @@ def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
         for event in read_events(folder.events(f"worker-{worker}")):
             if event.get("kind") != "steps":
                 continue
-            for step in rows_of(event):
+            for step in steps_of_window(event):
                 at = step["epoch"] * per_epoch + step["start"]
                 phase = max(k for k in range(len(STRATEGIES)) if bounds[k] <= at)
                 rows[worker][phase].append(step)
@@ -170,7 +170,7 @@ def replay(cells: dict[str, Any]) -> None:
             job = case.write(folder / "job.py", STEPS, workers)
             cores = quotas(workers, state != "calm")
             for pair, probed in enumerate(cell["probe"]):
-                pool = make_pool(probed, key)
+                pool = pool_from_mapping(probed, key)
                 result = play(job, pool, strategy, cores, folder / "twin")
                 cell["twin"][pair] = sum_up_twin(result)
 

@@ -13,8 +13,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from paceline.plan.cost import Workload
-from paceline.twin.fit import fit_pool, five_machines, play_seconds
+from paceline.plan.cost_model import Workload
+from paceline.twin.fit_published import fit_pool, published_cluster, simulated_seconds
 
 CLUSTERS = Path(__file__).parents[1] / "src" / "paceline" / "cluster" / "examples"
 EPOCHS = 8
@@ -77,13 +77,13 @@ def main() -> None:
         )
         share = EPOCHS / study.epochs
         pool = fit_pool(
-            five_machines(study.file, study.parameters * 4 / 1e6),
+            published_cluster(study.file, study.parameters * 4 / 1e6),
             work,
             allreduce_s=study.seconds["allreduce"] * share,
             servers_s=study.seconds["ps"] * share,
         )
         for row, strategy in ROWS.items():
-            played = play_seconds(pool, work, strategy) / share
+            played = simulated_seconds(pool, work, strategy) / share
             known = study.seconds[row]
             role = "fitted" if row in ("allreduce", "ps") else "predicted"
             print(

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from paceline.data import load
-from paceline.report.published import find_curve, read_facts
+from paceline.report.published_results import find_curve, read_published_json
 
 MODELS = {"fashion-mnist": (128,), "mnist": (300, 100)}
 WORKERS = 9
@@ -84,7 +84,7 @@ def read(table: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def find_test_accuracy(data: str, strategy: str, batch: int) -> float:
-    rows = read_facts("results")["ps_vs_allreduce_mlp"]["results"]
+    rows = read_published_json("results")["ps_vs_allreduce_mlp"]["results"]
     name = data.replace("-", "_")
     found = [
         r for r in rows if (r["dataset"], r["strategy"], r["batch"]) == (name, strategy, batch)

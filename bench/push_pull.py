@@ -27,16 +27,23 @@ from typing import Any
 
 import torch
 
-from keeping import keep
 from paceline.comm.wire import Channel
-from paceline.protocol.messages import Apply, Lease, Part, Pushed, ServerReady, ServerStop
-from paceline.specs.strategy import read_strategy
+from paceline.protocol.messages import (
+    ApplyUpdate,
+    GradientPushed,
+    GradientRef,
+    Lease,
+    ServerReady,
+    StopServer,
+)
+from paceline.specs.strategy import parse_strategy
 from paceline.state import Section
 from paceline.strategies.param_server import ParameterServerRunner
-from paceline.strategies.runner import Replica, Surroundings, Work
-from paceline.strategies.server import Server, warm_up
-from paceline.telemetry.phases import PhaseClock
-from paceline.worker.allocator import keep_freed_memory
+from paceline.strategies.runner import Replica, TrainStep, WorkerContext
+from paceline.strategies.server import ParameterServerProcess, warm_up_torch
+from paceline.telemetry.phase_clock import PhaseClock
+from paceline.worker.malloc import tune_malloc
+from results_store import keep
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
@@ -64,17 +71,17 @@ class Orders:
             with self._lock:
                 self._version += 1
                 self._orders.put(
-                    Apply(self._version, (Part(pushed[0], pushed[1], 1.0),), 1.0, None)
+                    ApplyUpdate(self._version, (GradientRef(pushed[0], pushed[1], 1.0),), 1.0, None)
                 )
                 connection.send(self._version)
-        self._orders.put(ServerStop())
+        self._orders.put(StopServer())
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if isinstance(message, ServerReady):
             for _ in range(64):
                 self._ready.put((message.host, message.port))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return self._orders.get()
 
 
@@ -85,18 +92,20 @@ class Numbered:
         self.connection = connection
         self.version = 0
 
-    def tell(self, message: Any) -> None:
-        assert isinstance(message, Pushed)
+    def send(self, message: Any) -> None:
+        assert isinstance(message, GradientPushed)
         self.connection.send((message.worker, message.handle))
         self.version = self.connection.recv()
 
 
 def serve(token: str, connections: list[Connection]) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()
-    warm_up()
+    tune_malloc()
+    warm_up_torch()
     control: Any = Orders(connections)
-    Server(index=0, host="127.0.0.1", token=token, control=control, timeout_s=WAIT_S).run()
+    ParameterServerProcess(
+        index=0, host="127.0.0.1", token=token, control=control, timeout_s=WAIT_S
+    ).run()
     os._exit(0)  # as a server's process does, without waiting for its threads
 
 
@@ -112,16 +121,16 @@ def exchange(
     result: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     address = connection.recv()
     model = torch.nn.Linear(floats, 1, bias=False)
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     control: Any = Numbered(connection)
     nobody: Any = None
-    around = Surroundings(
+    around = WorkerContext(
         rank, size, replica, nobody, control, PhaseClock(time.time()), token, WAIT_S, (address,)
     )
-    runner: Any = ParameterServerRunner(read_strategy(WAYS[way]), around)  # type: ignore[arg-type]
+    runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), around)  # type: ignore[arg-type]
     alone = way == "tcp alone"
     if alone:
         hold_bytes(runner._channels[0], 4 * floats)
@@ -133,7 +142,7 @@ def exchange(
     go.wait()
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
-        work = Work(lease, count, control.version)
+        work = TrainStep(lease, count, control.version)
         runner.begin_step(work)
         for view in runner._out_views:  # where backward's hook leaves it
             if not alone:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from keeping import keep
-from picture import draw
+from figures import draw
+from results_store import keep
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.pool import Host, Link, Pool
-from paceline.plan.cost import Workload
-from paceline.protocol.coordinator import RunPlan
-from paceline.specs.strategy import read_strategy
-from paceline.twin.fleet import Fleet
-from paceline.twin.learner import Costs
+from paceline.plan.cost_model import Workload
+from paceline.protocol.coordinator import RunSpec
+from paceline.specs.strategy import parse_strategy
+from paceline.twin.backend import TimeOnlyBackend
+from paceline.twin.machines import SimulatedMachines
+from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Timeline
-from paceline.twin.world import World
 
 SHARE, STEPS = 32, 10
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 5000, 10_000)
@@ -39,7 +39,7 @@ LINES = {
 
 
 def play(strategy: str, collective: str, workers: int) -> dict[str, float] | None:
-    spec = read_strategy(strategy)
+    spec = parse_strategy(strategy)
     if spec.servers_for(workers) > workers or getattr(spec, "size", 1) > workers:
         return None
     hosts = tuple(Host(host=f"m{i}", cores=8, gflops=100) for i in range(workers))
@@ -59,8 +59,12 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
         slots=1,
     )
     timeline = Timeline()
-    fleet = Fleet(pool, workers, work, timeline, seed=0, servers=spec.servers_for(workers))
-    world = World(RunPlan(strategy=spec, workers=workers), fleet, work, Costs(), timeline)
+    fleet = SimulatedMachines(
+        pool, workers, work, timeline, seed=0, servers=spec.servers_for(workers)
+    )
+    world = Simulator(
+        RunSpec(strategy=spec, workers=workers), fleet, work, TimeOnlyBackend(), timeline
+    )
     began = time.perf_counter()
     world.run()
     history = world.coordinator.history
@@ -93,9 +97,13 @@ def play_million() -> None:
     )
     began = time.perf_counter()
     timeline = Timeline()
-    fleet = Fleet(pool, workers, work, timeline, seed=0, servers=1)
-    world = World(
-        RunPlan(strategy=read_strategy("ps"), workers=workers), fleet, work, Costs(), timeline
+    fleet = SimulatedMachines(pool, workers, work, timeline, seed=0, servers=1)
+    world = Simulator(
+        RunSpec(strategy=parse_strategy("ps"), workers=workers),
+        fleet,
+        work,
+        TimeOnlyBackend(),
+        timeline,
     )
     world.run()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

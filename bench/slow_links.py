@@ -29,8 +29,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
+
 from delay import RULE
-from keeping import keep
+from results_store import keep
 
 HERE = Path(__file__).parent
 DELAYS = HERE.parent / ".peers" / "delays" / "bin" / "python"

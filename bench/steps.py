@@ -30,18 +30,18 @@ from typing import Any
 
 import numpy as np
 
-from made_job import CASES, Case
-from paceline.cluster.doctor import Orders, examine
-from paceline.cluster.figures import update_pool
-from paceline.cluster.files import load_pool, make_pool
+from paceline.cluster.doctor import ExaminationOptions, examine
+from paceline.cluster.measurements import update_pool
 from paceline.cluster.pool import Host, Pool, StepCost
+from paceline.cluster.pool_file import load_pool, pool_from_mapping
 from paceline.job import refer_to_job
-from paceline.plan.estimate import Machines, estimate
-from paceline.specs.strategy import read_strategy
-from paceline.telemetry.folder import RunFolder
-from paceline.twin.calibrate import read_steps
-from paceline.twin.workload import measure_job
-from probing import COLUMNS, limit, probe, read_cells, train, write_cells
+from paceline.plan.estimate import PoolArrays, estimate
+from paceline.specs.strategy import parse_strategy
+from paceline.telemetry.run_folder import RunFolder
+from paceline.twin.calibration import read_steps
+from paceline.twin.workload import workload_of_job
+from step_probe import COLUMNS, limit, probe, read_cells, train, write_cells
+from synthetic_job import CASES, Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import lab as machines_here
@@ -76,7 +76,9 @@ def at_home(lab: machines_here.Lab) -> Iterator[None]:
 def examine_links(lab: machines_here.Lab, folder: Path) -> Pool:
     path = lab.write_pool(folder / "pool.yaml", all={"python": sys.executable})
     with at_home(lab):
-        return update_pool(asyncio.run(examine(load_pool(path).pool, Orders(flops_s=0.1))))
+        return update_pool(
+            asyncio.run(examine(load_pool(path).pool, ExaminationOptions(flops_s=0.1)))
+        )
 
 
 def only_links(pool: Pool) -> dict[str, Any]:
@@ -91,9 +93,9 @@ def predict(job: Path, known: Pool, links: Pool, workers: int) -> dict[str, floa
     stretched = StepCost(per_sample_s=cost.per_sample_s / QUOTA, update_s=cost.update_s)
     hosts = tuple(h.model_copy(update={"measured": {"any": stretched}}) for h in links.hosts)
     pool = known.model_copy(update={"hosts": hosts})
-    machines = Machines(pool, measure_job(refer_to_job(job, {}).resolve()))
+    machines = PoolArrays(pool, workload_of_job(refer_to_job(job, {}).resolve()))
     chosen = np.arange(workers)
-    return {s: estimate(machines, chosen, read_strategy(s)).step_s for s in STRATEGIES}
+    return {s: estimate(machines, chosen, parse_strategy(s)).step_s for s in STRATEGIES}
 
 
 def measure(lab: machines_here.Lab, job: Path, workers: int, folder: Path) -> dict[str, float]:
@@ -180,7 +182,7 @@ def replay(cells: dict[str, Any]) -> None:
             path = Path(folder) / "job.py"
             job = case.write(path, STEPS, workers)
             for pair, (known, links) in enumerate(cell["probe"]):
-                pools = make_pool(known, key), make_pool(links, key)
+                pools = pool_from_mapping(known, key), pool_from_mapping(links, key)
                 cell["said"][pair] = predict(job, *pools, workers)[strategy]
 
 

@@ -14,16 +14,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from keeping import dated, keep
-from paceline.launch.run import RunOptions, run_job
+from paceline.launch.run import RunOptions, run_training
 from paceline.protocol.messages import Lease
-from paceline.specs.strategy import read_strategy
-from paceline.telemetry.folder import EventWriter
-from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, INPUT, OPTIMIZER, OTHER, PhaseClock
-from paceline.telemetry.reading import read_run
-from paceline.telemetry.recorder import StepRecorder
+from paceline.specs.strategy import parse_strategy
+from paceline.telemetry.phase_clock import (
+    BACKWARD,
+    COMM,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    OTHER,
+    PhaseClock,
+)
+from paceline.telemetry.reader import read_run
+from paceline.telemetry.run_folder import EventWriter
 from paceline.telemetry.sampler import Sampler
-from paceline.telemetry.verdicts import look
+from paceline.telemetry.step_recorder import StepRecorder
+from paceline.telemetry.verdicts import summarize_window
+from results_store import dated, keep
 from workloads import WORKLOADS, Workload
 
 STEPS = 20_000
@@ -71,8 +79,8 @@ def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
             out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
         )
         job = workload.job(WORKERS).model_copy(update={"epochs": EPOCHS})
-        result = run_job(job, read_strategy("allreduce"), options)
-        scene = look(read_run(options.out, steps=False), None)
+        result = run_training(job, parse_strategy("allreduce"), options)
+        scene = summarize_window(read_run(options.out, steps=False), None)
     cpu_us = 0.0
     if scene is not None:
         cpu_us = 1e6 * scene.workers[0].cpu_s / scene.workers[0].steps

@@ -17,9 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from causes import CAUSES, Cause, run_with, why_not
-from keeping import dated
-from paceline.telemetry.reading import read_run
+
+from paceline.telemetry.reader import read_run
 from paceline.telemetry.verdicts import verdicts
+from results_store import dated
 
 OUTSIDE = {"neighbours"}
 """Told where other programs kept the machine busy meanwhile: true, and not the cause made here."""
@@ -33,8 +34,8 @@ def measure(cause: Cause) -> dict[str, Any]:
         folder = run_with(cause, Path(name), train_s=train_s, until=cause.rule)
         run = read_run(folder)
         return {
-            "live": sorted({e["rule"] for e in run.judged}),
-            "lines": [e["text"] for e in run.judged if e["state"] == "began"],
+            "live": sorted({e["rule"] for e in run.verdict_events}),
+            "lines": [e["text"] for e in run.verdict_events if e["state"] == "began"],
             "whole": sorted({v.rule for v in verdicts(run)}),
             "outside_cores": outside(run),
         }
@@ -42,9 +43,9 @@ def measure(cause: Cause) -> dict[str, Any]:
 
 def outside(run: Any) -> float | None:
     """How busy other programs kept the machine, for the reader to judge by."""
-    from paceline.telemetry.verdicts import look
+    from paceline.telemetry.verdicts import summarize_window
 
-    scene = look(run, None)
+    scene = summarize_window(run, None)
     return round(scene.places[0].outside, 2) if scene is not None and scene.places else None
 
 

@@ -26,7 +26,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from lab import Lab, make_lab, why_not
+from network_namespaces import Lab, make_lab, why_not
 
 settings.register_profile("paceline", deadline=None, print_blob=True)
 settings.load_profile("paceline")

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.job import Job
-from paceline.worker.build import build_optimizer, cross_entropy
-from paceline.worker.feed import epoch_order
+from paceline.worker.batch_loader import epoch_order
+from paceline.worker.job_builder import build_optimizer, cross_entropy
 
 CLASSES = 3
 FEATURES = 8

@@ -20,12 +20,12 @@ from paceline.state import (
     FORMAT,
     Section,
     TrainState,
-    capture,
     checksum,
     list_checkpoints,
     load_checkpoint,
-    restore,
+    load_into_model,
     save_checkpoint,
+    state_from_model,
 )
 
 DTYPES = (
@@ -108,7 +108,7 @@ def make_model(width: int = 5) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def make_state(width: int = 5) -> TrainState:
-    shared = capture(*make_model(width))
+    shared = state_from_model(*make_model(width))
     shared.plain["coordinator"] = {"history": {"epoch": 1}, "elapsed_s": 2.5}
     workers = [Section({"rng/torch": torch.get_rng_state()}, {"step": k}) for k in range(2)]
     return TrainState(shared, workers)
@@ -152,12 +152,12 @@ def test_checksum_depends_on_every_bit_and_not_on_layout(section: Section) -> No
 
 def test_restored_model_goes_on_the_same(tmp_path: Path) -> None:
     model, optimizer = make_model()
-    path = save_checkpoint(tmp_path, "1", TrainState(capture(model, optimizer)))
+    path = save_checkpoint(tmp_path, "1", TrainState(state_from_model(model, optimizer)))
     other, other_optimizer = make_model()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    restore(load_checkpoint(path).shared, other, other_optimizer)
+    load_into_model(load_checkpoint(path).shared, other, other_optimizer)
     inputs = torch.randn(4, 3)
     for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         its_optimizer.zero_grad()
@@ -222,10 +222,10 @@ def test_exchanged_tensors_are_refused(saved: Path) -> None:
 def test_another_model_is_refused(saved: Path) -> None:
     state = load_checkpoint(saved)
     with pytest.raises(StateError, match=r"another model: \S+ has shape \(5, 3\)"):
-        restore(state.shared, *make_model(width=7))
+        load_into_model(state.shared, *make_model(width=7))
     deeper = torch.nn.Sequential(*make_model()[0], torch.nn.Linear(5, 2))
     with pytest.raises(StateError, match=r"weights/2\.\w+ \(the state lacks it\)"):
-        restore(state.shared, deeper, torch.optim.Adam(deeper.parameters()))
+        load_into_model(state.shared, deeper, torch.optim.Adam(deeper.parameters()))
     assert state.fingerprint() == make_state().fingerprint()
     assert state.fingerprint() != make_state(width=7).fingerprint()
 

@@ -21,19 +21,19 @@ from torch import Tensor
 
 from paceline.comm.codecs import (
     Compressor,
-    Feedback,
-    LowRank,
-    NotFinite,
+    ErrorFeedback,
+    NonFiniteGradient,
     Payload,
+    PowerSgdCoder,
     from_bytes,
     make_coder,
     to_bytes,
 )
 from paceline.comm.codecs.coder import BLOCK, SAMPLE
-from paceline.comm.codecs.low_rank import multiply_out
-from paceline.comm.codecs.sparse import find_largest
-from paceline.comm.compressed import CompressedSum
-from paceline.comm.group import Group
+from paceline.comm.codecs.low_rank import deterministic_matmul
+from paceline.comm.codecs.sparse import topk_indices
+from paceline.comm.compressed_allreduce import CompressedAllReduce
+from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PacelineError, SpecError, StateError, UsageError, WireError
 from paceline.specs.codec import (
     CODECS,
@@ -48,7 +48,7 @@ from paceline.specs.codec import (
     parse_codec,
     read_codec,
 )
-from paceline.specs.text import parse
+from paceline.specs.expression import parse_expression
 
 SPECS: list[Codec] = [
     Fp16(),
@@ -60,7 +60,7 @@ SPECS: list[Codec] = [
     Threshold(1.5),
     PowerSgd(2),
 ]
-FEEDBACK = [spec for spec in SPECS if spec.feedback]
+FEEDBACK = [spec for spec in SPECS if spec.uses_error_feedback]
 DTYPES = [torch.float32, torch.float64]
 SHAPES = [(12, 20), (7,), (3,), (9, 4, 5), (2, 2), (5,)]
 NUMEL = sum(math.prod(shape) for shape in SHAPES)
@@ -123,7 +123,7 @@ properties = settings(max_examples=60, deadline=None)
     ],
 )
 def test_spec_text(text: str, spec: Codec, canonical: str) -> None:
-    assert parse_codec(text) == spec == read_codec(parse(text), "codec")
+    assert parse_codec(text) == spec == read_codec(parse_expression(text), "codec")
     assert str(spec) == canonical
     assert parse_codec(canonical) == spec
 
@@ -158,14 +158,14 @@ def test_spec_refusals_are_one_line(text: str, part: str) -> None:
 
 
 def test_what_codecs_say_of_themselves() -> None:
-    words = {"feedback": set(), "summable": set(), "weights_too": set()}
+    words = {"uses_error_feedback": set(), "summable": set(), "suits_weights": set()}
     for word, cls in CODECS.items():
         for fact, those in words.items():
             if getattr(cls, fact):
                 those.add(word)
-    assert words["feedback"] == set(CODECS) - {"fp16", "bf16"}
+    assert words["uses_error_feedback"] == set(CODECS) - {"fp16", "bf16"}
     assert words["summable"] == {"fp16", "bf16"}
-    assert words["weights_too"] == {"fp16", "bf16"}
+    assert words["suits_weights"] == {"fp16", "bf16"}
 
 
 # ---- round trips -----------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_onebit_keeps_sums_and_signs(values: Tensor, dtype: torch.dtype) -> None
 def test_topk_keeps_exactly_the_largest(values: Tensor, dtype: torch.dtype, ratio: float) -> None:
     flat = values.to(dtype)
     count = min(flat.numel(), max(1, round(ratio * flat.numel())))
-    chosen = find_largest(flat, count)
+    chosen = topk_indices(flat, count)
     assert chosen.numel() == count
     # Magnitude first, then place: that order has no ties.
     magnitude = flat.abs().tolist()
@@ -269,7 +269,7 @@ def test_topk_of_many_is_the_topk_of_torch(kind: str) -> None:
     elif kind == "misleading":
         flat[:: numel // SAMPLE | 1] = 100.0  # Just what the sample looks at.
     for count in (1, 100, numel // 100, numel // 2, numel):
-        chosen = find_largest(flat, count)
+        chosen = topk_indices(flat, count)
         assert chosen.numel() == count
         assert bool((chosen.diff() > 0).all())
         expected = flat.abs().topk(count).values
@@ -357,7 +357,7 @@ def test_product_of_factors_ignores_threads() -> None:
     for threads in (1, 4):
         torch.set_num_threads(threads)
         out = torch.empty(700, 300)
-        multiply_out(p, q, out)
+        deterministic_matmul(p, q, out)
         outs.append(out)
     assert torch.equal(*outs)
     assert torch.allclose(outs[0], p @ q, atol=1e-4)
@@ -384,21 +384,21 @@ def test_nan_and_infinity_are_refused(spec: Codec, bad: float) -> None:
     before = compressor.state()
     flat = noise(NUMEL, 1)
     flat[NUMEL // 2] = bad
-    with pytest.raises(NotFinite, match="NaN or infinity") as caught:
+    with pytest.raises(NonFiniteGradient, match="NaN or infinity") as caught:
         compressor.encode(flat)
     assert isinstance(caught.value, PacelineError)
     assert all(torch.equal(v, before[k]) for k, v in compressor.state().items())
-    with pytest.raises(NotFinite):
-        CompressedSum(spec, SHAPES, torch.float32, Group(0, 1)).run(flat)
+    with pytest.raises(NonFiniteGradient):
+        CompressedAllReduce(spec, SHAPES, torch.float32, CollectiveGroup(0, 1)).run(flat)
 
 
 def test_beyond_fp16_is_refused() -> None:
     flat = torch.tensor([1.0, -65504.0])
     assert torch.equal(through(Fp16(), flat), flat)
-    with pytest.raises(NotFinite, match="use bf16"):
+    with pytest.raises(NonFiniteGradient, match="use bf16"):
         through(Fp16(), torch.tensor([1.0, -70000.0]))
     assert float(through(Bf16(), torch.tensor([70000.0]))) == pytest.approx(70000, rel=0.01)
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteGradient):
         through(OneBit(), torch.full((1024,), 3e38))
 
 
@@ -447,12 +447,12 @@ def test_mean_sent_tends_to_the_mean_gradient(spec: Codec) -> None:
 
 
 def test_feedback_export_and_load() -> None:
-    feedback = Feedback(3, torch.float32)
+    feedback = ErrorFeedback(3, torch.float32)
     meant = torch.tensor([1.0, 2.0, 3.0])
-    feedback.remember(meant, torch.tensor([1.0, 1.0, 1.0]))
+    feedback.update(meant, torch.tensor([1.0, 1.0, 1.0]))
     kept = feedback.export()
     assert kept.tolist() == [0, 1, 2]
-    other = Feedback(3, torch.float32)
+    other = ErrorFeedback(3, torch.float32)
     other.load(kept)
     flat = torch.zeros(3)
     other.compensate(flat)
@@ -604,17 +604,17 @@ def test_payloads_that_do_not_fit_are_refused(spec: Codec, payload: Payload) -> 
 
 def simulated(rank: int, workers: int, flats: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """PowerSGD's sum of all workers, stage by stage in one process."""
-    coders = [LowRank(flats[0].dtype, rank, SHAPES) for _ in range(workers)]
-    firsts = [c.project(f) for c, f in zip(coders, flats, strict=True)]
+    coders = [PowerSgdCoder(flats[0].dtype, rank, SHAPES) for _ in range(workers)]
+    firsts = [c.compute_p(f) for c, f in zip(coders, flats, strict=True)]
     first = torch.stack(firsts).sum(0)
     coders[0].orthogonalize(first)
-    seconds = [c.answer(f, first) for c, f in zip(coders, flats, strict=True)]
+    seconds = [c.compute_q(f, first) for c, f in zip(coders, flats, strict=True)]
     residuals = [torch.empty_like(f) for f in flats]
     for coder, flat, own, residual in zip(coders, flats, seconds, residuals, strict=True):
-        coder.leave(flat, first, own, residual)
+        coder.update_residual(flat, first, own, residual)
     outs = [torch.empty_like(f) for f in flats]
     for coder, out in zip(coders, outs, strict=True):
-        coder.rebuild(first, torch.stack(seconds).sum(0), out)
+        coder.decompress(first, torch.stack(seconds).sum(0), out)
     return outs, residuals
 
 
@@ -628,7 +628,7 @@ def test_powersgd_sum_and_residuals_make_up_the_sum() -> None:
 @ids
 @both
 def test_group_of_one_shows_the_codec(spec: Codec, dtype: torch.dtype) -> None:
-    one = CompressedSum(spec, SHAPES, dtype, Group(0, 1))
+    one = CompressedAllReduce(spec, SHAPES, dtype, CollectiveGroup(0, 1))
     reference = Compressor(spec, SHAPES, dtype)
     for step in range(3):
         flat, again = noise(NUMEL, step, dtype), noise(NUMEL, step, dtype)
@@ -646,7 +646,7 @@ def test_group_of_one_shows_the_codec(spec: Codec, dtype: torch.dtype) -> None:
 
 
 def test_misuse_of_a_sum() -> None:
-    one = CompressedSum(Int8(), [(4,)], torch.float32, Group(0, 1))
+    one = CompressedAllReduce(Int8(), [(4,)], torch.float32, CollectiveGroup(0, 1))
     with pytest.raises(UsageError, match="before it was begun"):
         one.finish()
     with pytest.raises(UsageError, match="4 elements"):
@@ -658,8 +658,8 @@ def test_misuse_of_a_sum() -> None:
 
 @ids
 def test_empty_bucket(spec: Codec) -> None:
-    CompressedSum(spec, [(0,)], torch.float32, Group(0, 1)).run(torch.zeros(0))
-    CompressedSum(spec, [], torch.float32, Group(0, 1)).run(torch.zeros(0))
+    CompressedAllReduce(spec, [(0,)], torch.float32, CollectiveGroup(0, 1)).run(torch.zeros(0))
+    CompressedAllReduce(spec, [], torch.float32, CollectiveGroup(0, 1)).run(torch.zeros(0))
 
 
 STEPS, RESUME_AT = 4, 2
@@ -686,26 +686,28 @@ def worker_main(rank: int, size: int, folder: Path) -> None:
         world_size=size,
         timeout=datetime.timedelta(seconds=DEADLINE_S / 2),
     )
-    group = Group(rank, size)
+    group = CollectiveGroup(rank, size)
     results: dict[str, np.ndarray[Any, Any]] = {}
     for dtype in DTYPES:
         for spec in SPECS:
             for name, tensor in train(spec, dtype, group).items():
                 results[f"{spec}/{dtype}/{name}"] = tensor.numpy()
     for spec in SPECS:
-        CompressedSum(spec, [(0,)], torch.float32, group).run(torch.zeros(0))
+        CompressedAllReduce(spec, [(0,)], torch.float32, group).run(torch.zeros(0))
         small, large = overlap(spec, group)
         results.update({f"small/{spec}": small.numpy(), f"large/{spec}": large.numpy()})
-    with pytest.raises(NotFinite):  # Each part is in fp16's range, the sum is not: all see it.
-        CompressedSum(Fp16(), [(1,)], torch.float32, group).run(torch.tensor([40000.0]))
+    with pytest.raises(
+        NonFiniteGradient
+    ):  # Each part is in fp16's range, the sum is not: all see it.
+        CompressedAllReduce(Fp16(), [(1,)], torch.float32, group).run(torch.tensor([40000.0]))
     np.savez(folder / f"{rank}.npz", **results)
-    group.leave()
+    group.destroy()
 
 
-def train(spec: Codec, dtype: torch.dtype, group: Group) -> dict[str, Tensor]:
+def train(spec: Codec, dtype: torch.dtype, group: CollectiveGroup) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    exchange = CompressedSum(spec, SHAPES, dtype, group)
-    resumed = CompressedSum(spec, SHAPES, dtype, group)
+    exchange = CompressedAllReduce(spec, SHAPES, dtype, group)
+    resumed = CompressedAllReduce(spec, SHAPES, dtype, group)
     for step in range(STEPS):
         if step == RESUME_AT:
             resumed.load_state(exchange.state())
@@ -723,9 +725,11 @@ def train(spec: Codec, dtype: torch.dtype, group: Group) -> dict[str, Tensor]:
     return found
 
 
-def overlap(spec: Codec, group: Group) -> tuple[Tensor, Tensor]:
+def overlap(spec: Codec, group: CollectiveGroup) -> tuple[Tensor, Tensor]:
     """Two buckets under way at the same time."""
-    exchanges = [CompressedSum(spec, shapes, torch.float32, group) for shapes in (SHAPES, LARGE)]
+    exchanges = [
+        CompressedAllReduce(spec, shapes, torch.float32, group) for shapes in (SHAPES, LARGE)
+    ]
     small = share(group.rank, 0, torch.float32)
     large = share(group.rank, 0, torch.float32, 121_000)
     for exchange, flat in zip(exchanges, (small, large), strict=True):
@@ -738,7 +742,7 @@ def overlap(spec: Codec, group: Group) -> tuple[Tensor, Tensor]:
 def run_workers(size: int, folder: Path) -> list[dict[str, Tensor]]:
     # Processes that share one import of torch, begun before any thread was.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.comm.compressed", "hypothesis", "pytest"])
+    context.set_forkserver_preload(["paceline.comm.compressed_allreduce", "hypothesis", "pytest"])
     workers = [
         context.Process(target=worker_main, args=(rank, size, folder), daemon=True)
         for rank in range(size)
@@ -787,14 +791,14 @@ def check_sums(spec: Codec, dtype: torch.dtype, found: list[dict[str, Tensor]]) 
     ]
     for step in range(RESUME_AT, STEPS):
         assert torch.equal(found[0][f"sum{step}"], found[0][f"resumed{step}"])
-    if spec.feedback:
+    if spec.uses_error_feedback:
         left = sum(one["residual"].double() for one in found)
         tolerance = 2e-5 if dtype == torch.float32 else 1e-12
         assert torch.allclose(sum(sums) + left, sum(exact), rtol=0, atol=tolerance)
     close = {"fp16": 0.004, "bf16": 0.04, "int8": 0.02, "topk": 3.0, "threshold": 4.0}
     for got, wanted in zip(sums, exact, strict=True):
         error = float((got - wanted).abs().max())
-        assert error < close.get(spec.word, 4.0)
+        assert error < close.get(spec.name, 4.0)
     before, sent = found[0]["bytes"].tolist()
     assert before == STEPS * NUMEL * dtype.itemsize
     assert sent < before or isinstance(spec, TopK)

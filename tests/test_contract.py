@@ -22,13 +22,13 @@ from jobs import (
     synthetic_job,
     train_plainly,
 )
-from paceline.launch.run import RunOptions, run_job
+from paceline.launch.run import RunOptions, run_training
 from paceline.protocol.messages import split_batch
-from paceline.specs.strategy import STRATEGIES, read_strategy
-from paceline.specs.trouble import Trouble
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.specs.strategy import STRATEGIES, parse_strategy
 from paceline.telemetry.events import PHASES
-from paceline.telemetry.folder import RunFolder, read_events
-from paceline.worker.feed import epoch_order
+from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.worker.batch_loader import epoch_order
 
 EXACT = ["single", "allreduce", "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
 TABLE = [
@@ -70,12 +70,12 @@ def train(tmp_path: Path, job: paceline.Job, strategy: str, workers: int) -> dic
 
 
 def test_table_covers_every_registered_strategy() -> None:
-    words = {phase.word for text in TABLE for phase in read_strategy(text).phases}
-    words |= {read_strategy(text).word for text in TABLE}
+    words = {phase.name for text in TABLE for phase in parse_strategy(text).phases}
+    words |= {parse_strategy(text).name for text in TABLE}
     # Those that split a model want one that can be traced, or layers they know: test_pipeline.py
     # and test_tensor.py.
     assert words | {"pipeline", "tensor"} == set(STRATEGIES)
-    assert [text for text in TABLE if read_strategy(text).exact] == EXACT
+    assert [text for text in TABLE if parse_strategy(text).exact] == EXACT
 
 
 ONE_WORKER = [text for text in TABLE if not text.startswith(("ps(overlap", "diloco"))]
@@ -268,10 +268,10 @@ def test_the_loosest_strategies_at_their_tightest_equal_allreduce(
 
 
 def test_groups_by_speed_put_the_slow_ones_together(tmp_path: Path) -> None:
-    slow = (Trouble(0, factor=20.0), Trouble(2, factor=20.0))
+    slow = (InjectedSlowdown(0, factor=20.0), InjectedSlowdown(2, factor=20.0))
     job = synthetic_job(Plain, samples=440)
-    options = RunOptions(out=tmp_path / "run", workers=4, timeout_s=60, troubles=slow)
-    result = run_job(job, read_strategy("grouped(size=2, by=speed)"), options)
+    options = RunOptions(out=tmp_path / "run", workers=4, timeout_s=60, slowdowns=slow)
+    result = run_training(job, parse_strategy("grouped(size=2, by=speed)"), options)
     assert result["status"] == "done"
     ranges = positions_by_worker(tmp_path / "run")
     # Workers of a group share each of their batches; groups never share one.
@@ -289,10 +289,10 @@ def positions_by_worker(folder: Path) -> list[list[tuple[int, int]]]:
 
 
 def test_a_straggler_never_leads_ssp_beyond_its_bound(tmp_path: Path) -> None:
-    slow = (Trouble(0, factor=6.0),)
+    slow = (InjectedSlowdown(0, factor=6.0),)
     job = synthetic_job(Plain, samples=440, epochs=2)
-    options = RunOptions(out=tmp_path / "run", workers=3, timeout_s=60, troubles=slow)
-    result = run_job(job, read_strategy("ps(sync=ssp(2))"), options)
+    options = RunOptions(out=tmp_path / "run", workers=3, timeout_s=60, slowdowns=slow)
+    result = run_training(job, parse_strategy("ps(sync=ssp(2))"), options)
     assert 0 < result["lag"]["max"] <= 2
 
 

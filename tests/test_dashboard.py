@@ -21,16 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from browser import CHROMIUM, DRIVER, Browser
-from paceline.dashboard.bins import Bins, Curve
-from paceline.dashboard.followed import FollowedRun
 from paceline.dashboard.page import SERVER_STYLES
+from paceline.dashboard.run_index import RunIndex
+from paceline.dashboard.run_view import RunView
 from paceline.dashboard.server import Dashboard
-from paceline.dashboard.shelf import Shelf
+from paceline.dashboard.time_bins import DownsampledCurve, TimeBins
 from paceline.errors import UsageError
 from paceline.report.charts import PHASE_STYLES, STRATEGY_COLOURS
 from paceline.telemetry import events as ev
-from paceline.telemetry.folder import EventWriter
-from recorded import Recording, record
+from paceline.telemetry.run_folder import EventWriter
+from run_folders import Recording, record
 
 # ---- bins
 
@@ -39,7 +39,7 @@ from recorded import Recording, record
     st.lists(st.tuples(st.floats(0.01, 5000), st.floats(0.001, 50), st.floats(0, 10)), max_size=60)
 )
 def test_sums_survive_every_merging(windows: list[tuple[float, float, float]]) -> None:
-    bins = Bins(most=16)
+    bins = TimeBins(most=16)
     for end, length, amount in windows:
         bins.add("x", end, length, [amount])
     table = bins.sums("x")
@@ -50,16 +50,16 @@ def test_sums_survive_every_merging(windows: list[tuple[float, float, float]]) -
 
 @given(st.lists(st.tuples(st.floats(0, 5000), st.floats(0, 10)), min_size=1, max_size=60))
 def test_peaks_survive_every_merging(points: list[tuple[float, float]]) -> None:
-    bins = Bins(most=16)
+    bins = TimeBins(most=16)
     for at, value in points:
-        bins.lift("x", at, [value])
+        bins.set_max("x", at, [value])
     table = bins.peaks("x")
     assert table is not None
     assert float(table.max()) == max(value for _, value in points)
 
 
 def test_a_curve_keeps_its_ends_and_a_bound() -> None:
-    curve = Curve(most=100)
+    curve = DownsampledCurve(most=100)
     for i in range(10_000):
         curve.add([float(i), None])
     points = curve.list_points()
@@ -71,13 +71,13 @@ def test_a_curve_keeps_its_ends_and_a_bound() -> None:
 # ---- one run followed
 
 
-def tell(run: FollowedRun, **given: Any) -> dict[str, Any]:
-    return run.tell(**{"generation": "", "first": 0, "who": None, **given})
+def tell(run: RunView, **given: Any) -> dict[str, Any]:
+    return run.payload(**{"generation": "", "first": 0, "who": None, **given})
 
 
 def test_phases_of_every_process_add_up(tmp_path: Path) -> None:
     record(tmp_path / "run", workers=3, seconds=30)
-    run = FollowedRun(tmp_path / "run")
+    run = RunView(tmp_path / "run")
     assert run.poll(budget_s=60)
     told = tell(run)
     assert [row["who"] for row in told["timeline"]] == [
@@ -99,7 +99,7 @@ def test_only_what_is_new_is_told(tmp_path: Path) -> None:
     live = Recording(tmp_path / "run", workers=4, seconds=300)
     for _ in range(100):
         live.write_second()
-    run = FollowedRun(tmp_path / "run")
+    run = RunView(tmp_path / "run")
     run.poll(budget_s=60)
     first = tell(run)
     live.write_second()
@@ -114,7 +114,7 @@ def test_only_what_is_new_is_told(tmp_path: Path) -> None:
 
 def test_a_run_in_place_of_another_is_read_anew(tmp_path: Path) -> None:
     record(tmp_path / "run", workers=2, seconds=40)
-    run = FollowedRun(tmp_path / "run")
+    run = RunView(tmp_path / "run")
     run.poll(budget_s=60)
     before = tell(run)["generation"]
     record(tmp_path / "run", workers=2, seconds=6)
@@ -147,11 +147,11 @@ def test_a_folder_cut_at_any_byte_opens(
             folder / "events" / "worker-0.jsonl"][which]  # fmt: skip
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
-    shelf = Shelf(folder.parent)
+    shelf = RunIndex(folder.parent)
     shelf.refresh()
     runs = shelf.list_runs()
     assert len(runs) == 1
-    told = shelf.tell_run(runs[0]["id"], generation="", first=0, who="worker-0")
+    told = shelf.run_payload(runs[0]["id"], generation="", first=0, who="worker-0")
     assert told is not None
     json.dumps(told)
     assert is_whole(path) or any(path.name in text for text in told["missing"])
@@ -161,9 +161,9 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     live = Recording(tmp_path / "run", workers=1, servers=0, seconds=100)
     live.write_second()
     live.close()
-    line = ev.Progressed(t=2.0, epoch=0, samples=777, updates=1, loss=1.0).to_line() + "\n"
+    line = ev.RunProgress(t=2.0, epoch=0, samples=777, updates=1, loss=1.0).to_line() + "\n"
     path = tmp_path / "run" / "events" / "run.jsonl"
-    run = FollowedRun(tmp_path / "run")
+    run = RunView(tmp_path / "run")
     with path.open("a", encoding="utf-8") as file:
         file.write(line[:20])
         file.flush()
@@ -183,9 +183,9 @@ def test_events_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
     for who in ("run", "worker-0"):
         with (tmp_path / "run" / "events" / f"{who}.jsonl").open("a") as file:
             file.write(strange)
-    shelf = Shelf(tmp_path)
+    shelf = RunIndex(tmp_path)
     shelf.refresh()
-    told = shelf.tell_run("run", generation="", first=0, who=None)
+    told = shelf.run_payload("run", generation="", first=0, who=None)
     assert told is not None
     json.dumps(told)
 
@@ -195,7 +195,7 @@ def test_thousands_of_updates_a_second_are_kept_up_with(tmp_path: Path, workers:
     """A second of 64 workers at 80 steps each takes well below a second of processor to read."""
     live = Recording(tmp_path / "run", workers=workers, seconds=600, steps_per_s=80)
     live.write_second()
-    run = FollowedRun(tmp_path / "run")
+    run = RunView(tmp_path / "run")
     run.poll(budget_s=60)
     told = tell(run)
     used_s, seconds = 0.0, 15
@@ -224,7 +224,7 @@ def board(tmp_path: Path) -> Iterator[Dashboard]:
     thread.join(timeout=20)
 
 
-def ask(board: Dashboard, path: str, **headers: str) -> http.client.HTTPResponse:
+def ask(board: Dashboard, path: str, **headers: str) -> http.client.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=20)
     connection.request("GET", path, headers=headers)
     return connection.getresponse()
@@ -428,7 +428,7 @@ def test_an_event_is_seen_within_two_seconds(site: Site) -> None:
     waits = []
     for k in range(4):
         samples = 1_000_000 + k
-        run.write(ev.Progressed(t=31.0 + k, epoch=0, samples=samples, updates=1, loss=0.1))
+        run.write(ev.RunProgress(t=31.0 + k, epoch=0, samples=samples, updates=1, loss=0.1))
         began = time.monotonic()
         site.browser.wait_for(f"state.view.told.loss.some(p => p[1] === {samples})")
         waits.append(time.monotonic() - began)

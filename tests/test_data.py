@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from paceline import data
-from paceline.data import adult, augment, cache, catalog, cifar, idx, keys
-from paceline.data.shelf import open_shelf
-from paceline.data.table import Scaling
+from paceline.data import adult, array_cache, augmentation, catalog, cifar, hashing, idx
+from paceline.data.dataset_files import find_dataset_files
+from paceline.data.in_memory import PixelScaling
 from paceline.errors import DataError, UsageError
 
 Files = dict[str, bytes]
@@ -100,7 +100,7 @@ def make_adult(count: int = 30) -> Files:
     return {"adult.data": train.encode(), "adult.test": test.encode()}
 
 
-def rows_of(table: data.Table) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(table: data.MapDataset) -> tuple[torch.Tensor, torch.Tensor]:
     return table.batch(np.arange(len(table)))
 
 
@@ -133,7 +133,7 @@ def refuse(name: str, folder: Path, *words: str, only_load: bool = False) -> str
 )
 def test_names_are_normalised(given: str, name: str) -> None:
     assert data.check_name(given) == name
-    assert name in data.names()
+    assert name in data.dataset_names()
 
 
 def test_unknown_name_suggests() -> None:
@@ -147,7 +147,7 @@ def test_unknown_name_suggests() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys; from paceline import data; data.names(); data.check_name('cifar-10');"
+        "import sys; from paceline import data; data.dataset_names(); data.check_name('cifar-10');"
         "assert not {'torch', 'numpy', 'sklearn'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -157,10 +157,10 @@ def test_import_is_light() -> None:
 def test_locate_leaves_torch_out_for_every_data_set(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom paceline import data, errors\nseen = 0\n"
-        "for name in data.names():\n"
+        "for name in data.dataset_names():\n"
         "    try: data.locate(name, Path(sys.argv[1]))\n"
         "    except errors.DataError: seen += 1\n"
-        "assert seen == len(data.names()) - 1, seen\n"
+        "assert seen == len(data.dataset_names()) - 1, seen\n"
         "assert not {'torch', 'sklearn'} & set(sys.modules)\n"
     )
     done = subprocess.run(
@@ -199,7 +199,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 def test_split_is_fixed_and_a_partition() -> None:
     first, second = data.load("digits", seed=1), data.load("digits", seed=2)
     assert torch.equal(rows_of(first.val)[0], rows_of(second.val)[0])
-    train, val, test = keys.hold_out(1797, 200, 300)
+    train, val, test = hashing.split_holdout(1797, 200, 300)
     assert sorted([*train, *val, *test]) == list(range(1797))
     # Pinned: with another split, results of two releases could not be compared.
     assert val[:4].tolist() == [5, 8, 12, 17]
@@ -231,7 +231,7 @@ def test_idx_round_trip(
     path = tmp_path_factory.mktemp("idx") / ("rows.gz" if packed else "rows")
     content = pack_idx(array)
     path.write_bytes(gzip.compress(content) if packed else content)
-    shelf = open_shelf("mnist", path.parent)
+    shelf = find_dataset_files("mnist", path.parent)
     np.testing.assert_array_equal(idx.read_file(shelf, path, array.ndim), array)
 
 
@@ -292,10 +292,10 @@ def test_published_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     name = "train-labels-idx1-ubyte.gz"
     found = hashlib.md5(files[name]).hexdigest()
     for md5 in (found, None):
-        table = {("mnist", name): catalog.Published(len(files[name]), md5)}
+        table = {("mnist", name): catalog.PublishedFile(len(files[name]), md5)}
         monkeypatch.setattr(catalog, "PUBLISHED", table)
         data.load("mnist", data_dir=tmp_path)
-    table = {("mnist", name): catalog.Published(len(files[name]), "0" * 32)}
+    table = {("mnist", name): catalog.PublishedFile(len(files[name]), "0" * 32)}
     monkeypatch.setattr(catalog, "PUBLISHED", table)
     refuse("mnist", tmp_path, name, found, "0" * 32, only_load=True)
 
@@ -495,7 +495,7 @@ def test_archive_members_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = make_cifar()
     write(tmp_path / "cifar10", {"cifar-10-binary.tar.xz": make_tar(files, "w:xz")})
     size = len(files["data_batch_4.bin"])
-    table = {("cifar10", "data_batch_4.bin"): catalog.Published(size, "0" * 32)}
+    table = {("cifar10", "data_batch_4.bin"): catalog.PublishedFile(size, "0" * 32)}
     monkeypatch.setattr(catalog, "PUBLISHED", table)
     refuse("cifar10", tmp_path, "tar.xz (data_batch_4.bin)", "0" * 32, only_load=True)
 
@@ -506,7 +506,7 @@ def test_archive_members_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def fill_cache(folder: Path) -> tuple[Path, np.ndarray[Any, Any]]:
     write(folder / "cifar10", {"cifar-10-binary.tar.xz": make_tar(make_cifar(), "w:xz")})
     x = rows_of(data.load("cifar10", data_dir=folder).train)[0].numpy()
-    (entry,) = (p for p in cache.root().iterdir() if p.is_dir())
+    (entry,) = (p for p in array_cache.root().iterdir() if p.is_dir())
     return entry, x
 
 
@@ -539,7 +539,7 @@ def test_broken_cache_is_rebuilt(tmp_path: Path, damage: str) -> None:
     again = rows_of(data.load("cifar10", data_dir=tmp_path).train)[0].numpy()
     np.testing.assert_array_equal(again, x)
     assert path.read_bytes() == sound
-    assert [p.name for p in cache.root().iterdir() if p.is_dir()] == [entry.name]
+    assert [p.name for p in array_cache.root().iterdir() if p.is_dir()] == [entry.name]
 
 
 @pytest.mark.usefixtures("unpublished")
@@ -574,7 +574,7 @@ def test_adult(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unpublished")
 def test_adult_learns_its_encoding_from_training_rows_only(tmp_path: Path) -> None:
     write(tmp_path / "adult", make_adult())
-    shelf = open_shelf("adult", tmp_path)
+    shelf = find_dataset_files("adult", tmp_path)
     rows = adult.read(shelf, tmp_path / "adult" / "adult.data")
     encoder = adult.fit_encoder(rows, np.arange(0, 30, 2))
     assert encoder.vocabularies[0].tolist() == ["Private"]
@@ -642,15 +642,15 @@ def test_bad_text(tmp_path: Path) -> None:
 # Augmentation
 
 
-def make_table(colour: bool, count: int = 50, seed: int = 7) -> data.ArrayTable:
+def make_table(colour: bool, count: int = 50, seed: int = 7) -> data.ArrayDataset:
     shape = (count, 3, 12, 12) if colour else (count, 1, 12, 12)
     images = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
     means = (0.5,) * shape[1]
-    return data.ArrayTable(
+    return data.ArrayDataset(
         images,
         np.arange(count),
-        scaling=Scaling(255.0, means, means),
-        augmentation=augment.COLOUR if colour else augment.GREY,
+        scaling=PixelScaling(255.0, means, means),
+        augmentation=augmentation.COLOUR if colour else augmentation.GREY,
         seed=seed,
     )
 
@@ -675,7 +675,7 @@ def test_augmentation_depends_on_the_key_alone(
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_augmentation_is_a_shift_and_a_flip(colour: bool) -> None:
-    kind = augment.COLOUR if colour else augment.GREY
+    kind = augmentation.COLOUR if colour else augmentation.GREY
     pad = kind.pad
     images = np.random.default_rng(1).integers(1, 256, (300, 3, 12, 12), dtype=np.uint8)
     changed = kind.apply(images, np.arange(300), seed=0, epoch=0)
@@ -718,9 +718,9 @@ def test_only_the_training_table_is_augmented() -> None:
 
 def test_hash_is_splitmix64_and_never_changes() -> None:
     # The first outputs of the reference splitmix64 started from 0: key of nothing, state 0.
-    first = keys.hash_rows((), np.array([0]))
+    first = hashing.hash_rows((), np.array([0]))
     assert int(first[0]) == 0xE220A8397B1DCDAF
-    spread = keys.hash_rows((1, 2), np.arange(100_000))
+    spread = hashing.hash_rows((1, 2), np.arange(100_000))
     assert len(np.unique(spread)) == 100_000
     assert abs(float((spread >> np.uint64(63)).mean()) - 0.5) < 0.01
 
@@ -730,13 +730,13 @@ def test_hash_is_splitmix64_and_never_changes() -> None:
 
 def test_array_table_refuses() -> None:
     with pytest.raises(DataError, match="empty table"):
-        data.ArrayTable(np.zeros((0, 2)), np.zeros(0))
+        data.ArrayDataset(np.zeros((0, 2)), np.zeros(0))
     with pytest.raises(DataError, match="empty table"):
-        data.ArrayTable(np.zeros((3, 2)), np.zeros(3), rows=np.array([], np.int64))
+        data.ArrayDataset(np.zeros((3, 2)), np.zeros(3), rows=np.array([], np.int64))
     with pytest.raises(DataError, match="3 rows of features but 2 labels"):
-        data.ArrayTable(np.zeros((3, 2)), np.zeros(2))
+        data.ArrayDataset(np.zeros((3, 2)), np.zeros(2))
     with pytest.raises(DataError, match="expected at least 65"):
-        data.WindowTable(np.zeros(64, np.int32), 64)
+        data.TextWindowDataset(np.zeros(64, np.int32), 64)
 
 
 @pytest.mark.parametrize("form", ["tensors", "arrays", "dataset", "rows", "batched"])
@@ -755,7 +755,7 @@ def test_as_table(form: str) -> None:
         def __getitems__(self, numbers: list[int]) -> Any:
             return [self[number] for number in numbers]
 
-    table = data.as_table(
+    table = data.as_dataset(
         {
             "tensors": (x, y),
             "arrays": [x.numpy(), y.numpy()],
@@ -770,15 +770,17 @@ def test_as_table(form: str) -> None:
     assert (features.dtype, labels.dtype) == (torch.float32, torch.int64)
     assert features.tolist() == [[8, 9], [2, 3], [8, 9]]
     assert labels.tolist() == [4, 1, 4]
-    assert data.as_table(table) is table
+    assert data.as_dataset(table) is table
 
 
 def test_as_table_leaves_types_alone_unless_told() -> None:
     x, y = np.zeros((3, 2)), np.zeros(3)
-    features, targets = data.as_table((x[::-1], y)).batch(np.array([0]))
+    features, targets = data.as_dataset((x[::-1], y)).batch(np.array([0]))
     assert (features.dtype, targets.dtype) == (torch.float64, torch.float64)
     images = torch.zeros((3, 1, 2, 2), dtype=torch.uint8)
-    assert data.as_table((images, y), dtype="float32").batch(np.array([0]))[0].dtype == torch.uint8
+    assert (
+        data.as_dataset((images, y), dtype="float32").batch(np.array([0]))[0].dtype == torch.uint8
+    )
 
 
 def test_as_table_with_collate() -> None:
@@ -787,7 +789,7 @@ def test_as_table_with_collate() -> None:
     def collate(batch: list[Any]) -> Any:
         return torch.tensor([r["x"] for r in batch]), torch.tensor([r["y"] for r in batch])
 
-    features, labels = data.as_table(rows, collate=collate).batch(np.array([2, 3]))
+    features, labels = data.as_dataset(rows, collate=collate).batch(np.array([2, 3]))
     assert (features.tolist(), labels.tolist()) == ([[2, 2], [3, 3]], [2, 3])
 
 
@@ -811,21 +813,21 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 )
 def test_as_table_refuses(obj: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        data.as_table(obj)
+        data.as_dataset(obj)
 
 
 def test_as_table_refuses_collate_for_a_pair_and_unknown_dtype() -> None:
     pair = np.zeros((3, 2)), np.zeros(3)
     with pytest.raises(UsageError, match="collate"):
-        data.as_table(pair, collate=list)
+        data.as_dataset(pair, collate=list)
     with pytest.raises(UsageError, match="bfloat16"):
-        data.as_table(pair, dtype="bfloat16")
+        data.as_dataset(pair, dtype="bfloat16")
 
 
 def test_batches_that_are_not_pairs_are_refused() -> None:
     rows = [{"x": 1.0}, {"x": 2.0}]
     with pytest.raises(DataError, match="not a pair of tensors"):
-        data.as_table(rows).batch(np.array([0]))
-    scalar = data.as_table(rows, collate=lambda _: (torch.zeros(3, 2), torch.tensor(1)))
+        data.as_dataset(rows).batch(np.array([0]))
+    scalar = data.as_dataset(rows, collate=lambda _: (torch.zeros(3, 2), torch.tensor(1)))
     with pytest.raises(DataError, match="batch of list of 2 rows"):
         scalar.batch(np.array([0, 1]))

@@ -30,7 +30,7 @@ ROWS = {
 }
 
 
-def open_set(name: str) -> data.DataSet:
+def open_set(name: str) -> data.DatasetSplits:
     assert FOLDER
     try:
         data.locate(name, Path(FOLDER))
@@ -41,7 +41,7 @@ def open_set(name: str) -> data.DataSet:
     return data.load(name, data_dir=Path(FOLDER))
 
 
-def count_labels(*tables: data.Table) -> list[int]:
+def count_labels(*tables: data.MapDataset) -> list[int]:
     labels = [table.batch(np.arange(len(table)))[1] for table in tables]
     return torch.cat(labels).bincount().tolist()
 

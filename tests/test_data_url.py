@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data import as_table, places, read
-from paceline.data.columns import ColumnError, to_array
-from paceline.data.looking import check_place
-from paceline.data.opened import Taking, open_set, open_table
-from paceline.data.prepared import Prepared
+from paceline.data import as_dataset, read, stores
+from paceline.data.arrow_columns import ColumnError, to_array
+from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.discovery import check_source
+from paceline.data.pipelined_dataset import PipelinedDataset
 from paceline.errors import DataError, UsageError
 
 SIDE = 4
@@ -133,7 +133,7 @@ def test_columns_without_numbers_are_refused(column: Any, text: str) -> None:
 def test_parquet_rows_and_their_hold_out(tmp_path: Path) -> None:
     images, labels = write_set(tmp_path, [120, 30, 50])
     pipeline = read(str(tmp_path), features="image", label="label", shape=(1, SIDE, SIDE))
-    found = open_set("set", pipeline, None, Taking())
+    found = build_splits("set", pipeline, None, FeatureOptions())
     assert (found.input_shape, found.classes, found.kind) == ((1, SIDE, SIDE), 10, "image")
     assert found.val is not None
     assert (len(found.train), len(found.val)) == (180, 20)
@@ -156,8 +156,8 @@ def test_every_way_of_holding_rows_gives_the_same(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     images, labels = write_set(tmp_path / "set", [60, 45])
     pipeline = read(str(tmp_path / "set")).shard(shard).cache(cache)
-    table = open_table(pipeline, Taking(dtype="float64")).table
-    assert isinstance(table, Prepared)
+    table = build_dataset(pipeline, FeatureOptions(dtype="float64")).table
+    assert isinstance(table, PipelinedDataset)
     wanted = np.array([104, 0, 61, 59, 60, 3])
     for _ in range(2):
         x, y = table.batch(wanted)
@@ -176,7 +176,7 @@ def test_maps_and_batches_change_rows(tmp_path: Path) -> None:
         .map(lambda x, y: (x.float() / 2, y + 1))
         .batch(lambda x, y: (x * 10, y * 2))
     )
-    x, y = open_table(pipeline, Taking()).table.batch(np.arange(3))
+    x, y = build_dataset(pipeline, FeatureOptions()).table.batch(np.arange(3))
     assert x[:, 0].tolist() == [0.0, 5.0, 10.0]
     assert y.tolist() == [2, 4, 6]
 
@@ -184,12 +184,12 @@ def test_maps_and_batches_change_rows(tmp_path: Path) -> None:
 def test_scale_is_of_bytes(tmp_path: Path) -> None:
     write_set(tmp_path, [20])
     pipeline = read(str(tmp_path), scale=(1.0, (2.0,), (4.0,)))
-    x, _ = open_table(pipeline, Taking()).table.batch(np.arange(3))
+    x, _ = build_dataset(pipeline, FeatureOptions()).table.batch(np.arange(3))
     assert x[:, 0].tolist() == [-0.5, -0.25, 0.0]
 
 
 def check(folder: Path, **options: Any) -> None:
-    open_set("set", read(str(folder), **options), None, Taking())
+    build_splits("set", read(str(folder), **options), None, FeatureOptions())
 
 
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
@@ -215,7 +215,10 @@ def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     write_parquet(second, images[:0], labels[:0])
     with pytest.raises(DataError, match=r"part-01\.parquet: holds no rows"):
         check(tmp_path)
-    assert len(open_set("set", read(str(tmp_path), skip_empty=True), None, Taking()).train) == 90
+    assert (
+        len(build_splits("set", read(str(tmp_path), skip_empty=True), None, FeatureOptions()).train)
+        == 90
+    )
 
     write_parquet(second, images.astype(np.float32), labels)
     with pytest.raises(DataError, match=r"part-01\.parquet: column 'image' is of .*float.* uint8"):
@@ -234,7 +237,7 @@ def test_columns_that_are_missing_or_null_are_named(tmp_path: Path) -> None:
         check(tmp_path, label="lable")
     with pytest.raises(DataError, match=r"x\.parquet, row group 0, row 1: column 'a' holds a null"):
         check(tmp_path)
-    x, _ = open_table(read(str(tmp_path), fill=9.0), Taking()).table.batch(np.arange(3))
+    x, _ = build_dataset(read(str(tmp_path), fill=9.0), FeatureOptions()).table.batch(np.arange(3))
     assert x.tolist() == [[1.0], [9.0], [2.0]]
     with pytest.raises(DataError, match="1 values a row do not fit"):
         check(tmp_path, fill=0.0, shape=(2, 2))
@@ -250,21 +253,21 @@ def test_rows_of_other_lengths_are_named(tmp_path: Path) -> None:
 
 def test_places_that_are_wrong_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data files there"):
-        check_place(read(str(tmp_path)))
+        check_source(read(str(tmp_path)))
     with pytest.raises(DataError, match="no data files there"):
-        check_place(read(str(tmp_path / "none.parquet")))
+        check_source(read(str(tmp_path / "none.parquet")))
     with pytest.raises(UsageError, match="unknown scheme 's4'"):
-        check_place(read("s4://bucket/x.parquet"))
+        check_source(read("s4://bucket/x.parquet"))
     (tmp_path / "x.dat").write_bytes(b"1")
     with pytest.raises(UsageError, match=r"x\.dat does not tell its format: give --format"):
-        check_place(read(str(tmp_path)))
+        check_source(read(str(tmp_path)))
     with pytest.raises(UsageError, match="unknown format 'parket': did you mean 'parquet'"):
         read(str(tmp_path), format="parket")
     write_set(tmp_path, [3])
     (tmp_path / "x.csv").write_text("a,label\n1,2\n")
     (tmp_path / "x.dat").unlink()
     with pytest.raises(UsageError, match=r"several formats \(csv, parquet\)"):
-        check_place(read(str(tmp_path)))
+        check_source(read(str(tmp_path)))
 
 
 @pytest.fixture
@@ -308,14 +311,14 @@ def web(tmp_path: Path) -> Iterator[str]:
 def test_parquet_over_http(web: str, tmp_path: Path) -> None:
     images, _ = write_set(tmp_path, [120])
     pipeline = read(f"{web}/part-00.parquet").shard("row_group")
-    table = open_table(pipeline, Taking()).table
-    assert isinstance(table, Prepared)
+    table = build_dataset(pipeline, FeatureOptions()).table
+    assert isinstance(table, PipelinedDataset)
     x, _ = table.batch(np.array([119, 0]))
     assert np.allclose(x.numpy() * 255, images[[119, 0]], atol=1e-3)
     assert table.blocks is not None
     table.blocks.close()
     with pytest.raises(DataError, match="part-09"):
-        check_place(read(f"{web}/part-09.parquet"))
+        check_source(read(f"{web}/part-09.parquet"))
 
 
 @pytest.fixture
@@ -359,7 +362,7 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         await asyncio.gather(*others, return_exceptions=True)
 
     asyncio.run_coroutine_threadsafe(end_connections(), loop).result(30)
-    places._open_store.cache_clear()
+    stores._open_store.cache_clear()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     loop.close()
@@ -367,11 +370,11 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_parquet_over_sftp(sftp: str, tmp_path: Path) -> None:
     images, _ = write_set(tmp_path / "set", [70, 30])
-    table = open_table(read(f"{sftp}{tmp_path}/set/*.parquet"), Taking()).table
+    table = build_dataset(read(f"{sftp}{tmp_path}/set/*.parquet"), FeatureOptions()).table
     x, _ = table.batch(np.array([99, 0]))
     assert np.allclose(x.numpy() * 255, images[[99, 0]], atol=1e-3)
     with pytest.raises(DataError, match="no data files there"):
-        check_place(read(f"{sftp}{tmp_path}/none/*.parquet"))
+        check_source(read(f"{sftp}{tmp_path}/none/*.parquet"))
 
 
 # ---- torch's own -----------------------------------------------------------------------------
@@ -398,19 +401,19 @@ def double(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Te
 
 
 def test_loaders_are_data() -> None:
-    table = as_table(DataLoader(Squares(), batch_size=4))
+    table = as_dataset(DataLoader(Squares(), batch_size=4))
     assert table.batch(np.array([3, 1]))[0].tolist() == [[9.0], [1.0]]
-    table = as_table(DataLoader(Squares(), batch_size=4, collate_fn=double))
+    table = as_dataset(DataLoader(Squares(), batch_size=4, collate_fn=double))
     assert table.batch(np.array([3]))[0].tolist() == [[18.0]]
     with pytest.raises(UsageError, match="batch_size"):
-        as_table(DataLoader(Squares(), batch_size=None))
+        as_dataset(DataLoader(Squares(), batch_size=None))
 
 
 def test_iterable_data_sets_are_held() -> None:
-    table = as_table(DataLoader(Counting(2500), batch_size=32))
+    table = as_dataset(DataLoader(Counting(2500), batch_size=32))
     assert len(table) == 2500
     x, y = table.batch(np.array([2499, 0]))
     assert x.tolist() == [[2499.0], [0.0]]
     assert y.tolist() == [2499 % 3, 0]
     with pytest.raises(DataError, match="no rows"):
-        as_table(Counting(0))
+        as_dataset(Counting(0))

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RunCli
-from lab import Lab
+from network_namespaces import Lab
 from paceline.cluster.diagnosis import Problem, diagnose
-from paceline.cluster.doctor import Examination, Examined, Pair, plan_rounds
-from paceline.cluster.figures import find_link, to_plain, update_pool
+from paceline.cluster.doctor import Examination, MachineExamination, MachinePair, round_robin_pairs
+from paceline.cluster.measurements import examination_to_json, find_link, update_pool
 from paceline.cluster.pool import Gpu, Host, Pool, read_pool
 from paceline.errors import HostError
 
@@ -47,7 +47,7 @@ def healthy(count: int = 3) -> Examination:
     for number, name in enumerate(names, start=1):
         own = f"10.0.0.{number}"
         machines.append(
-            Examined(
+            MachineExamination(
                 host=Host(host=name),
                 facts=facts(),
                 address=own,
@@ -64,7 +64,7 @@ def healthy(count: int = 3) -> Examination:
             )
         )
     pairs = [
-        Pair(
+        MachinePair(
             source=a,
             target=b,
             reached={0: "ok", 29500: "ok"},
@@ -92,7 +92,7 @@ def test_healthy_machines_have_no_problem() -> None:
 def test_unreachable_machine_is_told_with_its_remedy() -> None:
     found = healthy()
     error = HostError("h2", "key", "no key of ours is accepted", "paceline pool keys POOL")
-    found.machines[1] = Examined(host=Host(host="h2"), error=error)
+    found.machines[1] = MachineExamination(host=Host(host="h2"), error=error)
     assert only(found) == Problem(
         host="h2", kind="key", what="no key of ours is accepted", fix="paceline pool keys POOL"
     )
@@ -221,7 +221,9 @@ def test_figures_go_into_the_pool() -> None:
         "per_sample_s": 2e-5,
         "update_s": 1e-4,
     }
-    found.machines[2] = Examined(host=Host(host="h3", cores=3), error=HostError("h3", "x", "y"))
+    found.machines[2] = MachineExamination(
+        host=Host(host="h3", cores=3), error=HostError("h3", "x", "y")
+    )
     pool = update_pool(found)
     first = pool.hosts[0]
     assert (first.cores, first.memory_gb, first.gflops) == (4, 8.0, 21.0)
@@ -230,7 +232,7 @@ def test_figures_go_into_the_pool() -> None:
     assert (first.link.mbit_s, first.link.latency_ms) == (1000.0, 0.1)
     assert first.measured["mlp-128"].per_sample_s == 2e-5
     assert pool.hosts[2] == Host(host="h3", cores=3)
-    json.dumps(to_plain(found, diagnose(found)))  # all of it is plain
+    json.dumps(examination_to_json(found, diagnose(found)))  # all of it is plain
 
 
 def test_own_link_is_what_the_fastest_partner_shows() -> None:
@@ -246,7 +248,7 @@ def test_own_link_is_what_the_fastest_partner_shows() -> None:
 @given(st.integers(2, 12))
 def test_rounds_match_every_two_once(count: int) -> None:
     names = [f"h{i}" for i in range(count)]
-    rounds = plan_rounds(names)
+    rounds = round_robin_pairs(names)
     met = [frozenset(pair) for matches in rounds for pair in matches]
     assert sorted(map(sorted, met)) == sorted(map(sorted, combinations(names, 2)))
     for matches in rounds:

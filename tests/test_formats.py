@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from paceline.data import read
 from paceline.data import tfrecord as records
-from paceline.data.convert import convert
-from paceline.data.examples_proto import decode, encode
-from paceline.data.looking import check_place, list_parts, open_files
-from paceline.data.opened import Taking, open_set, open_table
+from paceline.data.conversion import convert
+from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.discovery import check_source, list_splits, open_source_for
+from paceline.data.tf_example import decode, encode
 from paceline.errors import DataError, UsageError
 
 
@@ -39,7 +39,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def rows_of(url: Path, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    table = open_table(read(str(url), **options), Taking(dtype="float64")).table
+    table = build_dataset(read(str(url), **options), FeatureOptions(dtype="float64")).table
     x, y = table.batch(np.arange(len(table)))
     return x.numpy(), y.numpy()
 
@@ -117,14 +117,14 @@ def test_a_large_tfrecord_file_is_cut_into_blocks(
     monkeypatch.setattr(records, "READ_BYTES", 333)
     rows = make_rows(100)
     path = write(tmp_path / "a.tfrecord", records.write_records(rows))
-    pipeline, parts = list_parts(read(str(path), features="image", label="label"))
-    source = open_files(pipeline, parts["train"])
+    pipeline, parts = list_splits(read(str(path), features="image", label="label"))
+    source = open_source_for(pipeline, parts["train"])
     assert len(source.blocks) > 5
     assert sum(block.rows for block in source.blocks) == 100
     joined = np.concatenate([source.read(block)[0] for block in reversed(source.blocks)][::-1])
     assert np.array_equal(joined, np.stack([row["image"] for row in rows]))
     # The second time the index is at hand, and says the same.
-    assert open_files(pipeline, parts["train"]).blocks == source.blocks
+    assert open_source_for(pipeline, parts["train"]).blocks == source.blocks
 
 
 def test_checksums_are_those_of_the_format() -> None:
@@ -232,16 +232,16 @@ print(json.dumps(seen))
 
 
 def test_csv_is_read_in_ranges_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data import delimited
+    from paceline.data import csv_source
 
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(csv_source, "BLOCK_BYTES", 200)
     lines = "".join(f"{i},{i / 2},{i % 3}\r\n" + ("\r\n" if i == 40 else "") for i in range(90))
     write(tmp_path / "a.csv", b"a,b,label\r\n" + lines.encode())
     write(tmp_path / "b.csv.gz", gzip.compress(b"a,b,label\n1000,2.5,1"))
     x, y = rows_of(tmp_path)
     assert x.tolist() == [*([i, i / 2] for i in range(90)), [1000, 2.5]]
     assert y.tolist() == [*(i % 3 for i in range(90)), 1]
-    found = open_set("s", read(str(tmp_path)), None, Taking())
+    found = build_splits("s", read(str(tmp_path)), None, FeatureOptions())
     assert (found.classes, found.input_shape) == (3, (2,))
 
 
@@ -269,9 +269,9 @@ def test_csv_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_idx_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data import fixed
+    from paceline.data import fixed_records
 
-    monkeypatch.setattr(fixed, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(fixed_records, "BLOCK_BYTES", 100)
     images = np.arange(20 * 9, dtype=np.uint8).reshape(20, 3, 3)
     labels = np.arange(20, dtype=np.uint8) % 4
     head = struct.pack(">4B3I", 0, 0, 8, 3, 20, 3, 3)
@@ -283,7 +283,7 @@ def test_idx_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.allclose(x[:, 0] * 255, images)
     assert y.tolist() == labels.tolist()
     assert np.array_equal(rows_of(tmp_path)[1], y)
-    found = open_set("s", read(str(tmp_path)), None, Taking())
+    found = build_splits("s", read(str(tmp_path)), None, FeatureOptions())
     assert found.classes == 4
 
     packed = tmp_path / "packed"
@@ -326,7 +326,7 @@ def test_a_folder_of_pictures_is_a_data_set(tmp_path: Path) -> None:
         folder = tmp_path / ("dog" if number % 2 else "cat")
         folder.mkdir(exist_ok=True)
         Image.fromarray(picture).save(folder / f"{number}.png")
-    found = open_set("s", read(str(tmp_path)), None, Taking())
+    found = build_splits("s", read(str(tmp_path)), None, FeatureOptions())
     assert (found.input_shape, found.classes) == ((3, 5, 7), 2)
     x, y = rows_of(tmp_path)
     assert sorted(y.tolist()) == [0, 0, 0, 1, 1, 1]
@@ -341,22 +341,22 @@ def test_a_folder_of_pictures_is_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"dog/9\.png: is no picture"):
         rows_of(tmp_path)
     with pytest.raises(DataError, match="in one folder"):
-        check_place(read(str(tmp_path / "cat")))
+        check_source(read(str(tmp_path / "cat")))
 
 
 def test_text_by_url(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", ("abcd" * 200).encode())
-    found = open_set("s", read(str(path)), None, Taking())
+    found = build_splits("s", read(str(path)), None, FeatureOptions())
     assert (found.kind, found.classes, found.input_shape) == ("text", 4, (64,))
     assert found.val is not None
     x, y = found.train.batch(np.array([0]))
     assert x[0, :5].tolist() == [0, 1, 2, 3, 0]
     assert y[0, :4].tolist() == [1, 2, 3, 0]
     with pytest.raises(UsageError, match="leave --val-data out"):
-        open_set("s", read(str(path)), read(str(path)), Taking())
+        build_splits("s", read(str(path)), read(str(path)), FeatureOptions())
     write(path, b"abc\xff")
     with pytest.raises(DataError, match=r"a\.txt \(at byte 3\): is not UTF-8"):
-        open_set("s", read(str(path)), None, Taking())
+        build_splits("s", read(str(path)), None, FeatureOptions())
 
 
 # ---- writing ---------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_a_named_set_is_laid_out_and_read_back(tmp_path: Path, form: str, compre
     with pytest.raises(UsageError, match="holds a data set already"):
         convert("digits", url, form=form)
     original = load("digits")
-    found = open_set("set", read(url), None, Taking())
+    found = build_splits("set", read(url), None, FeatureOptions())
     assert (found.input_shape, found.classes) == ((1, 8, 8), 10)
     for part in ("train", "val", "test"):
         ours, theirs = getattr(found, part), getattr(original, part)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.comm import wire
-from paceline.comm.control import Control, StoreClient
+from paceline.comm.control import ControlConnection, StoreClient
 from paceline.comm.wire import Channel
 from paceline.errors import PacelineError, PeerLost, WireError
-from paceline.launch.hub import MAX_STORE_BYTES, Hub, KeyStore
-from paceline.protocol.messages import Entered, Heartbeat, Message, Quiesce
+from paceline.launch.hub import MAX_STORE_BYTES, Hub, RendezvousStore
+from paceline.protocol.messages import Heartbeat, Message, PhaseEntered, Quiesce
 
 TOKEN = "a token of this run"
 WAIT_S = 5.0
@@ -43,9 +43,9 @@ class House:
             assert asyncio.get_running_loop().time() < deadline, f"not in time: {what}"
             await asyncio.sleep(0.005)
 
-    async def join(self, who: str, token: str = TOKEN) -> Control:
+    async def join(self, who: str, token: str = TOKEN) -> ControlConnection:
         control = await asyncio.to_thread(
-            Control, HOST, self.port, token=token, who=who, pid=1, timeout_s=WAIT_S
+            ControlConnection, HOST, self.port, token=token, who=who, pid=1, timeout_s=WAIT_S
         )
         self._closing.append(control)
         return control
@@ -112,17 +112,17 @@ def test_messages_both_ways_and_the_end() -> None:
     async def story(house: House) -> None:
         worker = await house.join("worker-0")
         server = await house.join("server-0")
-        await asyncio.to_thread(worker.tell, Entered(0))
-        await asyncio.to_thread(worker.tell, Heartbeat(0, 3, "forward", 9))
+        await asyncio.to_thread(worker.send, PhaseEntered(0))
+        await asyncio.to_thread(worker.send, Heartbeat(0, 3, "forward", 9))
         await house.until(lambda: len(house.heard) == 2, "two messages")
         assert house.heard == [
-            ("worker-0", Entered(0)),
+            ("worker-0", PhaseEntered(0)),
             ("worker-0", Heartbeat(0, 3, "forward", 9)),
         ]
         await house.until(lambda: len(house.hub.members) == 2, "both to be members")
-        house.hub.tell("worker-0", Quiesce(4))
-        assert await asyncio.to_thread(worker.hear) == Quiesce(4)
-        house.hub.tell("worker-9", Quiesce(4))  # Nobody: reported elsewhere, not here.
+        house.hub.send("worker-0", Quiesce(4))
+        assert await asyncio.to_thread(worker.receive) == Quiesce(4)
+        house.hub.send("worker-9", Quiesce(4))  # Nobody: reported elsewhere, not here.
         server.close()
         await house.until(lambda: house.gone == ["server-0"], "the server to be gone")
         assert sorted(house.hub.members) == ["worker-0"]
@@ -137,10 +137,10 @@ def test_second_of_a_name_is_refused_and_the_first_stays() -> None:
         await house.until(lambda: house.hub.members, "the first")
         second = await house.join("server-0")
         with pytest.raises(PeerLost):
-            await asyncio.to_thread(second.hear)
+            await asyncio.to_thread(second.receive)
         assert house.refused == ["server-0: a second server-0"]
-        house.hub.tell("server-0", Quiesce(1))
-        assert await asyncio.to_thread(first.hear) == Quiesce(1)
+        house.hub.send("server-0", Quiesce(1))
+        assert await asyncio.to_thread(first.receive) == Quiesce(1)
         assert house.gone == []
 
     visit(story)
@@ -174,13 +174,13 @@ def test_false_hub_is_refused() -> None:
 def test_stolen_proof_is_refused(name: str) -> None:
     async def story(house: House) -> None:
         sock = house.connect()
-        greeting = await asyncio.to_thread(sock.recv, wire.GREETING.size, socket.MSG_WAITALL)
+        greeting = await asyncio.to_thread(sock.recv, wire.HELLO.size, socket.MSG_WAITALL)
         nonce = wire.read_greeting(greeting)
         if name == "replayed":
             # A proof overheard on a connection with another nonce of the hub.
             mine = b"m" * 32
             proof = wire.prove(TOKEN, "client", b"old nonce".ljust(32), mine)
-            sock.sendall(wire.GREETING.pack(wire.MAGIC, wire.VERSION, mine) + proof)
+            sock.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, mine) + proof)
         else:
             sock.sendall(greeting + wire.prove(TOKEN, "server", nonce, nonce))
         await assert_dropped(sock)
@@ -197,7 +197,7 @@ def test_silent_peer_holds_up_nobody() -> None:
         shy = house.connect()
         shy.sendall(wire.MAGIC)
         worker = await house.join("worker-0")
-        await asyncio.to_thread(worker.tell, Entered(0))
+        await asyncio.to_thread(worker.send, PhaseEntered(0))
         await house.until(lambda: house.heard, "the message of the one who speaks")
         assert house.refused == []
 
@@ -208,7 +208,7 @@ def test_silent_peer_holds_up_nobody() -> None:
     "sent",
     [
         b"GET / HTTP/1.1\r\n" + b"x" * 100,
-        wire.GREETING.pack(wire.MAGIC, wire.VERSION + 1, b"n" * 32) + b"p" * 32,
+        wire.HELLO.pack(wire.MAGIC, wire.VERSION + 1, b"n" * 32) + b"p" * 32,
     ],
     ids=["browser", "version"],
 )
@@ -237,7 +237,7 @@ ME = wire.pack_head({"who": "worker-0", "pid": 1, "role": "member"})
         (ME + raw(b"\xc1"), "not msgpack"),
         (ME + raw(b"\x81\x91\x01\x02"), "not msgpack"),
         (ME + wire.pack_head({"kind": "Dance"}), "Dance"),
-        (ME + wire.pack_head({"kind": "Entered"}), "fields"),
+        (ME + wire.pack_head({"kind": "PhaseEntered"}), "fields"),
         (ME + wire.HEADER.pack(wire.MAGIC, wire.VERSION, 1, 1), "bytes"),
         (ME + wire.HEADER.pack(wire.MAGIC, wire.VERSION, wire.MAX_HEAD + 1, 0), "bytes"),
     ],
@@ -259,9 +259,9 @@ def test_known_peer_that_talks_nonsense_is_dropped(sent: bytes, words: str) -> N
 def test_messages_in_pieces() -> None:
     async def story(house: House) -> None:
         channel = await house.greet()
-        for byte in ME + wire.pack_head({"kind": "Entered", "worker": 5}):
+        for byte in ME + wire.pack_head({"kind": "PhaseEntered", "worker": 5}):
             await asyncio.to_thread(channel._send_all, bytes([byte]))
-        await house.until(lambda: house.heard == [("worker-0", Entered(5))], "the message")
+        await house.until(lambda: house.heard == [("worker-0", PhaseEntered(5))], "the message")
 
     visit(story)
 
@@ -351,7 +351,7 @@ def test_store_drops_who_talks_nonsense(call: Any) -> None:
 
 def test_store_without_a_wire() -> None:
     replies: list[tuple[str, Any]] = []
-    store = KeyStore()
+    store = RendezvousStore()
     store.serve("set", ["k", b"v"], lambda *reply: replies.append(reply))
     store.serve("get", ["k", 1.0], lambda *reply: replies.append(reply))
     assert replies == [("ok", None), ("ok", b"v")]

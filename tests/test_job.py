@@ -15,20 +15,20 @@ import pytest
 import torch
 
 from paceline.errors import DataError, SpecError, UsageError
-from paceline.job import Job, JobRef, hash_file, make_job, name_of, refer_to_job
-from paceline.launch.run import RunOptions, plain_fields, run_job, train
-from paceline.specs.optimizer import Adam
-from paceline.specs.point import Point
-from paceline.specs.strategy import read_strategy
-from paceline.worker.build import (
-    Tables,
+from paceline.job import Job, JobRef, build_job, display_name, hash_file, refer_to_job
+from paceline.launch.run import RunOptions, plain_fields, run_training, train
+from paceline.specs.optimizer import AdamSpec
+from paceline.specs.point import RunPoint
+from paceline.specs.strategy import parse_strategy
+from paceline.worker.cpu_affinity import pin
+from paceline.worker.job_builder import (
+    JobData,
     build_loss,
     build_model,
     build_optimizer,
     input_facts,
-    read_data,
+    load_job_data,
 )
-from paceline.worker.pinning import pin
 from paceline.worker.spawn import pack_live, unpack_live
 
 GOOD = """
@@ -96,7 +96,7 @@ def refuse(path: Path | str, *words: str) -> str:
 )
 def test_mistakes_are_told_in_one_line(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        make_job(**fields)
+        build_job(**fields)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -117,38 +117,38 @@ def test_mistakes_are_told_in_one_line(fields: dict[str, Any], words: str) -> No
 def test_check_reads_everything(
     fields: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
-    job = make_job(data_dir=tmp_path, **fields)
+    job = build_job(data_dir=tmp_path, **fields)
     with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
         job.check()
 
 
 def test_defaults() -> None:
-    job = make_job()
+    job = build_job()
     job.check()
     assert (job.model, job.data, job.batch) == ("mlp-128", "digits", 128)
     assert job.is_plain
     assert job.until_spec is None
-    assert job.checkpoint_point == Point(epoch=1)
-    assert make_job(checkpoint_every="never").checkpoint_point is None
-    assert make_job(checkpoint_every="samples(500)").checkpoint_point == Point(samples=500)
+    assert job.checkpoint_point == RunPoint(epoch=1)
+    assert build_job(checkpoint_every="never").checkpoint_point is None
+    assert build_job(checkpoint_every="samples(500)").checkpoint_point == RunPoint(samples=500)
     assert job.base_lr == 0.1
-    assert make_job(optimizer="adam").base_lr == 0.001
-    assert make_job(optimizer="adagrad").base_lr == 0.01
-    assert make_job(optimizer="adam", lr=0.5).base_lr == 0.5
-    assert make_job(optimizer="adam").optimizer_spec == Adam()
+    assert build_job(optimizer="adam").base_lr == 0.001
+    assert build_job(optimizer="adagrad").base_lr == 0.01
+    assert build_job(optimizer="adam", lr=0.5).base_lr == 0.5
+    assert build_job(optimizer="adam").optimizer_spec == AdamSpec()
     with pytest.raises(ValueError, match="frozen"):
         job.batch = 3  # type: ignore[misc]
 
 
 def test_description_can_be_written() -> None:
-    job = make_job(model=torch.nn.Linear(2, 2), data=make_points, data_dir=Path("d"), loss=max)
+    job = build_job(model=torch.nn.Linear(2, 2), data=make_points, data_dir=Path("d"), loss=max)
     facts = json.loads(json.dumps(job.describe()))
     assert facts["model"] == "Linear"
     assert facts["data"] == "make_points"
     assert facts["loss"] == "max"
     assert facts["data_dir"] == "d"
     assert set(facts) == set(Job.model_fields)
-    assert name_of(None) is None
+    assert display_name(None) is None
     assert not job.is_plain
 
 
@@ -178,9 +178,9 @@ def test_reference_travels_as_json(tmp_path: Path) -> None:
     again = JobRef.model_validate(json.loads(reference.model_dump_json()))
     assert again == reference
     assert again.resolve() == reference.resolve()
-    named = JobRef(fields=plain_fields(make_job(batch=8, data_dir=tmp_path, lr=0.5)))
+    named = JobRef(fields=plain_fields(build_job(batch=8, data_dir=tmp_path, lr=0.5)))
     again = JobRef.model_validate(json.loads(named.model_dump_json()))
-    assert again.resolve() == make_job(batch=8, data_dir=tmp_path, lr=0.5)
+    assert again.resolve() == build_job(batch=8, data_dir=tmp_path, lr=0.5)
 
 
 def test_changed_file_is_refused(tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def make_net() -> torch.nn.Module:
 
 
 def test_live_parts_are_built() -> None:
-    job = make_job(model=make_net, data=make_points, dtype="float64")
-    tables = read_data(job)
+    job = build_job(model=make_net, data=make_points, dtype="float64")
+    tables = load_job_data(job)
     assert len(tables.train) == 40
     assert tables.splits == ()
     assert input_facts(tables) == ((6,), 2)
     one, two = build_model(job, tables), build_model(job, tables)
     assert torch.equal(one.weight, two.weight)  # The job's seed, each time anew.
     assert one.weight.dtype == torch.float64
-    named = build_model(make_job(model="mlp-128", data=make_points), tables)
+    named = build_model(build_job(model="mlp-128", data=make_points), tables)
     assert named(torch.zeros(1, 6)).shape == (1, 2)
 
 
@@ -290,9 +290,9 @@ def test_live_parts_are_built() -> None:
 def test_live_parts_that_do_not_fit(fields: dict[str, Any], words: str) -> None:
     if fields.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here, so the job is right")
-    job = make_job(**fields)
+    job = build_job(**fields)
     with pytest.raises(UsageError) as caught:
-        build_model(job, read_data(job))
+        build_model(job, load_job_data(job))
     assert words in str(caught.value)
 
 
@@ -301,20 +301,20 @@ def test_live_parts_that_do_not_fit(fields: dict[str, Any], words: str) -> None:
 )
 def test_options_that_torch_refuses_are_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="optimizer "):
-        build_optimizer(make_job(optimizer=text).optimizer_spec, 0.1, make_net())
+        build_optimizer(build_job(optimizer=text).optimizer_spec, 0.1, make_net())
 
 
 def test_nothing_to_train_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="nothing to train"):
-        build_optimizer(make_job().optimizer_spec, 0.1, make_net().requires_grad_(False))
+        build_optimizer(build_job().optimizer_spec, 0.1, make_net().requires_grad_(False))
 
 
 def test_loss_includes_what_the_model_adds() -> None:
     model = make_net()
     model.regularization = lambda: torch.tensor(2.0)
-    loss_of = build_loss(make_job(model=model, loss=lambda output, target: output.sum()), model)
+    loss_of = build_loss(build_job(model=model, loss=lambda output, target: output.sum()), model)
     assert float(loss_of(torch.ones(3), torch.zeros(3))) == 5.0
-    assert isinstance(read_data(make_job()), Tables)
+    assert isinstance(load_job_data(build_job()), JobData)
 
 
 def test_channels_last_and_fused_change_speed_alone() -> None:
@@ -322,8 +322,8 @@ def test_channels_last_and_fused_change_speed_alone() -> None:
     inputs = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     seen = []
     for fields in ({}, {"channels_last": True, "optimizer": "sgd(momentum=0.9, fused=true)"}):
-        job = make_job(model=lambda: torch.nn.Conv2d(3, 5, 3), dtype="float64", **fields)
-        model = build_model(job, Tables(None, None, None))  # type: ignore[arg-type]
+        job = build_job(model=lambda: torch.nn.Conv2d(3, 5, 3), dtype="float64", **fields)
+        model = build_model(job, JobData(None, None, None))  # type: ignore[arg-type]
         optimizer = build_optimizer(job.optimizer_spec, 0.1, model)
         output = model(inputs.double())
         assert output.is_contiguous(memory_format=torch.channels_last) == bool(fields)
@@ -343,19 +343,19 @@ def test_compiled_model_trains_alike(tmp_path: Path) -> None:
     fields = {"model": "mlp-128", "data": "digits", "batch": 64, "epochs": 1}
     for strategy in ("allreduce", "ps"):
         results = [
-            train(make_job(**fields, compile=on), strategy, 1, out=tmp_path / f"{strategy}{on}")
+            train(build_job(**fields, compile=on), strategy, 1, out=tmp_path / f"{strategy}{on}")
             for on in (False, True)
         ]
         assert results[0]["train_loss"] == pytest.approx(results[1]["train_loss"], rel=1e-4)
 
 
 def test_live_job_goes_to_children_only() -> None:
-    job = make_job(model=make_net, data=make_points, batch=10)
+    job = build_job(model=make_net, data=make_points, batch=10)
     again = unpack_live(pack_live(job))
     assert again.model is make_net
     assert again.batch == 10
     with pytest.raises(UsageError, match="top level of a module"):
-        pack_live(make_job(model=lambda: make_net()))
+        pack_live(build_job(model=lambda: make_net()))
 
 
 def test_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
@@ -389,8 +389,8 @@ def test_pinned_workers_have_cores_of_their_own(tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "run", workers=workers, pin=True)
     (tmp_path / "cores").mkdir()
     reads = functools.partial(note_cores, tmp_path / "cores")
-    job = make_job(model=make_net, data=reads, batch=20, epochs=1)
-    run_job(job, read_strategy("allreduce"), options)
+    job = build_job(model=make_net, data=reads, batch=20, epochs=1)
+    run_training(job, parse_strategy("allreduce"), options)
     noted = sorted(json.loads(p.read_text()) for p in (tmp_path / "cores").iterdir())
     each = len(cores) // workers
     assert noted == [cores[i * each : (i + 1) * each] for i in range(workers)]
@@ -404,7 +404,7 @@ def test_more_pinned_workers_than_cores_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_live_job_trains(tmp_path: Path) -> None:
     """From Python, with the module and tensors at hand; nothing of it is named in a file."""
-    job = make_job(model=torch.nn.Linear(6, 2), data=make_points()[:1] * 3, batch=10, epochs=2)
+    job = build_job(model=torch.nn.Linear(6, 2), data=make_points()[:1] * 3, batch=10, epochs=2)
     result = train(job, "allreduce", 1, out=tmp_path / "run")
     assert result["status"] == "done"
     assert result["samples"] == 80

@@ -25,11 +25,11 @@ keras = pytest.importorskip(
 
 from paceline.errors import UsageError  # noqa: E402
 from paceline.keras import jobs  # noqa: E402
-from paceline.keras.feeding import make_source  # noqa: E402
+from paceline.keras.fit_data import make_fit_data  # noqa: E402
 from paceline.keras.module import KerasModule, read_module, write_keras  # noqa: E402
-from paceline.keras.tensorflow import make as make_tensorflow  # noqa: E402
-from paceline.keras.translate import KerasSchedule, make_optimizer, translate  # noqa: E402
-from paceline.specs.optimizer import read_optimizer  # noqa: E402
+from paceline.keras.optimizer_conversion import KerasSchedule, make_torch_optimizer, translate  # noqa: E402
+from paceline.keras.tensorflow_stub import make as make_tensorflow  # noqa: E402
+from paceline.specs.optimizer import parse_optimizer  # noqa: E402
 
 RUN_S = 240.0
 """Keras alone takes seconds to import, in every worker."""
@@ -403,7 +403,7 @@ def test_optimizers_step_as_keras_does(optimizer: Any) -> None:
     start = [torch.randn(4, 3, generator=generator), torch.randn(3, generator=generator)]
     theirs = [keras.Variable(s.clone().numpy()) for s in start]
     ours = [torch.nn.Parameter(s.clone()) for s in start]
-    made = make_optimizer(optimizer, ours)
+    made = make_torch_optimizer(optimizer, ours)
     for step in range(6):
         gradients = [torch.randn(s.shape, generator=generator) for s in start]
         rate = 0.1 / (step + 1)
@@ -418,7 +418,7 @@ def test_optimizers_step_as_keras_does(optimizer: Any) -> None:
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.detach().numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
     # The same again from the text that travels in a job.
-    assert read_optimizer(str(translate(optimizer).spec)) == translate(optimizer).spec
+    assert parse_optimizer(str(translate(optimizer).spec)) == translate(optimizer).spec
 
 
 def test_schedule_counts_global_batches() -> None:
@@ -467,7 +467,7 @@ def test_module_shares_its_tensors_with_keras() -> None:
 
 def source_of(x: Any, y: Any = None, **options: Any) -> Any:
     given = {"batch_size": 4, "steps": None, "shuffle": True, "seed": 1, **options}
-    return make_source(x, y, **given)
+    return make_fit_data(x, y, **given)
 
 
 def rows_of(source: Any, epoch: int = 0) -> list[int]:
@@ -568,11 +568,11 @@ def test_unchanged_script_on_real_mnist(
 def mnist_files(tmp_path: Path) -> Path:
     """MNIST in the form of Keras's own file."""
     from paceline.data import idx
-    from paceline.data.shelf import open_shelf
+    from paceline.data.dataset_files import find_dataset_files
     from paceline.errors import DataError
 
     try:
-        shelf = open_shelf("mnist", None)
+        shelf = find_dataset_files("mnist", None)
         (train, train_y), (test, test_y) = (idx.read(shelf, p) for p in idx.locate(shelf))
     except DataError as missing:
         pytest.skip(f"MNIST itself is not here, so not trained on: {missing}")

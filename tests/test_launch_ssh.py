@@ -18,13 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RunCli, StartCli, wait_until
-from lab import Lab
+from network_namespaces import Lab
 from paceline.cluster.pool import Host
 from paceline.cluster.shell import LocalShell, run_program
 from paceline.errors import HostError, UsageError
+from paceline.launch.hosts import RemoteHost, copy_project, run_guarded, watchdog_command
 from paceline.launch.project import Project, find_project, read_project
-from paceline.launch.roles import Place, Task, make_environment, place_tasks, read_roles
-from paceline.launch.sites import Site, bring_project, make_spec, run_kept
+from paceline.launch.script_tasks import (
+    ScriptTask,
+    TaskAddress,
+    make_environment,
+    place_tasks,
+    read_roles,
+)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 AWKWARD = ["a b", "it's", 'say "hi"', "$(touch pwned)", "`id`", "*", "\\", "ü\n2", "", "--x=$HOME"]
@@ -68,9 +74,9 @@ def test_roles_go_round_the_machines() -> None:
     ]
 
 
-def places_of(tasks: list[Task]) -> list[Place]:
+def places_of(tasks: list[ScriptTask]) -> list[TaskAddress]:
     return [
-        Place(address=f"10.0.0.{task.site}", interface="eth7", port=2000 + task.rank)
+        TaskAddress(address=f"10.0.0.{task.site}", interface="eth7", port=2000 + task.rank)
         for task in tasks
     ]
 
@@ -191,14 +197,14 @@ class OtherShell(LocalShell):
     """This machine, taken for another one, so that the project is copied."""
 
 
-def other_machine() -> Site:
+def other_machine() -> RemoteHost:
     host = Host(host="other")
-    return Site(host=host, shell=OtherShell(host))
+    return RemoteHost(host=host, shell=OtherShell(host))
 
 
-def copy_to(site: Site, project: Project) -> list[str]:
+def copy_to(site: RemoteHost, project: Project) -> list[str]:
     told: list[str] = []
-    asyncio.run(bring_project([site], project, ".", told.append))
+    asyncio.run(copy_project([site], project, ".", told.append))
     return told
 
 
@@ -240,9 +246,9 @@ def test_nothing_is_written_outside_of_the_folder(
 def keep(argv: list[str], **changes: Any) -> tuple[int | None, str, list[str]]:
     host = Host(host="localhost")
     lines: list[str] = []
-    spec = {**make_spec(argv, {}, "/", None), **changes}
-    site = Site(host=host, shell=LocalShell(host))
-    status, words = asyncio.run(run_kept(site, spec, lines.append))
+    spec = {**watchdog_command(argv, {}, "/", None), **changes}
+    site = RemoteHost(host=host, shell=LocalShell(host))
+    status, words = asyncio.run(run_guarded(site, spec, lines.append))
     return status, words, lines
 
 
@@ -288,9 +294,11 @@ def test_keeper_ends_what_detached_itself() -> None:
 def test_keeper_ends_all_when_nothing_is_heard() -> None:
     async def silent() -> tuple[int | None, str, list[str]]:
         host = Host(host="localhost")
-        async with run_program(LocalShell(host), "keeper", grace_s=10.0) as keeper:
+        async with run_program(LocalShell(host), "watchdog", grace_s=10.0) as keeper:
             argv = [sys.executable, "-c", DETACHED, "stay"]
-            await keeper.tell({**make_spec(argv, {}, "/", None), "beat_s": 1.0, "grace_s": 0.2})
+            await keeper.tell(
+                {**watchdog_command(argv, {}, "/", None), "beat_s": 1.0, "grace_s": 0.2}
+            )
             lines = [line async for line in keeper.lines()]
             return await keeper.wait(), keeper.errors, lines
 

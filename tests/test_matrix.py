@@ -17,9 +17,9 @@ from paceline.job import Job, JobRef
 from paceline.launch.matrix import MatrixOptions, run_matrix
 from paceline.launch.matrix_file import Matrix, list_cells, list_shipped, read_matrix
 from paceline.launch.run import RunOptions
-from paceline.report.matrix_view import MatrixView
+from paceline.report.matrix_progress import MatrixProgress
 from paceline.specs.strategy import Strategy
-from paceline.telemetry.folder import write_json
+from paceline.telemetry.run_folder import write_json
 
 PLAIN: dict[str, Any] = {
     "title": "Small",
@@ -215,7 +215,7 @@ def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_view_guesses_the_time_left_from_runs_alike() -> None:
     now = [0.0]
     sizes = {"a1": ("m", "d", 10), "a2": ("m", "d", 20), "b1": ("n", "d", 10)}
-    view = MatrixView("t", sizes, quiet=True, clock=lambda: now[0])
+    view = MatrixProgress("t", sizes, quiet=True, clock=lambda: now[0])
     assert view.estimate_left_s() is None
     view.begin("a1")
     now[0] = 30.0

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 import paceline
 from paceline import Job, models
 from paceline.errors import SpecError, UsageError
-from paceline.specs.cuts import Layer, Place, cost_of, cut_for
-from paceline.specs.strategy import read_strategy
+from paceline.specs.cuts import LayerCost, StageBudget, partition_layers, stage_cost
+from paceline.specs.strategy import parse_strategy
 from paceline.strategies.cutting import cut_evenly
-from paceline.strategies.flow import Flow
-from paceline.strategies.stages import order_of_steps, trace
-from paceline.telemetry.phases import PhaseClock
-from paceline.worker.build import cross_entropy
+from paceline.strategies.flow import StageExchange
+from paceline.strategies.stages import stage_schedule, trace_stages
+from paceline.telemetry.phase_clock import PhaseClock
+from paceline.worker.job_builder import cross_entropy
 
 
 def make_images(side: int = 8, channels: int = 1, count: int = 48) -> Any:
@@ -127,11 +127,11 @@ class Wires:
         wires = self
 
         class Side:
-            def send_async(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+            def isend(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
                 wires.queue(rank, to, tag).put(tensor.clone())
                 return Done()
 
-            def receive_async(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+            def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
                 return Coming(tensor, wires.queue(source, rank, tag))
 
         return Side()
@@ -166,12 +166,12 @@ def pass_through(
     """A step of all stages, a thread each; gradients are in the model, the loss comes back."""
     stages, wires = len(cuts) + 1, Wires()
     parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
-    graphs = {part.shape: trace(model, cuts, part) for part in parts}
+    graphs = {part.shape: trace_stages(model, cuts, part) for part in parts}
     total = [0.0]
 
     def play(stage: int) -> None:
         clock = PhaseClock(time.time())
-        flow = Flow(wires.seen_from(stage), clock, stage, 0, 0, recompute=recompute)
+        flow = StageExchange(wires.seen_from(stage), clock, stage, 0, 0, recompute=recompute)
 
         def judge(k: int, output: torch.Tensor) -> torch.Tensor | None:
             if stage < stages - 1:
@@ -180,7 +180,7 @@ def pass_through(
             total[0] += loss.item()
             return loss
 
-        steps = order_of_steps(stage, stages, micro, schedule)
+        steps = stage_schedule(stage, stages, micro, schedule)
         flow.run(steps, parts, lambda part: graphs[part.shape], judge)
 
     with ThreadPoolExecutor(stages) as pool:
@@ -300,7 +300,7 @@ def test_where_there_are_no_classes_there_is_no_accuracy(tmp_path: Path) -> None
 
 
 layer = st.builds(
-    Layer,
+    LayerCost,
     st.just(""),
     st.floats(0.1, 10),
     st.integers(1, 9),
@@ -310,23 +310,23 @@ layer = st.builds(
 
 
 @given(st.lists(layer, min_size=1, max_size=8), st.data())
-def test_cuts_are_those_of_brute_force(layers: list[Layer], data: st.DataObject) -> None:
+def test_cuts_are_those_of_brute_force(layers: list[LayerCost], data: st.DataObject) -> None:
     """Machines of unequal speed and memory; also where nothing fits."""
     speeds = data.draw(st.lists(st.floats(0.5, 4), min_size=1, max_size=min(4, len(layers))))
     places = [
-        Place([x.seconds / speed for x in layers], data.draw(st.integers(3, 60)), stage + 1)
+        StageBudget([x.seconds / speed for x in layers], data.draw(st.integers(3, 60)), stage + 1)
         for stage, speed in enumerate(speeds)
     ]
 
     def slowest(starts: list[int]) -> float:
         edges = [*starts, len(layers)]
         return max(
-            cost_of(layers, p, a, b) for p, (a, b) in zip(places, pairwise(edges), strict=True)
+            stage_cost(layers, p, a, b) for p, (a, b) in zip(places, pairwise(edges), strict=True)
         )
 
     choices = combinations(range(1, len(layers)), len(places) - 1)
     best = min(slowest([0, *choice]) for choice in choices)
-    found = cut_for(layers, places)
+    found = partition_layers(layers, places)
     if best == float("inf"):
         assert found is None
     else:
@@ -339,7 +339,7 @@ def test_every_micro_batch_goes_forward_and_back_once(
     stages: int, micro: int, schedule: str
 ) -> None:
     for stage in range(stages):
-        steps = order_of_steps(stage, stages, micro, schedule)
+        steps = stage_schedule(stage, stages, micro, schedule)
         assert sorted(steps) == sorted(
             (kind, k) for kind in ("forward", "backward") for k in range(micro)
         )
@@ -357,7 +357,7 @@ def test_every_micro_batch_goes_forward_and_back_once(
 )
 def test_mistakes_are_one_line(text: str, workers: int, batch: int, told: str) -> None:
     def check() -> None:
-        strategy = read_strategy(text)
+        strategy = parse_strategy(text)
         strategy.check_workers(workers)
         strategy.check_batch(batch, workers)
 
@@ -375,5 +375,5 @@ def test_a_cut_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_skip_connections_may_cross_a_cut() -> None:
     model = models.build("resnet8", input_shape=(3, 16, 16), classes=10)
-    graph = trace(model, ("blocks.1.conv2",), torch.randn(2, 3, 16, 16))
+    graph = trace_stages(model, ("blocks.1.conv2",), torch.randn(2, 3, 16, 16))
     assert len(graph.sources[1]) == 2  # the path and its shortcut

@@ -14,13 +14,13 @@ import pytest
 from conftest import RunCli
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost, Watts, equal_machines
 from paceline.errors import UsageError
-from paceline.plan.cost import Workload
-from paceline.plan.estimate import Estimate, Machines, estimate
-from paceline.plan.explain import describe
-from paceline.plan.search import CANDIDATES, OBJECTIVES, read_wish, search
-from paceline.plan.split import Machine, bubble, lay_out
-from paceline.specs.strategy import Pipeline, read_strategy
-from paceline.twin.fit import play_seconds
+from paceline.plan.cost_model import Workload
+from paceline.plan.estimate import Estimate, PoolArrays, estimate
+from paceline.plan.explanation import plan_to_json
+from paceline.plan.search import CANDIDATES, OBJECTIVES, parse_objective, search
+from paceline.plan.split import StageHost, bubble_fraction, estimate_pipeline
+from paceline.specs.strategy import PipelineParallel, parse_strategy
+from paceline.twin.fit_published import simulated_seconds
 
 WORK = Workload(
     model="made-up",
@@ -65,13 +65,13 @@ def draw_work(rng: random.Random) -> Workload:
     return Workload(**{**vars(WORK), **changes})
 
 
-def try_all(machines: Machines) -> list[Estimate]:
+def try_all(machines: PoolArrays) -> list[Estimate]:
     found = []
     count = len(machines.hosts)
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
             for text in CANDIDATES if size > 1 else ("single",):
-                spec = read_strategy(text)
+                spec = parse_strategy(text)
                 if size == 1 or spec.servers_for(size) <= size:
                     found.append(estimate(machines, np.array(chosen), spec))
     return found
@@ -81,11 +81,11 @@ def compare_with_brute_force(seeds: range, most: int) -> float:
     worst = 0.0
     for seed in seeds:
         rng = random.Random(seed)
-        machines = Machines(draw_pool(rng, rng.randint(2, most)), draw_work(rng))
+        machines = PoolArrays(draw_pool(rng, rng.randint(2, most)), draw_work(rng))
         every = try_all(machines)
         best = {o: min(e.value(o) for e in every) for o in OBJECTIVES}
         for text in ("time", "energy", "cost", "time=0.5,energy=0.5"):
-            wish = read_wish(text, None, None)
+            wish = parse_objective(text, None, None)
             ours = wish.score(search(machines, wish).chosen, best)
             worst = max(worst, ours / min(wish.score(e, best) for e in every) - 1)
     return worst
@@ -101,49 +101,49 @@ def test_choices_are_within_five_percent_of_brute_force_on_200_pools() -> None:
 
 
 def test_limits_are_kept() -> None:
-    machines = Machines(draw_pool(random.Random(3), 6), WORK)
-    fastest = search(machines, read_wish("time", None, None)).chosen
-    frugal = search(machines, read_wish("energy", None, None)).chosen
+    machines = PoolArrays(draw_pool(random.Random(3), 6), WORK)
+    fastest = search(machines, parse_objective("time", None, None)).chosen
+    frugal = search(machines, parse_objective("energy", None, None)).chosen
     assert frugal.joules <= fastest.joules
     deadline = (fastest.seconds + frugal.seconds) / 2
-    between = search(machines, read_wish("energy", deadline, None)).chosen
+    between = search(machines, parse_objective("energy", deadline, None)).chosen
     assert between.seconds <= deadline
     with pytest.raises(UsageError, match="nothing keeps within the limits"):
-        search(machines, read_wish("time", fastest.seconds / 2, None))
+        search(machines, parse_objective("time", fastest.seconds / 2, None))
     with pytest.raises(UsageError, match="nothing keeps within the limits"):
-        search(machines, read_wish("time", None, 1e-9))
+        search(machines, parse_objective("time", None, 1e-9))
 
 
 def test_ten_thousand_machines_are_planned() -> None:
-    machines = Machines(draw_pool(random.Random(1), 10_000), WORK)
-    found = search(machines, read_wish("time", None, None))
+    machines = PoolArrays(draw_pool(random.Random(1), 10_000), WORK)
+    found = search(machines, parse_objective("time", None, None))
     assert 1 <= len(found.chosen.machines) <= WORK.batch
 
 
 def test_a_machine_too_small_is_left_out_and_named() -> None:
     big = Workload(**{**vars(WORK), "shapes": ((100_000, 10_000),)})
     hosts = (Host(host="large", memory_gb=64), Host(host="small", memory_gb=2))
-    machines = Machines(Pool(hosts=hosts), big)
-    wish = read_wish("time", None, None)
-    plain = describe(machines, search(machines, wish), wish)
+    machines = PoolArrays(Pool(hosts=hosts), big)
+    wish = parse_objective("time", None, None)
+    plain = plan_to_json(machines, search(machines, wish), wish)
     assert plain["chosen"]["machines"] == ["large"]
     assert plain["left_out"] == [{"host": "small", "why": "the model needs 12.4 GB, it has 2"}]
     with pytest.raises(UsageError, match=r"no machine fits the model: it needs 12\.4 GB"):
-        search(Machines(Pool(hosts=hosts[1:]), big), wish)
+        search(PoolArrays(Pool(hosts=hosts[1:]), big), wish)
 
 
 def test_a_model_for_no_machine_alone_is_split_over_several() -> None:
     """Ten layers of 1.2 GB with their gradients and momentum: two machines have room for them."""
     layers = ((10_000, 10_000),) * 10
-    big = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
+    big = Workload(**{**vars(WORK), "shapes": layers, "gradient_ready": (), "batch": 64})
     sizes = {"a": 2, "b": 2, "c": 9, "d": 3, "e": 8}
     hosts = tuple(Host(host=name, memory_gb=size) for name, size in sizes.items())
-    machines = Machines(Pool(hosts=hosts), big)
-    wish = read_wish("cost", None, None)
+    machines = PoolArrays(Pool(hosts=hosts), big)
+    wish = parse_objective("cost", None, None)
     with pytest.raises(UsageError, match="no price_per_hour"):
         search(machines, wish)
-    wish = read_wish("energy", None, None)
-    plain = describe(machines, search(machines, wish), wish)
+    wish = parse_objective("energy", None, None)
+    plain = plan_to_json(machines, search(machines, wish), wish)
     assert plain["chosen"]["machines"] == ["c", "e"]
     assert plain["chosen"]["strategy"].startswith("pipeline(")
     assert "does not fit on one machine" in plain["why"]
@@ -162,11 +162,11 @@ def test_the_published_energy_case_ends_on_one_machine() -> None:
     work = Workload(
         **{**vars(WORK), "shapes": ((parameters,),), "samples": 60_000, "batch": 128, "epochs": 3}
     )
-    machines = Machines(pool, work)
+    machines = PoolArrays(pool, work)
     for objective in OBJECTIVES[:2]:
-        wish = read_wish(objective, None, None)
-        pair = estimate(machines, np.array([0, 1]), read_strategy("allreduce"))
-        plain = describe(machines, search(machines, wish, ("allreduce",)), wish)
+        wish = parse_objective(objective, None, None)
+        pair = estimate(machines, np.array([0, 1]), parse_strategy("allreduce"))
+        plain = plan_to_json(machines, search(machines, wish, ("allreduce",)), wish)
         assert pair.step_s == pytest.approx(0.035, rel=0.1)
         if objective == "energy":
             assert len(plain["chosen"]["machines"]) == 1
@@ -187,10 +187,10 @@ def test_estimates_agree_with_the_twin(strategy: str, slow: float) -> None:
     pool = pool.model_copy(update={"hosts": tuple(hosts)})
     if strategy == "single":
         pool = pool.model_copy(update={"hosts": pool.hosts[:1]})
-    machines = Machines(pool, WORK)
+    machines = PoolArrays(pool, WORK)
     chosen = np.arange(len(pool.hosts))
-    added = estimate(machines, chosen, read_strategy(strategy)).seconds
-    played = play_seconds(pool, WORK, strategy)
+    added = estimate(machines, chosen, parse_strategy(strategy)).seconds
+    played = simulated_seconds(pool, WORK, strategy)
     assert added == pytest.approx(played, rel=0.10)
 
 
@@ -218,24 +218,24 @@ def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
 
 def test_a_pipeline_waits_as_the_formula_says() -> None:
     layers = ((100, 100),) * 12
-    work = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
-    machine = Machine(0.0, 1e-3, math.inf, math.inf, 0.0)
+    work = Workload(**{**vars(WORK), "shapes": layers, "gradient_ready": (), "batch": 64})
+    machine = StageHost(0.0, 1e-3, math.inf, math.inf, 0.0)
     for stages in (2, 3, 4):
         for micro in (1, 4, 16):
-            spec = Pipeline(stages=stages, micro=micro)
-            found = lay_out(work, spec, [machine] * stages, 64.0)
+            spec = PipelineParallel(stages=stages, micro=micro)
+            found = estimate_pipeline(work, spec, [machine] * stages, 64.0)
             assert found is not None
             waits = 1 - found.computing[0] / found.step_s
-            assert waits == pytest.approx(bubble(stages, micro))
+            assert waits == pytest.approx(bubble_fraction(stages, micro))
             assert sum(found.computing) == pytest.approx(64e-3)
 
 
 def test_an_unequal_pair_gets_an_unequal_cut() -> None:
     layers = ((100, 100),) * 12
-    work = Workload(**{**vars(WORK), "shapes": layers, "ready": (), "batch": 64})
-    fast, slow = (Machine(0.0, s, math.inf, math.inf, 0.0) for s in (1e-3, 3e-3))
+    work = Workload(**{**vars(WORK), "shapes": layers, "gradient_ready": (), "batch": 64})
+    fast, slow = (StageHost(0.0, s, math.inf, math.inf, 0.0) for s in (1e-3, 3e-3))
     even, fitted = (
-        lay_out(work, Pipeline(stages=2, micro=8, cut=cut), [fast, slow], 64.0)
+        estimate_pipeline(work, PipelineParallel(stages=2, micro=8, cut=cut), [fast, slow], 64.0)
         for cut in ("even", "auto")
     )
     assert even is not None

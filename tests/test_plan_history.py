@@ -11,19 +11,25 @@ from hypothesis import strategies as st
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
-from paceline.plan.cost import Workload
-from paceline.plan.estimate import Machines, estimate
-from paceline.plan.history import (
+from paceline.plan.cost_model import Workload
+from paceline.plan.estimate import PoolArrays, estimate
+from paceline.plan.run_log import (
     LAST,
-    Record,
-    Work,
+    LoggedRun,
+    WorkerTiming,
     add_record,
+    calibrate_from_log,
     history_path,
     read_history,
-    recalibrate,
 )
-from paceline.plan.search import choose_by_speed, read_wish, search, search_strategy, seat_servers
-from paceline.specs.strategy import read_strategy
+from paceline.plan.search import (
+    choose_hosts_by_speed,
+    choose_server_hosts,
+    parse_objective,
+    search,
+    search_strategy,
+)
+from paceline.specs.strategy import parse_strategy
 
 WORK = Workload(
     model="m",
@@ -49,21 +55,22 @@ def make_pool(*costs: float, link: Link | None = None) -> Pool:
     return Pool(hosts=hosts, link=link or Link(mbit_s=float("inf"), latency_ms=0.0))
 
 
-def play(truth: Pool, strategy: str, names: tuple[str, ...], batch: int = 100) -> Record:
+def play(truth: Pool, strategy: str, names: tuple[str, ...], batch: int = 100) -> LoggedRun:
     """A run as it would go if the machines were as `truth` says."""
     import dataclasses
 
-    machines = Machines(truth, dataclasses.replace(WORK, batch=batch))
+    machines = PoolArrays(truth, dataclasses.replace(WORK, batch=batch))
     places = [i for i, h in enumerate(truth.hosts) if h.host in names]
-    found = estimate(machines, np.array(places), read_strategy(strategy))
+    found = estimate(machines, np.array(places), parse_strategy(strategy))
     share = batch / len(places)
-    return Record(
+    return LoggedRun(
         model="m",
         batch=batch,
         strategy=strategy,
         machines=names,
         work=tuple(
-            Work(truth.hosts[i].host, share, share * float(machines.per_sample[i])) for i in places
+            WorkerTiming(truth.hosts[i].host, share, share * float(machines.per_sample[i]))
+            for i in places
         ),
         step_s=found.step_s,
         predicted_step_s=1.0,
@@ -71,16 +78,18 @@ def play(truth: Pool, strategy: str, names: tuple[str, ...], batch: int = 100) -
     )
 
 
-def predict(machines: Machines, places: list[int], strategy: str) -> float:
-    return estimate(machines, np.array(places), read_strategy(strategy)).step_s
+def predict(machines: PoolArrays, places: list[int], strategy: str) -> float:
+    return estimate(machines, np.array(places), parse_strategy(strategy)).step_s
 
 
 def test_a_machine_slower_than_its_figures_is_found_out() -> None:
     said, truth = make_pool(1e-3, 1e-3, 1e-3), make_pool(1e-3, 1e-3, 9e-3)
-    before = search(recalibrate(said, WORK, []), read_wish("time", None, None))
+    before = search(calibrate_from_log(said, WORK, []), parse_objective("time", None, None))
     assert len(before.chosen.machines) == 3
     record = play(truth, "allreduce", ("h0", "h1", "h2"))
-    after = search(recalibrate(said, WORK, [record]), read_wish("time", None, None), ["allreduce"])
+    after = search(
+        calibrate_from_log(said, WORK, [record]), parse_objective("time", None, None), ["allreduce"]
+    )
     assert after.chosen.machines == (0, 1)
 
 
@@ -95,7 +104,7 @@ def test_a_run_that_was_made_is_predicted_as_it_was(
     pool, truth = make_pool(*said), make_pool(*true[: len(said)])
     names = tuple(h.host for h in pool.hosts)
     record = play(truth, strategy, names)
-    machines = recalibrate(pool, WORK, [record])
+    machines = calibrate_from_log(pool, WORK, [record])
     assert predict(machines, list(range(len(said))), strategy) == pytest.approx(record.step_s)
 
 
@@ -104,7 +113,7 @@ def test_exchanging_is_corrected_for_each_strategy_by_itself() -> None:
     said = make_pool(1e-4, 1e-4, link=Link(mbit_s=1000, latency_ms=0.1))
     truth = make_pool(1e-4, 1e-4, link=Link(mbit_s=100, latency_ms=0.1))
     record = play(truth, "allreduce", ("h0", "h1"))
-    plain, taught = recalibrate(said, WORK, []), recalibrate(said, WORK, [record])
+    plain, taught = calibrate_from_log(said, WORK, []), calibrate_from_log(said, WORK, [record])
     assert predict(plain, [0, 1], "allreduce") < 0.6 * record.step_s
     assert predict(taught, [0, 1], "allreduce") == pytest.approx(record.step_s)
     assert predict(taught, [0, 1], "ps") == predict(plain, [0, 1], "ps")
@@ -116,9 +125,9 @@ def test_what_a_step_takes_beside_computing_is_learnt_for_one_machine_too() -> N
 
     pool = make_pool(1e-3, 1e-3)
     record = dataclasses.replace(play(pool, "single", ("h0",)), step_s=0.25)
-    machines = recalibrate(pool, WORK, [record])
+    machines = calibrate_from_log(pool, WORK, [record])
     assert predict(machines, [0], "single") == pytest.approx(0.25)
-    plain = recalibrate(pool, WORK, [])
+    plain = calibrate_from_log(pool, WORK, [])
     assert predict(machines, [0, 1], "allreduce") == predict(plain, [0, 1], "allreduce")
 
 
@@ -129,9 +138,9 @@ def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
     old = [play(slow, "allreduce", ("h0", "h1"))] * 10
     new = [play(said, "allreduce", ("h0", "h1"))] * LAST
     other = dataclasses.replace(old[0], model="another")
-    expected = predict(recalibrate(said, WORK, []), [0, 1], "allreduce")
+    expected = predict(calibrate_from_log(said, WORK, []), [0, 1], "allreduce")
     for records in ([other], [*old, *new]):
-        machines = recalibrate(said, WORK, records)
+        machines = calibrate_from_log(said, WORK, records)
         assert predict(machines, [0, 1], "allreduce") == pytest.approx(expected)
 
 
@@ -140,15 +149,15 @@ def test_the_interval_follows_past_errors() -> None:
 
     pool = make_pool(1e-3, 1e-3)
     record = play(pool, "allreduce", ("h0", "h1"))
-    steady = recalibrate(pool, WORK, [record] * 3)
-    wild = recalibrate(
+    steady = calibrate_from_log(pool, WORK, [record] * 3)
+    wild = calibrate_from_log(
         pool,
         WORK,
         [dataclasses.replace(record, step_s=record.step_s * f) for f in (0.5, 1.0, 1.5)],
     )
     chosen = np.array([0, 1])
     narrow, wide = (
-        estimate(m, chosen, read_strategy("allreduce")).interval for m in (steady, wild)
+        estimate(m, chosen, parse_strategy("allreduce")).interval for m in (steady, wild)
     )
     assert narrow[1] / narrow[0] < 1.11
     assert wide[1] / wide[0] > 2.5
@@ -183,26 +192,26 @@ def test_servers_go_where_the_links_are_best() -> None:
         h.model_copy(update={"link": Link(mbit_s=rate)})
         for h, rate in zip(pool.hosts, (100, 1000, 10_000), strict=True)
     ]
-    machines = Machines(pool.model_copy(update={"hosts": tuple(hosts)}), WORK)
-    assert seat_servers(machines, [0, 1, 2], 1) == [2]
-    assert seat_servers(machines, [0, 1, 2], 2) == [2, 1]
-    assert seat_servers(machines, [0, 1], 1) == [1]
-    assert seat_servers(Machines(pool, WORK), [0, 1, 2], 2) == []
+    machines = PoolArrays(pool.model_copy(update={"hosts": tuple(hosts)}), WORK)
+    assert choose_server_hosts(machines, [0, 1, 2], 1) == [2]
+    assert choose_server_hosts(machines, [0, 1, 2], 2) == [2, 1]
+    assert choose_server_hosts(machines, [0, 1], 1) == [1]
+    assert choose_server_hosts(PoolArrays(pool, WORK), [0, 1, 2], 2) == []
 
 
 def test_the_best_strategy_on_machines_that_are_given() -> None:
     """One is slow: whoever keeps in step with equal shares waits for it."""
     pool = make_pool(1e-3, 1e-3, 2e-2)
-    found = search_strategy(Machines(pool, WORK), read_wish("time", None, None))
+    found = search_strategy(PoolArrays(pool, WORK), parse_objective("time", None, None))
     assert found.chosen.machines == (0, 1, 2)
-    equal = estimate(Machines(pool, WORK), np.arange(3), read_strategy("allreduce"))
+    equal = estimate(PoolArrays(pool, WORK), np.arange(3), parse_strategy("allreduce"))
     assert found.chosen.strategy != "allreduce"
     assert found.chosen.seconds < equal.seconds
 
 
 def test_machines_that_hold_the_others_back_are_left_out() -> None:
     hosts = [Host(host=f"h{i}", gflops=g) for i, g in enumerate((10.0, 9.0, 1.0, 8.0))]
-    chosen, why = choose_by_speed(Pool(hosts=tuple(hosts)))
+    chosen, why = choose_hosts_by_speed(Pool(hosts=tuple(hosts)))
     assert [h.host for h in chosen] == ["h0", "h1", "h3"]
     assert "3 of 4 machines, 24 GFLOP/s in step; with h2" in why
 
@@ -210,7 +219,7 @@ def test_machines_that_hold_the_others_back_are_left_out() -> None:
 @given(st.lists(st.floats(0.1, 1000), min_size=1, max_size=7))
 def test_no_other_choice_computes_more_in_step(speeds: list[float]) -> None:
     pool = Pool(hosts=tuple(Host(host=f"h{i}", gflops=g) for i, g in enumerate(speeds)))
-    chosen, _ = choose_by_speed(pool)
+    chosen, _ = choose_hosts_by_speed(pool)
     together = len(chosen) * min(h.gflops for h in chosen)
     for size in range(1, len(speeds) + 1):
         best = size * sorted(speeds, reverse=True)[size - 1]
@@ -220,10 +229,10 @@ def test_no_other_choice_computes_more_in_step(speeds: list[float]) -> None:
 def test_a_strategy_for_several_is_not_answered_with_one() -> None:
     """Exchanging over such a link costs more than it saves."""
     slow = Link(mbit_s=0.1, latency_ms=100)
-    machines = Machines(make_pool(1e-4, 1e-4, 1e-4, link=slow), WORK)
-    wish = read_wish("time", None, None)
+    machines = PoolArrays(make_pool(1e-4, 1e-4, 1e-4, link=slow), WORK)
+    wish = parse_objective("time", None, None)
     assert len(search(machines, wish, ["allreduce"]).chosen.machines) == 1
     several = search(machines, wish, ["allreduce"], may_be_alone=False)
     assert len(several.chosen.machines) == 2
-    only = Machines(make_pool(1e-4), WORK)
+    only = PoolArrays(make_pool(1e-4), WORK)
     assert search(only, wish, ["allreduce"], may_be_alone=False).chosen.machines == (0,)

@@ -10,39 +10,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import SpecError
-from paceline.protocol.auto import AutoPolicy, Horizon
+from paceline.protocol.auto import AutoPolicy, RunHorizon
 from paceline.protocol.history import History
-from paceline.protocol.messages import Measured
-from paceline.protocol.policies import make_policy
-from paceline.protocol.pulse import Noise, Pulse, Window, find_straggler
-from paceline.specs.schedule import Schedule, read_schedule
-from paceline.specs.strategy import read_strategy
-from paceline.specs.trouble import Slowness, Trouble, read_trouble
+from paceline.protocol.messages import StepStats
+from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.throughput import (
+    GradientNoiseScale,
+    ThroughputMonitor,
+    ThroughputWindow,
+    find_straggler,
+)
+from paceline.specs.schedule import Schedule, parse_schedule
+from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown, parse_slowdown
+from paceline.specs.strategy import parse_strategy
 
 CALM = (100.0, 101.0, 99.0, 100.0)
 LAGGING = (100.0, 101.0, 33.0, 100.0)
 
 
-def window(phase: int = 0, speeds: Any = CALM, rate: float = 300.0, **changes: Any) -> Window:
+def window(
+    phase: int = 0, speeds: Any = CALM, rate: float = 300.0, **changes: Any
+) -> ThroughputWindow:
     facts = {"loss": 1.0, "comm_share": 0.1, "began": 0.0, "ended": 1.0, **changes}
-    return Window(phase=phase, samples=int(rate), speeds=speeds, **facts)
+    return ThroughputWindow(phase=phase, samples=int(rate), speeds=speeds, **facts)
 
 
 def policy_of(text: str, schedule: str = "constant", epochs: int | None = 10) -> Any:
-    return make_policy(
-        read_strategy(text),
+    return make_switch_policy(
+        parse_strategy(text),
         workers=4,
         samples_per_epoch=1000,
         epochs=epochs,
         batch=100,
-        schedule=read_schedule(schedule),
+        schedule=parse_schedule(schedule),
     )
 
 
-def history_of(samples: int, windows: list[Window], **changes: Any) -> History:
+def history_of(samples: int, windows: list[ThroughputWindow], **changes: Any) -> History:
     history = History(samples=samples, phase_samples={0: samples}, **changes)
     for one in windows:
-        history.pulse.remember(one)
+        history.throughput.append(one)
     return history
 
 
@@ -50,11 +57,11 @@ def history_of(samples: int, windows: list[Window], **changes: Any) -> History:
 
 
 def test_a_window_closes_when_it_is_old_enough_and_all_were_heard() -> None:
-    pulse = Pulse()
+    pulse = ThroughputMonitor()
     pulse.begin(2, phase=1, now=10.0, idle=frozenset())
-    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 10.4)
-    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 11.2)
-    assert pulse.heard(1, Measured(5, 5, 5.0, 0, busy_s=1.0, comm_s=0.9), 11.5)
+    assert not pulse.add(0, StepStats(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 10.4)
+    assert not pulse.add(0, StepStats(10, 10, 5.0, 0, busy_s=0.5, comm_s=0.1), 11.2)
+    assert pulse.add(1, StepStats(5, 5, 5.0, 0, busy_s=1.0, comm_s=0.9), 11.5)
     (closed,) = pulse.windows
     assert (closed.samples, closed.phase, closed.loss) == (25, 1, 0.6)
     assert closed.speeds == (20.0, 5.0)
@@ -63,12 +70,12 @@ def test_a_window_closes_when_it_is_old_enough_and_all_were_heard() -> None:
 
 
 def test_a_window_goes_on_over_a_stop_and_without_those_who_idle() -> None:
-    pulse = Pulse()
+    pulse = ThroughputMonitor()
     pulse.begin(2, phase=0, now=0.0, idle=frozenset({1}))
-    assert not pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.5), 0.6)
+    assert not pulse.add(0, StepStats(10, 10, 5.0, 0, busy_s=0.5), 0.6)
     pulse.end(0.6)
     pulse.begin(2, phase=0, now=5.0, idle=frozenset({1}))
-    assert pulse.heard(0, Measured(10, 10, 5.0, 0, busy_s=0.3), 5.5)
+    assert pulse.add(0, StepStats(10, 10, 5.0, 0, busy_s=0.3), 5.5)
     (closed,) = pulse.windows
     assert closed.rate == pytest.approx(20 / 1.1)
     assert closed.speeds == (25.0, 0.0)
@@ -80,9 +87,9 @@ def test_of_two_workers_the_slower_can_be_the_straggler() -> None:
 
 
 def test_windows_of_an_earlier_phase_are_not_mixed_in() -> None:
-    pulse = Pulse()
+    pulse = ThroughputMonitor()
     for phase in (0, 0, 1, 0):
-        pulse.remember(window(phase))
+        pulse.append(window(phase))
     assert len(pulse.latest(0, 3)) == 1
 
 
@@ -94,18 +101,18 @@ def test_windows_of_an_earlier_phase_are_not_mixed_in() -> None:
 )
 def test_noise_scale_is_found_again(signal: float, noise: float, small: int, n: int) -> None:
     """Squared norms follow |G|^2 + S/B: from two batch sizes both can be told."""
-    measured = Noise()
+    measured = GradientNoiseScale()
     big = small * n
     for _ in range(3):
-        measured.heard(small, signal + noise / small, big, signal + noise / big)
+        measured.add(small, signal + noise / small, big, signal + noise / big)
     assert measured.scale is not None
     assert measured.scale == pytest.approx(noise / signal, rel=1e-4, abs=1e-4)
 
 
 def test_noise_scale_is_unknown_while_nothing_can_be_told() -> None:
-    noise = Noise()
+    noise = GradientNoiseScale()
     assert noise.scale is None
-    noise.heard(32, 1.0, 32, 1.0)
+    noise.add(32, 1.0, 32, 1.0)
     assert noise.scale is None
 
 
@@ -160,14 +167,14 @@ def test_elastic_leaves_the_straggler_out() -> None:
     policy = policy_of("switch(allreduce, ps, when=straggler(elastic))")
     history = history_of(1000, [window(speeds=LAGGING)] * 3)
     decision = policy.decide(history)
-    assert (decision.phase, decision.leave_out) == (0, 2)
-    history.left_out.add(2)
+    assert (decision.phase, decision.exclude_worker) == (0, 2)
+    history.excluded_workers.add(2)
     assert policy.decide(history) is None
 
 
 def auto(schedule: str = "constant") -> AutoPolicy:
-    read: Schedule = read_schedule(schedule)
-    return AutoPolicy(Horizon(1000, 10_000, 100, read))
+    read: Schedule = parse_schedule(schedule)
+    return AutoPolicy(RunHorizon(1000, 10_000, 100, read))
 
 
 def choose(policy: AutoPolicy, history: History) -> str | None:
@@ -183,7 +190,7 @@ def test_auto_stays_where_nothing_is_to_be_gained() -> None:
     decision = auto().decide(history_of(9000, [window(rate=360)] * 3))
     assert decision is not None
     assert (decision.phase, decision.cause) == (0, "no gain")
-    assert decision.figures["gain"] == pytest.approx(0.01, abs=1e-6)
+    assert decision.measurements["gain"] == pytest.approx(0.01, abs=1e-6)
     assert "would save 1 %" in decision.reason
 
 
@@ -192,7 +199,7 @@ def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
     assert choose(auto(), history_of(500, windows)) == "too early"
     decision = auto().decide(history_of(5000, windows))
     assert decision is not None
-    assert (decision.phase, decision.keep) == (1, True)
+    assert (decision.phase, decision.snapshot) == (1, True)
     assert "would save 60 %" in decision.reason
 
 
@@ -207,7 +214,7 @@ def test_auto_probes_once_and_comes_back() -> None:
     assert choose(policy, after) == "too early"
     again = policy.decide(history_of(4400, before + there + before, switches=switches))
     assert again is not None
-    assert (again.phase, again.cause, again.figures["other_rate"]) == (1, "gain", 290.0)
+    assert (again.phase, again.cause, again.measurements["other_rate"]) == (1, "gain", 290.0)
 
 
 def test_a_probe_must_be_worth_its_seconds() -> None:
@@ -222,11 +229,11 @@ def test_a_lower_rate_noisier_gradients_and_less_staleness_allow_an_earlier_swit
     policy, history = auto(), history_of(1000, [])
     assert policy.safe_from(history, 0.0) == 0.5
     assert policy.safe_from(history, 0.5) == pytest.approx(0.4)
-    history.pulse.noise.heard(10, 1 + 40, 100, 1 + 4)  # a noise scale of 400 beside 100
+    history.throughput.noise.add(10, 1 + 40, 100, 1 + 4)  # a noise scale of 400 beside 100
     assert policy.safe_from(history, 0.0) == pytest.approx(0.5 / 1.5)
     dropped = auto("milestones(1)")
     assert dropped.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.1**0.5)
-    two = AutoPolicy(Horizon(1000, 10_000, 100, read_schedule("constant"), staleness=1.0))
+    two = AutoPolicy(RunHorizon(1000, 10_000, 100, parse_schedule("constant"), staleness=1.0))
     assert two.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.25**0.25)
     # Measured staleness takes the place of the expected one.
     ran = history_of(1000, [window(1)], staleness=Counter({0: 1, 2: 1}))
@@ -290,15 +297,15 @@ def test_auto_goes_back_when_it_is_no_faster_there_and_then_holds() -> None:
 )
 def test_impossible_parameters_are_one_clear_line(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        read_strategy(text)
+        parse_strategy(text)
     assert "\n" not in str(caught.value)
 
 
 def test_what_needs_more_workers_than_there_are_is_refused() -> None:
     with pytest.raises(SpecError, match="cannot be larger"):
-        read_strategy("grouped(size=4)").check_workers(3)
+        parse_strategy("grouped(size=4)").check_workers(3)
     with pytest.raises(SpecError, match="waits for 4 gradients, but there are 3"):
-        read_strategy("ps(sync=kasync(4))").check_workers(3)
+        parse_strategy("ps(sync=kasync(4))").check_workers(3)
 
 
 @pytest.mark.parametrize(
@@ -317,20 +324,20 @@ def test_what_needs_more_workers_than_there_are_is_refused() -> None:
 )
 def test_bad_trouble_is_refused(kind: str, text: str, complaint: str) -> None:
     with pytest.raises(SpecError, match=complaint):
-        read_trouble(kind, text, 2)
+        parse_slowdown(kind, text, 2)
 
 
 def test_a_quota_counts_processor_time_and_a_factor_what_went_by() -> None:
     """Half a core: 2 s for one second of work, though neighbours made it take 1.5 s here."""
-    quota, factor = read_trouble("slow", "worker=0,cores=0.5", 2), Trouble(0, factor=3.0)
-    assert Slowness.of([quota], 0, 0.0).wall_s(1.5, 1.0) == 2.0
-    assert Slowness.of([quota], 0, 0.0).wall_s(2.5, 1.0) == 2.5
-    assert Slowness.of([factor], 0, 0.0).wall_s(1.5, 1.0) == 4.5
-    assert Slowness.of([quota, factor], 0, 0.0).wall_s(1.5, 1.0) == 6.0
-    assert Slowness.of([quota, factor], 1, 0.0) == Slowness()
+    quota, factor = parse_slowdown("slow", "worker=0,cores=0.5", 2), InjectedSlowdown(0, factor=3.0)
+    assert ActiveSlowdown.of([quota], 0, 0.0).wall_s(1.5, 1.0) == 2.0
+    assert ActiveSlowdown.of([quota], 0, 0.0).wall_s(2.5, 1.0) == 2.5
+    assert ActiveSlowdown.of([factor], 0, 0.0).wall_s(1.5, 1.0) == 4.5
+    assert ActiveSlowdown.of([quota, factor], 0, 0.0).wall_s(1.5, 1.0) == 6.0
+    assert ActiveSlowdown.of([quota, factor], 1, 0.0) == ActiveSlowdown()
 
 
 def test_trouble_is_read() -> None:
-    trouble = read_trouble("delay", "worker=1,ms=10,from=2,to=5", 2)
+    trouble = parse_slowdown("delay", "worker=1,ms=10,from=2,to=5", 2)
     assert (trouble.worker, trouble.delay_s) == (1, 0.01)
-    assert [trouble.in_force(e) for e in (1.9, 2.0, 4.9, 5.0)] == [False, True, True, False]
+    assert [trouble.is_active(e) for e in (1.9, 2.0, 4.9, 5.0)] == [False, True, True, False]

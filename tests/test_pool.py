@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RunCli
-from lab import PASSWORD, Lab
-from paceline.cluster.blueprint import looks_like_blueprint, read_blueprint
-from paceline.cluster.files import load_pool, make_pool, write_pool
+from network_namespaces import PASSWORD, Lab
+from paceline.cluster.legacy_blueprint import is_blueprint, read_blueprint
 from paceline.cluster.pool import Host, Pool, read_pool
-from paceline.cluster.select import SELECTIONS, select_hosts
+from paceline.cluster.pool_file import load_pool, pool_from_mapping, write_pool
+from paceline.cluster.selection import SELECTIONS, select_hosts
 from paceline.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -76,7 +76,7 @@ def test_nothing_said_selects_all() -> None:
 
 
 def test_empty_selection_is_the_users_mistake() -> None:
-    pool = make_pool({"hosts": [{"host": "a"}, {"host": "b"}]}, "p")
+    pool = pool_from_mapping({"hosts": [{"host": "a"}, {"host": "b"}]}, "p")
     with pytest.raises(UsageError) as caught:
         select_hosts(pool, ["gpu"])
     assert str(caught.value) == (
@@ -99,7 +99,7 @@ def test_gpu_and_cpu_divide_a_pool(machines: list[tuple[int, bool]]) -> None:
         {"host": f"h{i}", "gpus": [{"count": gpus}] if gpus else [], "energy_efficient": green}
         for i, (gpus, green) in enumerate(machines)
     ]
-    pool = make_pool({"hosts": hosts}, "random")
+    pool = pool_from_mapping({"hosts": hosts}, "random")
     sets: dict[str, set[str]] = {}
     for word in SELECTIONS:
         try:
@@ -147,7 +147,7 @@ def test_written_pool_reads_back(tmp_path: Path) -> None:
 )
 def test_any_pool_survives_yaml(machines: list[dict[str, Any]]) -> None:
     pool = Pool(hosts=tuple(Host(host=f"h{i}", **facts) for i, facts in enumerate(machines)))
-    assert make_pool(yaml.safe_load(pool.to_yaml()), "again") == pool
+    assert pool_from_mapping(yaml.safe_load(pool.to_yaml()), "again") == pool
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_torn_blueprints_are_read_and_hide_passwords(
         lines.append(data.draw(st.sampled_from(["}", "},"])))
     lines.append("]}")
     text = "\n".join(lines)
-    assert looks_like_blueprint(text)
+    assert is_blueprint(text)
     plain, repairs = read_blueprint(text, "b")
-    pool = make_pool(plain, "b")
+    pool = pool_from_mapping(plain, "b")
     assert [host.gpu_count for host in pool.hosts] == [m["GPUS"] for m in machines]
     assert [h.energy_efficient for h in pool.hosts] == [m["energy efficient"] for m in machines]
     for machine in machines:
@@ -305,7 +305,7 @@ def test_any_rubbish_is_refused_in_one_line(rubbish: str) -> None:
     told = ""
     try:
         plain, _ = read_blueprint(text, "b")
-        make_pool(plain, "b")
+        pool_from_mapping(plain, "b")
     except UsageError as error:
         told = str(error)
     assert "\n" not in told

@@ -15,58 +15,58 @@ from paceline.errors import SpecError, WireError
 from paceline.protocol.clock import (
     AspClock,
     BspClock,
+    ClockDecision,
     DsspClock,
     GbaClock,
     KAsyncClock,
     Push,
     SspClock,
-    Verdict,
     WorkerCounts,
 )
-from paceline.protocol.coordinator import Coordinator, End, Note, RunPlan
-from paceline.protocol.history import History, Tally
-from paceline.protocol.ledger import EVERYBODY, Ledger
+from paceline.protocol.coordinator import Coordinator, EmitEvent, EndRun, RunSpec
+from paceline.protocol.history import EpochTotals, History
+from paceline.protocol.ledger import ALL_WORKERS, Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
     KINDS,
-    Advanced,
-    Apply,
-    Clip,
-    Diverging,
-    Enter,
-    Entered,
-    EpochOver,
+    ApplyUpdate,
+    CheckpointWritten,
+    ClipFactor,
+    EnterPhase,
+    EpochEnd,
+    EpochEndReply,
     Evaluate,
     Evaluated,
-    Finish,
-    Finished,
-    Go,
+    FinishRun,
+    GradientPushed,
+    GradientRef,
     Heartbeat,
     Lease,
-    Measured,
+    LeaseGranted,
+    LossDiverged,
     Message,
-    Onward,
-    Part,
-    Pushed,
+    PhaseEntered,
+    PlannedSteps,
     Quiesce,
     Quiesced,
-    Ready,
-    Reduced,
-    Save,
-    Saved,
+    SaveCheckpoint,
     ServerReady,
-    Steps,
-    from_plain,
+    ShardSqNorm,
+    StepsApplied,
+    StepStats,
+    WorkerFinished,
+    WorkerReady,
+    message_from_wire,
+    message_to_wire,
     split_batch,
-    to_plain,
 )
-from paceline.protocol.pace import Tell, TellServers
-from paceline.protocol.policies import make_policy
-from paceline.protocol.server import Answer, Shard, SumUp, Update
+from paceline.protocol.pace import Send, SendToServers
+from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.shard import SendWeights, ServerShard, StepOptimizer, SumGradients
 from paceline.specs.schedule import Constant
-from paceline.specs.strategy import Strategy, read_strategy
+from paceline.specs.stop_condition import parse_stop_condition
+from paceline.specs.strategy import Strategy, parse_strategy
 from paceline.specs.sync import Gba
-from paceline.specs.until import read_until
 
 # ---- ledger -----------------------------------------------------------------------------------
 
@@ -100,10 +100,10 @@ def test_ledger_gives_every_position_exactly_once(samples: int, moves: list[Any]
         elif move == "a":
             acknowledge(worker)
         elif move == "k":
-            ledger.forget_holder(worker)
+            ledger.return_all_of(worker)
             held[worker] = []
         elif held[worker]:
-            ledger.give_back(held[worker].pop().id, worker)
+            ledger.return_lease(held[worker].pop().id, worker)
         assert max(done.values(), default=1) == 1
         assert all(done[p] for p in range(ledger.frontier))
     while ledger.frontier < samples:
@@ -148,16 +148,16 @@ def push(worker: int, handle: int = 1) -> Push:
 
 
 def test_asp_applies_and_releases_at_once() -> None:
-    verdict = AspClock(3).pushed(push(2), 0.0)
+    verdict = AspClock(3).on_push(push(2), 0.0)
     assert verdict.updates == [[push(2)]]
     assert verdict.release == [2]
 
 
 def test_bsp_waits_for_all_and_sums_in_the_order_of_workers() -> None:
     clock = BspClock(3)
-    assert clock.pushed(push(2), 0.0).release == []
-    assert clock.pushed(push(0), 0.0).updates == []
-    verdict = clock.pushed(push(1), 0.0)
+    assert clock.on_push(push(2), 0.0).release == []
+    assert clock.on_push(push(0), 0.0).updates == []
+    verdict = clock.on_push(push(1), 0.0)
     assert verdict.updates == [[push(0), push(1), push(2)]]
     assert verdict.release == [0, 1, 2]
 
@@ -172,13 +172,13 @@ def test_lag_is_the_distance_to_the_slowest(advances: list[int]) -> None:
         assert [counts.lag(w) for w in range(5)] == [c - min(plain) for c in plain]
 
 
-def order(version: int, *workers: int, clip: float | None = None) -> Apply:
-    return Apply(version, tuple(Part(w, version, 1.0) for w in workers), 1.0, clip)
+def order(version: int, *workers: int, clip: float | None = None) -> ApplyUpdate:
+    return ApplyUpdate(version, tuple(GradientRef(w, version, 1.0) for w in workers), 1.0, clip)
 
 
 @given(st.permutations(["g0", "g1", "a1", "a2", "pull"]))
 def test_shard_applies_in_order_whatever_comes_first(arrivals: list[str]) -> None:
-    shard = Shard()
+    shard = ServerShard()
     happened: list[Any] = []
     for arrival in arrivals:
         if arrival == "g0":
@@ -191,41 +191,41 @@ def test_shard_applies_in_order_whatever_comes_first(arrivals: list[str]) -> Non
             happened += shard.on_apply(order(2, 1))
         else:
             happened += shard.on_pull(9, at_least=2)
-    updates = [a.order.version for a in happened if isinstance(a, Update)]
+    updates = [a.order.version for a in happened if isinstance(a, StepOptimizer)]
     assert updates == [1, 2]
-    assert [a for a in happened if isinstance(a, Answer)] == [Answer(9, 2)]
+    assert [a for a in happened if isinstance(a, SendWeights)] == [SendWeights(9, 2)]
 
 
 def test_shard_ignores_orders_that_come_again() -> None:
-    shard = Shard()
+    shard = ServerShard()
     shard.on_gradient(0, 1)
     assert len(shard.on_apply(order(1, 0))) == 1
     assert shard.on_apply(order(1, 0)) == []
 
 
 def test_shard_sums_first_and_updates_when_the_norm_is_known() -> None:
-    shard = Shard()
+    shard = ServerShard()
     shard.on_gradient(0, 1)
     clipped = order(1, 0, clip=1.0)
-    assert shard.on_apply(clipped) == [SumUp(clipped)]
+    assert shard.on_apply(clipped) == [SumGradients(clipped)]
     assert shard.version == 0
-    assert shard.on_clip(1, 0.25) == [Update(clipped, 0.25, summed=True)]
+    assert shard.on_clip(1, 0.25) == [StepOptimizer(clipped, 0.25, summed=True)]
 
 
 # ---- messages ---------------------------------------------------------------------------------
 
 EXAMPLES: list[Message] = [
-    Steps(1, 0, 64, 32, None),
-    Steps(1, 0, 64, 32, (1, 0)),
-    Go(3, Lease(1, 0, 0, 8, 2, 4), -1),
-    Enter(0, (("127.0.0.1", 5),), True),
+    PlannedSteps(1, 0, 64, 32, None),
+    PlannedSteps(1, 0, 64, 32, (1, 0)),
+    LeaseGranted(3, Lease(1, 0, 0, 8, 2, 4), -1),
+    EnterPhase(0, (("127.0.0.1", 5),), True),
     Quiesce(4),
-    Save("1", {"history": {"rows": [{"a": None}]}}),
-    Ready(0, 10, 2, None, ("val",)),
-    Pushed(0, 1, 2, 3, 4, 5, Measured(1, 1, 0.5, 1)),
-    Advanced(0, 0, 4, 1, Measured(4, 4, None, 0)),
+    SaveCheckpoint("1", {"history": {"rows": [{"a": None}]}}),
+    WorkerReady(0, 10, 2, None, ("val",)),
+    GradientPushed(0, 1, 2, 3, 4, 5, StepStats(1, 1, 0.5, 1)),
+    StepsApplied(0, 0, 4, 1, StepStats(4, 4, None, 0)),
     order(1, 0, 1),
-    Finished(0, {"phases": {"wait": 1.0}}),
+    WorkerFinished(0, {"phases": {"wait": 1.0}}),
 ]
 
 
@@ -233,7 +233,7 @@ EXAMPLES: list[Message] = [
 def test_messages_survive_the_wire(message: Message) -> None:
     import msgpack
 
-    assert from_plain(msgpack.unpackb(msgpack.packb(to_plain(message)))) == message
+    assert message_from_wire(msgpack.unpackb(msgpack.packb(message_to_wire(message)))) == message
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_messages_survive_the_wire(message: Message) -> None:
 )
 def test_strange_messages_are_refused(plain: object) -> None:
     with pytest.raises(WireError):
-        from_plain(plain)
+        message_from_wire(plain)
 
 
 def test_every_kind_of_message_is_known() -> None:
@@ -255,24 +255,24 @@ def test_every_kind_of_message_is_known() -> None:
 class Play:
     """Workers and servers as plain objects; each delivered message is chosen at random."""
 
-    def __init__(self, plan: RunPlan, *, samples: int, batch: int, epochs: int, seed: int) -> None:
+    def __init__(self, plan: RunSpec, *, samples: int, batch: int, epochs: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.coordinator = Coordinator(plan, now=0.0)
         self.plan, self.samples, self.batch, self.epochs = plan, samples, batch, epochs
         self.now = 0.0
         self.inbox: list[deque[Message]] = [deque() for _ in range(plan.workers)]
-        self.shards = [Shard() for _ in range(plan.servers)]
+        self.shards = [ServerShard() for _ in range(plan.servers)]
         self.to_coordinator: list[deque[Message]] = [deque() for _ in range(plan.workers)]
         self.seen: Counter[tuple[int, int]] = Counter()
         self.handles = [0] * plan.workers
         self.steps = [0] * plan.workers
-        self.notes: list[Note] = []
-        self.end: End | None = None
+        self.notes: list[EmitEvent] = []
+        self.end: EndRun | None = None
         self.max_ahead = 0
 
-    def run(self) -> End:
+    def run(self) -> EndRun:
         for worker in range(self.plan.workers):
-            ready = Ready(worker, self.samples, self.batch, self.epochs, ("val", "test"))
+            ready = WorkerReady(worker, self.samples, self.batch, self.epochs, ("val", "test"))
             self.to_coordinator[worker].append(ready)
         for server in range(self.plan.servers):
             self.give(ServerReady(server, "127.0.0.1", 1))
@@ -292,12 +292,12 @@ class Play:
 
     def give(self, message: Message) -> None:
         for action in self.coordinator.handle(message, self.now):
-            if isinstance(action, Tell):
+            if isinstance(action, Send):
                 self.inbox[action.worker].append(action.message)
-            elif isinstance(action, TellServers):
+            elif isinstance(action, SendToServers):
                 for index in range(action.servers):
                     self.order(index, action.message)
-            elif isinstance(action, Note):
+            elif isinstance(action, EmitEvent):
                 self.notes.append(action)
             else:
                 self.end = action
@@ -306,33 +306,33 @@ class Play:
         shard = self.shards[server]
         actions = (
             shard.on_clip(message.version, message.factor)
-            if isinstance(message, Clip)
+            if isinstance(message, ClipFactor)
             else shard.on_apply(message)  # type: ignore[arg-type]
         )
         self.carry_out(server, actions)
 
     def carry_out(self, server: int, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, SumUp):
-                self.to_coordinator[0].append(Reduced(server, action.order.version, 4.0))
+            if isinstance(action, SumGradients):
+                self.to_coordinator[0].append(ShardSqNorm(server, action.order.version, 4.0))
 
     def act(self, worker: int, message: Message) -> None:
         out = self.to_coordinator[worker]
-        if isinstance(message, Steps):
+        if isinstance(message, PlannedSteps):
             start = message.start
             while start < message.stop:
                 stop = min(start + message.batch, message.stop)
-                cuts = split_batch(stop - start, self.plan.workers, message.weights)
+                cuts = split_batch(stop - start, self.plan.workers, message.batch_weights)
                 for position in range(start + cuts[worker], start + cuts[worker + 1]):
                     self.seen[message.epoch, position] += 1
                 share = cuts[worker + 1] - cuts[worker]
                 slow = 3.0 if worker == 0 and self.random.random() < 0.9 else 1.0
-                measured = Measured(share, share, 1.0 * share, share, busy_s=slow, comm_s=0.1)
+                measured = StepStats(share, share, 1.0 * share, share, busy_s=slow, comm_s=0.1)
                 self.steps[worker] += 1
                 step = self.steps[worker]
-                out.append(Advanced(worker, message.epoch, stop, step, measured))
+                out.append(StepsApplied(worker, message.epoch, stop, step, measured))
                 start = stop
-        elif isinstance(message, Go):
+        elif isinstance(message, LeaseGranted):
             lease = message.lease
             for position in range(lease.lo, lease.hi):
                 self.seen[lease.epoch, position] += 1
@@ -342,9 +342,11 @@ class Play:
             if lease.samples and not self.follows(worker):
                 for server, shard in enumerate(self.shards):
                     self.carry_out(server, shard.on_gradient(worker, handle))
-            measured = Measured(lease.samples, lease.samples, 0.5 * lease.samples, 0, busy_s=1.0)
+            measured = StepStats(lease.samples, lease.samples, 0.5 * lease.samples, 0, busy_s=1.0)
             out.append(
-                Pushed(worker, handle, lease.id, lease.samples, message.version, step, measured)
+                GradientPushed(
+                    worker, handle, lease.id, lease.samples, message.version, step, measured
+                )
             )
         elif isinstance(message, Quiesce) and self.lags_behind(message.version):
             self.inbox[worker].appendleft(message)  # A pull of that version is not answered yet.
@@ -361,22 +363,22 @@ class Play:
         return any(worker in group[1:] for group in self.groups)
 
     def answer(self, worker: int, message: Message) -> Message:
-        if isinstance(message, Enter):
+        if isinstance(message, EnterPhase):
             self.groups = message.groups
             if worker == 0:
                 for shard in self.shards:
                     shard.reset()
-            return Entered(worker)
+            return PhaseEntered(worker)
         if isinstance(message, Quiesce):
             return Quiesced(worker, "same", 0.1)
         if isinstance(message, Evaluate):
             return Evaluated(worker, 1.0, 1, 2)
-        if isinstance(message, Save):
-            return Saved(worker, "path")
-        if isinstance(message, EpochOver):
-            return Onward(worker, True)
-        assert isinstance(message, Finish)
-        return Finished(worker, {})
+        if isinstance(message, SaveCheckpoint):
+            return CheckpointWritten(worker, "path")
+        if isinstance(message, EpochEnd):
+            return EpochEndReply(worker, True)
+        assert isinstance(message, FinishRun)
+        return WorkerFinished(worker, {})
 
 
 STRATEGIES = [
@@ -413,7 +415,7 @@ STRATEGIES = [
 
 def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
     try:
-        make_policy(
+        make_switch_policy(
             spec,
             workers=3,
             samples_per_epoch=samples,
@@ -437,8 +439,8 @@ def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
 )
 def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(SpecError, match=complaint):
-        make_policy(
-            read_strategy(text),
+        make_switch_policy(
+            parse_strategy(text),
             workers=3,
             samples_per_epoch=95,
             epochs=1,
@@ -448,8 +450,8 @@ def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> 
 
 
 def test_a_point_inside_a_batch_moves_to_its_end() -> None:
-    policy = make_policy(
-        read_strategy("switch(allreduce, ps, at=48%)"),
+    policy = make_switch_policy(
+        parse_strategy("switch(allreduce, ps, at=48%)"),
         workers=3,
         samples_per_epoch=95,
         epochs=2,
@@ -484,12 +486,12 @@ def test_random_schedules_end_with_every_sample_counted_once(
     every: int | None,
     seed: int,
 ) -> None:
-    spec = read_strategy(strategy)
+    spec = parse_strategy(strategy)
     assume(placeable(spec, samples, batch, epochs))
-    plan = RunPlan(strategy=spec, workers=workers, clip=clip, checkpoint_samples=every)
+    plan = RunSpec(strategy=spec, workers=workers, clip=clip, checkpoint_samples=every)
     play = Play(plan, samples=samples, batch=batch, epochs=epochs, seed=seed)
     end = play.run()
-    assert end == End("done", None)
+    assert end == EndRun("done", None)
     expected = {(e, p) for e in range(epochs) for p in range(samples)}
     assert play.seen == Counter(expected)
     history = play.coordinator.history
@@ -509,7 +511,7 @@ def test_updates_are_counted_as_each_strategy_makes_them(
     strategy: str, workers: int, updates: int
 ) -> None:
     """98 samples in batches of 12 are 9 synchronous updates, or leases of 4 asynchronously."""
-    plan = RunPlan(strategy=read_strategy(strategy), workers=workers)
+    plan = RunSpec(strategy=parse_strategy(strategy), workers=workers)
     play = Play(plan, samples=98, batch=12, epochs=1, seed=1)
     play.run()
     assert play.coordinator.history.updates == updates
@@ -517,7 +519,7 @@ def test_updates_are_counted_as_each_strategy_makes_them(
 
 def test_rate_of_asynchronous_updates_adds_up_to_the_batches_of_an_epoch() -> None:
     """Each sample weighs one over its global batch, also in a last batch that is short."""
-    plan = RunPlan(strategy=read_strategy("ps"), workers=5)
+    plan = RunSpec(strategy=parse_strategy("ps"), workers=5)
     play = Play(plan, samples=50, batch=12, epochs=1, seed=3)
     scales = []
     original = play.order
@@ -527,7 +529,7 @@ def test_rate_of_asynchronous_updates_adds_up_to_the_batches_of_an_epoch() -> No
 
 
 def run_until_done(**changes: Any) -> Coordinator:
-    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2, **changes)
+    plan = RunSpec(strategy=parse_strategy("allreduce"), workers=2, **changes)
     play = Play(plan, samples=20, batch=10, epochs=6, seed=0)
     assert play.run().status == "done"
     return play.coordinator
@@ -535,13 +537,13 @@ def run_until_done(**changes: Any) -> Coordinator:
 
 def test_until_and_patience_stop_early() -> None:
     # The play's validation accuracy is always 1/2 and its loss never gets better.
-    assert run_until_done(until=read_until("val_acc>=0.5")).history.epoch == 1
-    assert run_until_done(until=read_until("val_acc>0.5")).history.epoch == 6
+    assert run_until_done(until=parse_stop_condition("val_acc>=0.5")).history.epoch == 1
+    assert run_until_done(until=parse_stop_condition("val_acc>0.5")).history.epoch == 6
     assert run_until_done(patience=2).history.epoch == 3
 
 
 def test_replicas_that_differ_end_the_run() -> None:
-    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2)
+    plan = RunSpec(strategy=parse_strategy("allreduce"), workers=2)
     play = Play(plan, samples=20, batch=10, epochs=1, seed=0)
     usual = play.answer
     play.answer = lambda w, m: (  # type: ignore[method-assign]
@@ -553,19 +555,19 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 
 def test_divergence_names_step_and_worker() -> None:
-    plan = RunPlan(strategy=read_strategy("allreduce"), workers=2)
+    plan = RunSpec(strategy=parse_strategy("allreduce"), workers=2)
     coordinator = Coordinator(plan, now=0.0)
-    (end,) = coordinator.handle(Diverging(1, 17, float("nan"), "it is not finite"), 1.0)
-    assert isinstance(end, End)
+    (end,) = coordinator.handle(LossDiverged(1, 17, float("nan"), "it is not finite"), 1.0)
+    assert isinstance(end, EndRun)
     assert end.status == "diverged"
     assert "NaN at step 17 of worker 1" in str(end.error)
 
 
 def test_workers_that_disagree_on_the_data_are_refused() -> None:
-    coordinator = Coordinator(RunPlan(strategy=read_strategy("allreduce"), workers=2), now=0.0)
-    coordinator.handle(Ready(0, 10, 2, 1, ()), 0.0)
-    (end,) = coordinator.handle(Ready(1, 11, 2, 1, ()), 0.0)
-    assert isinstance(end, End)
+    coordinator = Coordinator(RunSpec(strategy=parse_strategy("allreduce"), workers=2), now=0.0)
+    coordinator.handle(WorkerReady(0, 10, 2, 1, ()), 0.0)
+    (end,) = coordinator.handle(WorkerReady(1, 11, 2, 1, ()), 0.0)
+    assert isinstance(end, EndRun)
     assert "worker 1 has 11 samples" in str(end.error)
 
 
@@ -574,18 +576,18 @@ def test_workers_that_disagree_on_the_data_are_refused() -> None:
 
 def test_the_one_who_computes_is_stuck_not_those_who_wait_for_it() -> None:
     members = Membership(3, now=0.0)
-    members.heard(0, 5, "comm_exposed", 10, 1.0)
-    members.heard(1, 5, "forward", 9, 1.0)
-    members.heard(2, 5, "comm_exposed", 10, 1.0)
-    assert members.stuck(4.0, deadline_s=5) == []
-    assert [w for w, _ in members.stuck(7.0, deadline_s=5)] == [1]
-    members.heard(1, 6, "comm_exposed", 11, 7.0)
-    assert members.stuck(8.0, deadline_s=5) == []
-    assert [w for w, _ in members.stuck(20.0, deadline_s=5)] == [0, 1, 2]
+    members.on_heartbeat(0, 5, "comm_exposed", 10, 1.0)
+    members.on_heartbeat(1, 5, "forward", 9, 1.0)
+    members.on_heartbeat(2, 5, "comm_exposed", 10, 1.0)
+    assert members.find_stuck(4.0, deadline_s=5) == []
+    assert [w for w, _ in members.find_stuck(7.0, deadline_s=5)] == [1]
+    members.on_heartbeat(1, 6, "comm_exposed", 11, 7.0)
+    assert members.find_stuck(8.0, deadline_s=5) == []
+    assert [w for w, _ in members.find_stuck(20.0, deadline_s=5)] == [0, 1, 2]
 
 
 def test_a_coordinator_takes_heartbeats_at_any_time() -> None:
-    coordinator = Coordinator(RunPlan(strategy=read_strategy("single"), workers=1), now=0.0)
+    coordinator = Coordinator(RunSpec(strategy=parse_strategy("single"), workers=1), now=0.0)
     assert coordinator.handle(Heartbeat(0, 3, "forward", 7), 1.0) == []
     assert coordinator.members.last_step(0) == 3
 
@@ -593,10 +595,10 @@ def test_a_coordinator_takes_heartbeats_at_any_time() -> None:
 def test_history_survives_being_written_down() -> None:
     history = History(samples=9, updates=3, phase=1, epoch=2, rows=[{"epoch": 1, "val_loss": 0.5}])
     history.staleness.update([0, 1, 1])
-    history.tally = Tally(samples=4, predictions=4, loss_sum=2.0, correct=3)
+    history.tally = EpochTotals(samples=4, predictions=4, loss_sum=2.0, correct=3)
     assert History.from_plain(history.to_plain()) == history
     assert history.tally.loss == 0.5
-    assert EVERYBODY not in range(100)
+    assert ALL_WORKERS not in range(100)
 
 
 # ---- bounded staleness ------------------------------------------------------------------------
@@ -624,7 +626,7 @@ def play_clock(
     for handle in range(steps):
         worker = min(due, key=lambda w: (due[w], w))
         now = due.pop(worker)
-        verdict = clock.pushed(Push(worker, handle, 1, 1 / workers, 0), now)
+        verdict = clock.on_push(Push(worker, handle, 1, 1 / workers, 0), now)
         held[worker] = now
         assert due or verdict.release, "everybody waits"
         for released in verdict.release:
@@ -674,19 +676,19 @@ def test_ssp_without_a_bound_admits_every_order_that_asp_does(order: list[int]) 
     ssp, asp = SspClock(3, float("inf")), AspClock(3)
     for handle, worker in enumerate(order):
         mine = Push(worker, handle, 4, 0.5, 0)
-        assert ssp.pushed(mine, 0.0) == asp.pushed(mine, 0.0)
+        assert ssp.on_push(mine, 0.0) == asp.on_push(mine, 0.0)
 
 
 def test_kasync_makes_an_update_of_the_first_k() -> None:
     clock = KAsyncClock(4, 2)
-    assert clock.pushed(push(3), 0.0) == Verdict()
-    assert clock.pushed(push(1), 0.0) == Verdict([[push(1), push(3)]], [1, 3])
-    clock.pushed(push(0), 0.0)
-    assert clock.flush() == Verdict([[push(0)]], [0])
+    assert clock.on_push(push(3), 0.0) == ClockDecision()
+    assert clock.on_push(push(1), 0.0) == ClockDecision([[push(1), push(3)]], [1, 3])
+    clock.on_push(push(0), 0.0)
+    assert clock.flush() == ClockDecision([[push(0)]], [0])
 
 
 def test_gba_buffers_to_a_global_batch_and_lets_everybody_go_on() -> None:
     clock = GbaClock(2)
-    assert clock.pushed(push(0, 1), 0.0) == Verdict([], [0])
-    assert clock.pushed(push(0, 2), 0.0) == Verdict([[push(0, 1), push(0, 2)]], [0])
+    assert clock.on_push(push(0, 1), 0.0) == ClockDecision([], [0])
+    assert clock.on_push(push(0, 2), 0.0) == ClockDecision([[push(0, 1), push(0, 2)]], [0])
     assert [Gba(stale=2, decay=0.5).weight_of(s) for s in (0, 2, 3, 5)] == [1, 1, 0.5, 0.125]

@@ -127,7 +127,7 @@ LAY_OUT = """
 import numpy as np, ray, sys
 from paceline import Job, train
 from paceline.errors import UsageError
-from paceline.ray import RayLauncher, lay_out
+from paceline.ray import RayLauncher, write_dataset
 
 address, folder = sys.argv[1:]
 ray.init(address=address, log_to_driver=False)
@@ -135,9 +135,9 @@ made = np.random.default_rng(0)
 images = made.standard_normal((300, 1, 8, 8)).astype("float32")
 rows = [{"image": image, "label": int(k % 10)} for k, image in enumerate(images)]
 source = ray.data.from_items(rows, override_num_blocks=4)
-data = lay_out(source, folder + "/laid")
+data = write_dataset(source, folder + "/laid")
 try:
-    lay_out(source, folder + "/laid")
+    write_dataset(source, folder + "/laid")
 except UsageError as error:
     print("refused:", error)
 job = Job(model="cnn-small", data=data, features="image", label="label", shape="1x8x8", epochs=2)

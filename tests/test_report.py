@@ -23,11 +23,11 @@ from paceline.report.comparison import compare_results, write_comparison
 from paceline.report.findings import list_findings
 from paceline.report.html import write_report
 from paceline.report.progress import Progress
-from paceline.report.runs import Run, load_runs, normalise_phases
-from paceline.report.stats import integrate_t_tail, measure_spread, weigh_difference
-from paceline.report.table import as_markdown, results_table
+from paceline.report.run_loader import ReportRun, load_runs, normalise_phases
+from paceline.report.stats import compare_means, mean_and_std, student_t_tail
+from paceline.report.summary_table import as_markdown, results_table
 from paceline.telemetry import events as ev
-from paceline.telemetry.folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 
 HOSTILE = 'ps"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&amp;[bold]'
 SAMPLES_PER_EPOCH = 1440
@@ -127,14 +127,16 @@ def write_run(path: Path, result: dict[str, Any], *, with_result: bool = True) -
         | {"batch": 32, "optimizer": "sgd(lr=0.1, momentum=0.9)"},
     )
     run = EventWriter(folder.events("run"))
-    run.write(ev.Started(t=0.0, strategy=result["strategy"], workers=result["workers"], servers=0))
-    run.write(ev.PhaseBegan(t=1.0, strategy=result["strategy"], samples=0, lr="0.1"))
+    run.write(
+        ev.RunStarted(t=0.0, strategy=result["strategy"], workers=result["workers"], servers=0)
+    )
+    run.write(ev.StrategyStarted(t=1.0, strategy=result["strategy"], samples=0, lr="0.1"))
     for row in result["history"]:
         for switch in result["switches"]:
             if row["samples"] - SAMPLES_PER_EPOCH < switch["samples"] <= row["samples"]:
-                run.write(ev.Switched(t=row["seconds"] + 0.3, row=switch))
+                run.write(ev.StrategySwitched(t=row["seconds"] + 0.3, row=switch))
         run.write(
-            ev.Progressed(
+            ev.RunProgress(
                 t=row["seconds"] - 0.5,
                 epoch=row["epoch"],
                 samples=row["samples"] - 100,
@@ -143,13 +145,13 @@ def write_run(path: Path, result: dict[str, Any], *, with_result: bool = True) -
             )
         )
         run.write(ev.EpochEnded(t=row["seconds"], row=row))
-    run.write(ev.Ended(t=result["seconds"], status=result["status"], error=result["error"]))
+    run.write(ev.RunEnded(t=result["seconds"], status=result["status"], error=result["error"]))
     run.close()
     for k in range(result["workers"]):
         worker = EventWriter(folder.events(f"worker-{k}"))
-        worker.write(ev.WorkerBegan(t=0.9, worker=k, host="localhost", pid=100 + k, threads=1))
+        worker.write(ev.WorkerStarted(t=0.9, worker=k, host="localhost", pid=100 + k, threads=1))
         worker.write(
-            ev.StepsDone(
+            ev.StepWindow(
                 t=3.0,
                 first_step=0,
                 epoch=[1, 1],
@@ -192,8 +194,8 @@ def write_matrix(root: Path, *, seeds: int) -> list[Path]:
     return paths
 
 
-def label_runs(results: list[dict[str, Any]]) -> list[Run]:
-    return [Run(name=str(i), result=r, label=r["strategy"]) for i, r in enumerate(results)]
+def label_runs(results: list[dict[str, Any]]) -> list[ReportRun]:
+    return [ReportRun(name=str(i), result=r, label=r["strategy"]) for i, r in enumerate(results)]
 
 
 def read_page(path: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -245,8 +247,8 @@ def test_comparison_measures_known_values() -> None:
 
 
 def test_one_seed_has_no_spread() -> None:
-    assert measure_spread([3.0]) == {"mean": 3.0, "std": None, "min": 3.0, "max": 3.0, "n": 1}
-    assert measure_spread([None, math.nan, math.inf, "x", True])["n"] == 0
+    assert mean_and_std([3.0]) == {"mean": 3.0, "std": None, "min": 3.0, "max": 3.0, "n": 1}
+    assert mean_and_std([None, math.nan, math.inf, "x", True])["n"] == 0
 
 
 def test_failures_are_kept_and_counted_but_not_averaged(tmp_path: Path) -> None:
@@ -291,17 +293,17 @@ def test_runs_that_differ_in_workers_are_not_averaged_together() -> None:
     [(12.706, 1, 0.025), (4.303, 2, 0.025), (2.776, 4, 0.025), (2.042, 30, 0.025), (0.0, 7, 0.5)],
 )
 def test_t_tail_matches_the_tables(t: float, freedom: float, tail: float) -> None:
-    assert integrate_t_tail(t, freedom) == pytest.approx(tail, abs=1e-4)
+    assert student_t_tail(t, freedom) == pytest.approx(tail, abs=1e-4)
 
 
 def test_difference_is_claimed_only_beyond_the_spread() -> None:
-    far = measure_spread([10.0, 10.1, 9.9]), measure_spread([20.0, 20.2, 19.8])
-    near = measure_spread([10.0, 12.0, 14.0]), measure_spread([11.0, 13.0, 15.0])
-    assert weigh_difference(*far)[1] is True
-    difference, sure = weigh_difference(*near)
+    far = mean_and_std([10.0, 10.1, 9.9]), mean_and_std([20.0, 20.2, 19.8])
+    near = mean_and_std([10.0, 12.0, 14.0]), mean_and_std([11.0, 13.0, 15.0])
+    assert compare_means(*far)[1] is True
+    difference, sure = compare_means(*near)
     assert difference == pytest.approx(-1.0)
     assert sure is False
-    assert weigh_difference(measure_spread([1.0]), far[1])[1] is None
+    assert compare_means(mean_and_std([1.0]), far[1])[1] is None
 
 
 # ---- findings
@@ -534,7 +536,7 @@ def run_progress(console: Console, *, quiet: bool = False) -> None:
         )  # fmt: skip
         if second % 10 == 9:
             progress.epoch_row(make_result(epochs=2)["history"][second // 10])
-    progress.note("switch allreduce -> ps,\npause 0.2 s")
+    progress.print_line("switch allreduce -> ps,\npause 0.2 s")
     progress.close()
     progress.close()
 
@@ -593,7 +595,7 @@ def test_progress_forced_to_colour_stays_plain_without_a_terminal() -> None:
     code = (
         "from paceline.report.progress import Progress\n"
         "p = Progress('x', epochs=1, samples_total=10)\n"
-        "p.update(epoch=1, samples=5, loss=1.0)\np.note('hello')\np.close()\n"
+        "p.update(epoch=1, samples=5, loss=1.0)\np.print_line('hello')\np.close()\n"
     )
     done = run_python(code, FORCE_COLOR="1")
     assert done.stderr == "x: hello\n"

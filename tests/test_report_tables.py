@@ -14,26 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.report.content import make_content
-from paceline.report.frontier import draw_frontier, find_frontier
-from paceline.report.published import (
+from paceline.report.document import make_content
+from paceline.report.pareto import draw_frontier, find_frontier
+from paceline.report.published_results import (
     draw_published,
-    family,
     find_curve,
     find_published,
-    list_rows,
-    make_published_sheets,
-    read_facts,
+    list_published_runs,
+    make_published_tables,
+    read_published_json,
+    strategy_family,
 )
-from paceline.report.runs import Run, load_runs
-from paceline.report.sheets import Column, Sheet, escape_latex, list_sheets
-from paceline.report.stats import measure_spread, weigh_claim
-from paceline.report.target import choose_target, fastest, find_reached
-from paceline.report.tasks import Task, split_tasks
-from paceline.report.write import write_all
+from paceline.report.run_groups import RunGroup, split_tasks
+from paceline.report.run_loader import ReportRun, load_runs
+from paceline.report.stats import mean_and_std, welch_test
+from paceline.report.tables import Column, ReportTable, escape_latex, list_tables
+from paceline.report.time_to_accuracy import choose_target_accuracy, fastest, time_to_accuracy_rows
+from paceline.report.writer import write_report_files
 
 
-def make_run(name: str, *, seed: int = 0, **facts: Any) -> Run:
+def make_run(name: str, *, seed: int = 0, **facts: Any) -> ReportRun:
     pace, best = facts.pop("pace", 1.0), facts.pop("best", 0.95)
     task, arm = facts.pop("task", None), facts.pop("arm", None)
     history = [
@@ -83,15 +83,15 @@ def make_run(name: str, *, seed: int = 0, **facts: Any) -> Run:
         },
         "verdicts": [],
     }  # fmt: skip
-    return Run(name=f"{name}-{seed}", result={**result, **facts}, label="")
+    return ReportRun(name=f"{name}-{seed}", result={**result, **facts}, label="")
 
 
-def make_task(*runs: Run) -> Task:
+def make_task(*runs: ReportRun) -> RunGroup:
     (task,) = split_tasks(runs)
     return task
 
 
-def seeds_of(name: str, count: int = 3, **facts: Any) -> list[Run]:
+def seeds_of(name: str, count: int = 3, **facts: Any) -> list[ReportRun]:
     return [make_run(name, seed=seed, **facts) for seed in range(count)]
 
 
@@ -128,14 +128,14 @@ def test_an_arm_keeps_its_own_batch_apart() -> None:
 
 def test_time_to_target_is_read_off_the_epochs() -> None:
     task = make_task(*seeds_of("allreduce", pace=2.0), *seeds_of("ps", pace=1.0, best=0.93))
-    target = choose_target(task)
+    target = choose_target_accuracy(task)
     assert target == pytest.approx(0.925)
-    found = {row.label: row for row in find_reached(task, 0.9)}
+    found = {row.label: row for row in time_to_accuracy_rows(task, 0.9)}
     # 0.95 - 0.4/e² reaches 0.9 at the third epoch, 0.93 - 0.4/e² at the fourth.
     assert found["allreduce"].seconds["mean"] == pytest.approx(2.0 * 3)
     assert found["ps"].seconds["mean"] == pytest.approx(1.0 * 4)
     assert [row.label for row in fastest(list(found.values()))] == ["ps", "allreduce"]
-    none = {row.label: row for row in find_reached(task, 0.94)}
+    none = {row.label: row for row in time_to_accuracy_rows(task, 0.94)}
     assert (none["ps"].reached, none["ps"].seconds["mean"]) == (0, None)
     assert [row.label for row in fastest(list(none.values()))] == ["allreduce"]
 
@@ -169,22 +169,22 @@ def test_frontier_is_valid_plotly() -> None:
 
 def test_tables_hold_the_figures() -> None:
     task = make_task(*seeds_of("allreduce", pace=2.0), *seeds_of("ps", best=0.90))
-    sheets = {sheet.name: sheet for sheet in list_sheets(task)}
+    sheets = {sheet.name: sheet for sheet in list_tables(task)}
     assert set(sheets) == {"accuracy", "time", "target", "resources", "claims"}
     time = sheets["time"]
-    assert time.rows[1][time.heads.index("seconds over the first's")] == pytest.approx(
+    assert time.rows[1][time.headers.index("seconds over the first's")] == pytest.approx(
         0.5, abs=0.01
     )
-    less = time.shown()[1][time.heads.index("seconds minus the first's")]
+    less = time.formatted_rows()[1][time.headers.index("seconds minus the first's")]
     assert less.startswith("−10.0")  # noqa: RUF001
     assert "below 1 is faster" in time.note
     used = sheets["resources"]
-    row = dict(zip(used.heads, used.rows[0], strict=True))
+    row = dict(zip(used.headers, used.rows[0], strict=True))
     assert row["cores, mean"] == pytest.approx(0.6)
     assert row["cores, peak"] == 1.0
     assert row["in a second, mean"] == pytest.approx(200)
     assert row["memory, peak"] == 250
-    claims = sheets["claims"].shown()
+    claims = sheets["claims"].formatted_rows()
     assert any("the seeds allow the claim" in line for row in claims for line in row)
 
 
@@ -200,16 +200,19 @@ def test_stages_are_shown_with_what_they_held_and_waited() -> None:
         }
         for stage in (0, 1)
     }
-    sheets = {s.name: s for s in list_sheets(make_task(make_run("pipeline", parts=parts)))}
-    shown = [dict(zip(sheets["parts"].heads, row, strict=True)) for row in sheets["parts"].shown()]
+    sheets = {s.name: s for s in list_tables(make_task(make_run("pipeline", parts=parts)))}
+    shown = [
+        dict(zip(sheets["parts"].headers, row, strict=True))
+        for row in sheets["parts"].formatted_rows()
+    ]
     assert [row["worker"] for row in shown] == ["worker 0", "worker 1"]
     assert shown[1]["cut before"] == "layers.2"
     assert (shown[1]["waited"], shown[1]["by the formula"]) == ("21.00 %", "20.00 %")
 
 
 def test_one_seed_claims_nothing() -> None:
-    sheets = {s.name: s for s in list_sheets(make_task(make_run("a"), make_run("b", pace=9.0)))}
-    assert all("cannot be told" in row[-1] for row in sheets["claims"].shown())
+    sheets = {s.name: s for s in list_tables(make_task(make_run("a"), make_run("b", pace=9.0)))}
+    assert all("cannot be told" in row[-1] for row in sheets["claims"].formatted_rows())
 
 
 @given(
@@ -218,19 +221,19 @@ def test_one_seed_claims_nothing() -> None:
 )
 def test_chance_agrees_with_scipy(one: list[float], other: list[float]) -> None:
     stats = pytest.importorskip("scipy.stats")
-    a, b = measure_spread(one), measure_spread(other)
+    a, b = mean_and_std(one), mean_and_std(other)
     if a["std"] < 1e-3 or b["std"] < 1e-3:
         return
-    difference, chance, sure = weigh_claim(a, b)
+    difference, chance, sure = welch_test(a, b)
     expected = float(stats.ttest_ind(one, other, equal_var=False).pvalue)
     assert difference == pytest.approx(a["mean"] - b["mean"])
     assert chance == pytest.approx(expected, abs=1e-3)
     assert sure is (chance < 0.05)
-    assert weigh_claim(a, b, comparisons=4)[1] == pytest.approx(min(1.0, 4 * expected), abs=4e-3)
+    assert welch_test(a, b, comparisons=4)[1] == pytest.approx(min(1.0, 4 * expected), abs=4e-3)
 
 
 def test_a_table_in_every_form() -> None:
-    sheet = Sheet(
+    sheet = ReportTable(
         name="t",
         title="50 % & more_than_that",
         columns=(
@@ -238,9 +241,9 @@ def test_a_table_in_every_form() -> None:
             Column(title="acc", kind="share_spread"),
             Column(title="empty", kind="number"),
         ),
-        rows=[["=cmd|x", measure_spread([0.5, 0.7]), None]],
-    ).trim()
-    assert sheet.heads == ["strategy", "acc"]
+        rows=[["=cmd|x", mean_and_std([0.5, 0.7]), None]],
+    ).without_empty_columns()
+    assert sheet.headers == ["strategy", "acc"]
     rows = list(csv.reader(io.StringIO(sheet.to_csv())))
     assert rows[0] == ["strategy", "acc mean", "acc std", "acc n"]
     assert rows[1][0] == "'=cmd|x"
@@ -262,14 +265,14 @@ def test_no_text_breaks_out_of_latex(text: str) -> None:
 
 
 def test_published_facts_are_whole() -> None:
-    rows = list_rows()
+    rows = list_published_runs()
     assert len([r for r in rows if r.study == "ps_vs_allreduce_mlp"]) == 12
     assert len([r for r in rows if r.study == "strategy_switch_cpu_cluster"]) == 10
     assert all(math.isfinite(r.figures["seconds"]) for r in rows)
     assert len(find_curve("fashion-mnist", "allreduce", 256)) == 25
-    assert "compare ratios" in read_facts("results")["about"]
-    assert family("ps(servers=2, lr_scale=1)") == "ps"
-    assert family("switch(allreduce, ps, at=50%)") == "switch(allreduce, ps, at=50%)"
+    assert "compare ratios" in read_published_json("results")["about"]
+    assert strategy_family("ps(servers=2, lr_scale=1)") == "ps"
+    assert strategy_family("switch(allreduce, ps, at=50%)") == "switch(allreduce, ps, at=50%)"
 
 
 def test_ours_stand_beside_the_published_of_the_same_kind() -> None:
@@ -284,8 +287,8 @@ def test_ours_stand_beside_the_published_of_the_same_kind() -> None:
         ("ps", "ps", 128),
         ("all", "allreduce", 128),
     ]
-    (sheet,) = make_published_sheets(task)
-    row = dict(zip(sheet.heads, sheet.rows[1], strict=True))
+    (sheet,) = make_published_tables(task)
+    row = dict(zip(sheet.headers, sheet.rows[1], strict=True))
     assert row["over the first, published"] == pytest.approx(259.300 / 121.245)
     assert row["over the first, here"] == pytest.approx(2.0, abs=0.02)
     assert row["minus the first, published"] == pytest.approx(0.8577 - 0.8862)
@@ -299,14 +302,14 @@ def test_ours_stand_beside_the_published_of_the_same_kind() -> None:
 
 def test_nothing_published_is_invented() -> None:
     task = make_task(make_run("ps", data="digits"), make_run("allreduce", data="digits"))
-    assert make_published_sheets(task) == []
+    assert make_published_tables(task) == []
     assert draw_published(task) is None
 
 
 # ---- written out
 
 
-def write_folder(root: Path, runs: list[Run]) -> Path:
+def write_folder(root: Path, runs: list[ReportRun]) -> Path:
     for run in runs:
         folder = root / run.name
         (folder / "events").mkdir(parents=True)
@@ -336,9 +339,9 @@ def test_every_form_is_written(tmp_path: Path) -> None:
     runs = [*seeds_of("allreduce", task="A"), *seeds_of("ps", task="A", pace=0.5),
             *seeds_of("ps", task="B")]  # fmt: skip
     root = write_folder(tmp_path / "runs", [
-        Run(name=f"{i}", result=run.result) for i, run in enumerate(runs)
+        ReportRun(name=f"{i}", result=run.result) for i, run in enumerate(runs)
     ])  # fmt: skip
-    write_all(
+    write_report_files(
         [root],
         [tmp_path / "r.html", tmp_path / "r.md"],
         title="Both",
@@ -362,8 +365,8 @@ def test_every_form_is_written(tmp_path: Path) -> None:
 
 def test_a_matrix_keeps_its_order(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "runs", [
-        Run(name="a", result=make_run("second").result),
-        Run(name="b", result=make_run("first").result),
+        ReportRun(name="a", result=make_run("second").result),
+        ReportRun(name="b", result=make_run("first").result),
     ])  # fmt: skip
     (root / "matrix.json").write_text(json.dumps({"runs": [{"name": "b"}, {"name": "a"}]}))
     assert [run.label for run in load_runs([root])] == ["first", "second"]
@@ -374,7 +377,9 @@ def test_a_matrix_keeps_its_order(tmp_path: Path) -> None:
 def test_mistakes_of_the_user(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "runs", [make_run("ps")])
     with pytest.raises(UsageError, match=r"\.html or \.md"):
-        write_all([root], [tmp_path / "r.pdf"], title="t")
+        write_report_files([root], [tmp_path / "r.pdf"], title="t")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="cannot be"):
-        write_all([root], [tmp_path / "r.md"], title="t", tables=tmp_path / "file" / "below")
+        write_report_files(
+            [root], [tmp_path / "r.md"], title="t", tables=tmp_path / "file" / "below"
+        )

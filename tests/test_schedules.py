@@ -6,16 +6,16 @@ import pytest
 
 from paceline.protocol.clock import Push, SspClock
 from paceline.protocol.ledger import Ledger
-from paceline.protocol.pace import ServerPace
+from paceline.protocol.pace import PushPace
 from paceline.twin import faults
-from paceline.twin.faults import Case, Violation, draw_case, play, play_many
+from paceline.twin.faults import FaultCase, Violation, draw_case, run_case, run_cases
 
 CHUNKS, EACH = 10, 250
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_protocol_holds_under_schedules_of_trouble(chunk: int) -> None:
-    played, survived = play_many(range(chunk * EACH, (chunk + 1) * EACH))
+    played, survived = run_cases(range(chunk * EACH, (chunk + 1) * EACH))
     assert played == EACH
     assert survived > EACH // 10  # machines did die, and runs were resumed
 
@@ -23,8 +23,8 @@ def test_the_protocol_holds_under_schedules_of_trouble(chunk: int) -> None:
 def test_a_case_is_replayed_from_its_line() -> None:
     for seed in range(50):
         case = draw_case(seed)
-        assert Case.parse(str(case)) == case
-        assert play(case) == play(case)
+        assert FaultCase.parse(str(case)) == case
+        assert run_case(case) == run_case(case)
 
 
 def test_a_bound_that_is_overstepped_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,13 +33,13 @@ def test_a_bound_that_is_overstepped_is_found_and_shrunk(monkeypatch: pytest.Mon
         SspClock, "__init__", lambda self, n, bound: _init(self, n, bound + 1), raising=True
     )
     with pytest.raises(Violation, match=r"a lag of 3 under ps\(sync=ssp\(2\)\)") as raised:
-        play_many(range(300))
+        run_cases(range(300))
     line = str(raised.value).split('"')[1]
-    case = Case.parse(line)
+    case = FaultCase.parse(line)
     assert case.faults == ()  # no trouble is needed for it
     assert (case.workers, case.epochs, case.clip) == (2, 1, False)
     with pytest.raises(Violation):
-        play(case)
+        run_case(case)
 
 
 def _init(clock: SspClock, workers: int, bound: float) -> None:
@@ -58,18 +58,18 @@ def test_a_lease_that_is_handed_out_twice_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Ledger, "take", careless)
     with pytest.raises(Violation, match="trained twice"):
-        play_many(range(40))
+        run_cases(range(40))
 
 
 def test_a_gradient_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = ServerPace._update
+    usual = PushPace._update
 
-    def careless(self: ServerPace, pushes: list[Push]) -> object:
+    def careless(self: PushPace, pushes: list[Push]) -> object:
         return usual(self, pushes[:1] if len(pushes) > 1 else pushes)
 
-    monkeypatch.setattr(ServerPace, "_update", careless)
+    monkeypatch.setattr(PushPace, "_update", careless)
     with pytest.raises(Violation):
-        play_many(range(200))
+        run_cases(range(200))
 
 
 def test_a_report_that_is_counted_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +77,4 @@ def test_a_report_that_is_counted_twice_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Coordinator, "_is_repeated", lambda self, event: False)
     with pytest.raises(Violation, match="repeat"):
-        play_many(range(400))
+        run_cases(range(400))

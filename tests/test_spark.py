@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from sklearn.datasets import load_digits
 
-import sparks
+import spark_cluster
 from conftest import RunCli, read_result, wait_until
 from paceline.errors import RunFailed, UsageError
-from paceline.spark.engine import explain
-from paceline.spark.store import as_store
-from paceline.spark.travel import pack, read_job
+from paceline.spark.engine import summarize_spark_error
+from paceline.spark.job_archive import pack_job, read_job
+from paceline.spark.shared_storage import as_store
 
-MISSING = sparks.why_not()
+MISSING = spark_cluster.why_not()
 needs_spark = pytest.mark.skipif(
     MISSING is not None, reason=f"no Spark cluster can be started: {MISSING}"
 )
@@ -33,13 +33,13 @@ RUN_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sparks.Cluster]:
-    with sparks.run_cluster(tmp_path_factory.mktemp("spark") / "cluster") as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spark_cluster.Cluster]:
+    with spark_cluster.run_cluster(tmp_path_factory.mktemp("spark") / "cluster") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def session(cluster: sparks.Cluster) -> Iterator[Any]:
+def session(cluster: spark_cluster.Cluster) -> Iterator[Any]:
     made = cluster.open_session()
     try:
         yield made
@@ -201,8 +201,8 @@ def test_compiled_keras_model(frame: Any, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_data_written_to_hdfs_by_spark(session: Any, frame: Any, tmp_path: Path) -> None:
     """Workers read it there; run folder and saved model are kept there too."""
+    from object_stores import NotHere, run_hdfs
     from paceline.spark import PacelineModel
-    from stores import NotHere, run_hdfs
 
     try:
         with run_hdfs(tmp_path / "hdfs") as store:
@@ -253,7 +253,7 @@ def test_run_calls_a_function_on_every_executor(session: Any) -> None:
 @pytest.mark.slow
 @needs_spark
 def test_train_from_the_command_line(
-    cluster: sparks.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: spark_cluster.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a session of its own beside the other one."""
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
@@ -300,7 +300,9 @@ session.stop()
 
 @pytest.mark.slow
 @needs_spark
-def test_killed_executor_ends_the_run_in_words(cluster: sparks.Cluster, tmp_path: Path) -> None:
+def test_killed_executor_ends_the_run_in_words(
+    cluster: spark_cluster.Cluster, tmp_path: Path
+) -> None:
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     driver = subprocess.Popen(
@@ -395,7 +397,7 @@ def test_what_spark_says_becomes_one_line() -> None:
             "^executor 0 was lost: Command exited with code 137$",
         ),
     ):
-        line = explain(RuntimeError(trace.format(said)))
+        line = summarize_spark_error(RuntimeError(trace.format(said)))
         assert re.search(words, line)
         assert "\n" not in line
 
@@ -408,16 +410,16 @@ def build_net() -> Any:
 
 def test_jobs_travel_as_text(tmp_path: Path) -> None:
     fields = {"data": "digits", "batch": 32, "epochs": 2}
-    packed = pack(build_net, "mse_loss", fields)
+    packed = pack_job(build_net, "mse_loss", fields)
     assert set(packed.files) == {"job.json", "source_of_model.py"}
     packed.write(tmp_path)
     job = read_job(tmp_path)
     assert (job.batch, job.model.__name__, job.loss.__name__) == (32, "build_net", "mse_loss")
     assert json.loads(packed.files["job.json"])["model"]["function"] == "build_net"
     with pytest.raises(UsageError, match="model is a Linear: executors build it themselves"):
-        pack(build_net(), None, fields)
+        pack_job(build_net(), None, fields)
     with pytest.raises(UsageError, match="define it at the top level"):
-        pack(lambda: build_net(), None, fields)
+        pack_job(lambda: build_net(), None, fields)
 
 
 def test_store_is_needed_on_a_cluster(tmp_path: Path) -> None:

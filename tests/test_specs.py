@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from paceline.errors import SpecError
 from paceline.specs.base import Spec
-from paceline.specs.optimizer import OPTIMIZERS, Adam, RmsProp, Sgd, read_optimizer
-from paceline.specs.point import Point, read_point
+from paceline.specs.expression import Call, Percent, format_expression, parse_expression
+from paceline.specs.optimizer import OPTIMIZERS, AdamSpec, RmsPropSpec, SgdSpec, parse_optimizer
+from paceline.specs.point import RunPoint, read_point
 from paceline.specs.schedule import (
     SCHEDULES,
     Constant,
     Cosine,
     Milestones,
     Schedule,
-    read_schedule,
+    parse_schedule,
 )
+from paceline.specs.stop_condition import METRICS, StopCondition, parse_stop_condition
 from paceline.specs.strategy import (
     STRATEGIES,
     SYNCS,
@@ -32,11 +34,9 @@ from paceline.specs.strategy import (
     Single,
     Strategy,
     Switch,
-    read_strategy,
-    split_strategies,
+    parse_strategies,
+    parse_strategy,
 )
-from paceline.specs.text import Call, Percent, parse, write
-from paceline.specs.until import FIGURES, Until, read_until
 
 # ---- all that can be written -----------------------------------------------------------------
 
@@ -95,9 +95,9 @@ def some_of(known: Any, fields: dict[str, dict[str, st.SearchStrategy[Any]]]) ->
 
 
 points = (
-    st.floats(0, 1, exclude_min=True, exclude_max=True).map(lambda f: Point(fraction=f))
-    | st.integers(1, 10**9).map(lambda n: Point(epoch=n))
-    | st.integers(1, 10**12).map(lambda n: Point(samples=n))
+    st.floats(0, 1, exclude_min=True, exclude_max=True).map(lambda f: RunPoint(fraction=f))
+    | st.integers(1, 10**9).map(lambda n: RunPoint(epoch=n))
+    | st.integers(1, 10**12).map(lambda n: RunPoint(samples=n))
 )
 single_strategies = (
     st.just(Single())
@@ -126,34 +126,34 @@ def test_the_tables_here_are_complete() -> None:
 
 @given(spec=some_of(OPTIMIZERS, OPTIMIZER_FIELDS))
 def test_optimizers_round_trip(spec: Any) -> None:
-    assert read_optimizer(str(spec)) == spec
+    assert parse_optimizer(str(spec)) == spec
 
 
 @given(spec=some_of(SCHEDULES, SCHEDULE_FIELDS))
 def test_schedules_round_trip(spec: Any) -> None:
-    assert read_schedule(str(spec)) == spec
+    assert parse_schedule(str(spec)) == spec
 
 
 @given(spec=single_strategies | switches())
 @example(spec=Switch("allreduce", "ps", at=1 / 3))
 @example(spec=Switch("allreduce", "ps", at=1e-12))
 def test_strategies_round_trip(spec: Strategy) -> None:
-    assert read_strategy(str(spec)) == spec
-    assert read_strategy(spec) is spec
+    assert parse_strategy(str(spec)) == spec
+    assert parse_strategy(spec) is spec
 
 
 @pytest.mark.parametrize("word", sorted({*STRATEGIES} - {"switch"}))
 def test_every_strategy_by_its_word_alone(word: str) -> None:
-    spec = read_strategy(word)
+    spec = parse_strategy(word)
     assert str(spec) == word
-    assert spec.word == word
+    assert spec.name == word
     assert spec.phases == (spec,)
 
 
 @pytest.mark.parametrize("word", sorted(SYNCS))
 def test_every_sync_mode_round_trips_at_its_defaults(word: str) -> None:
-    spec = read_strategy(f"ps(sync={word})")
-    assert read_strategy(str(spec)) == spec
+    spec = parse_strategy(f"ps(sync={word})")
+    assert parse_strategy(str(spec)) == spec
 
 
 @pytest.mark.parametrize(
@@ -168,61 +168,61 @@ def test_every_sync_mode_round_trips_at_its_defaults(word: str) -> None:
         ("ps(lr_scale=auto)", ParameterServer()),
         ("switch(allreduce, ps, at=50%)", Switch("allreduce", "ps", at=0.5)),
         ("switch(allreduce, ps, at=0.5)", Switch("allreduce", "ps", at=0.5)),
-        ("switch(ps, single, at=epoch(10))", Switch("ps", "single", at=Point(epoch=10))),
+        ("switch(ps, single, at=epoch(10))", Switch("ps", "single", at=RunPoint(epoch=10))),
         (
             "switch(allreduce, ps(sync=bsp), ps, at=(25%, samples(270000)))",
-            Switch("allreduce", ParameterServer(Bsp()), "ps", at=(0.25, Point(samples=270_000))),
+            Switch("allreduce", ParameterServer(Bsp()), "ps", at=(0.25, RunPoint(samples=270_000))),
         ),
     ],
 )
 def test_texts_of_strategies(text: str, spec: Strategy) -> None:
-    assert read_strategy(text) == spec
+    assert parse_strategy(text) == spec
 
 
 @pytest.mark.parametrize(
     ("read", "text", "words"),
     [
-        (read_strategy, "", "an empty strategy"),
-        (read_strategy, "alreduce", "did you mean 'allreduce'"),
-        (read_strategy, "50%", "is not strategy"),
-        (read_strategy, "ps(servers=0)", "at least 1"),
-        (read_strategy, "ps(servers=1.5)", "whole number"),
-        (read_strategy, "ps(server=2)", "did you mean 'servers'"),
-        (read_strategy, "ps(2, sync=bsp)", "sync"),
-        (read_strategy, "ps(sync=asap)", "did you mean 'asp'"),
-        (read_strategy, "ps(servers=1, servers=2)", "given twice"),
-        (read_strategy, "ps(lr_scale=0)", "above 0"),
-        (read_strategy, "single(3)", "takes no values"),
-        (read_strategy, "switch(allreduce, ps)", "when?"),
-        (read_strategy, "switch(allreduce, at=50%)", "at least two"),
-        (read_strategy, "switch(allreduce, ps, at=150%)", "below 100%"),
-        (read_strategy, "switch(allreduce, ps, at=0%)", "above 0%"),
-        (read_strategy, "switch(allreduce, ps, at=(25%, 75%))", "needs 1 point"),
-        (read_strategy, "switch(allreduce, ps, ps, at=50%)", "needs 2 point"),
-        (read_strategy, "switch(ps, switch(ps, ps, at=1%), at=50%)", "switch inside switch"),
-        (read_strategy, "switch(allreduce, ps, at=epoch(0))", "whole number from 1"),
-        (read_strategy, "switch(allreduce, ps, at=soon)", "at=soon"),
-        (read_strategy, "allreduce ps", "nothing more was expected"),
-        (read_strategy, "ps(", "at its end"),
-        (read_strategy, "__import__('os')", "not part of the language"),
-        (read_strategy, "ps(" * 30, "deeper"),
-        (read_strategy, "x" * 5000, "5000 characters"),
-        (split_strategies, " ; ", "--strategies is empty"),
-        (read_optimizer, "sdg", "did you mean 'sgd'"),
-        (read_optimizer, "sgd(momentum=2)", "at most 1"),
-        (read_optimizer, "sgd(nesterov=yes)", "true or false"),
-        (read_optimizer, "sgd(lr=0.1)", "no option 'lr'"),
-        (read_optimizer, "adam(betas=(0.9, 2))", "at most 1"),
-        (read_schedule, "cosin", "did you mean 'cosine'"),
-        (read_schedule, "milestones", "without marks"),
-        (read_schedule, "milestones(80, drop=0)", "above 0"),
-        (read_schedule, "milestones(-1)", "at least 0"),
-        (read_schedule, "cosine(warmup=101%)", "0..100%"),
-        (read_until, "val_ac>=0.9", "did you mean 'val_acc'"),
-        (read_until, "val_acc=0.9", "write a figure, a sign and a number"),
-        (read_until, "val_acc>=high", "write a figure"),
-        (read_until, "val_acc>=1e", "write a figure"),
-        (read_until, "", "write a figure"),
+        (parse_strategy, "", "an empty strategy"),
+        (parse_strategy, "alreduce", "did you mean 'allreduce'"),
+        (parse_strategy, "50%", "is not strategy"),
+        (parse_strategy, "ps(servers=0)", "at least 1"),
+        (parse_strategy, "ps(servers=1.5)", "whole number"),
+        (parse_strategy, "ps(server=2)", "did you mean 'servers'"),
+        (parse_strategy, "ps(2, sync=bsp)", "sync"),
+        (parse_strategy, "ps(sync=asap)", "did you mean 'asp'"),
+        (parse_strategy, "ps(servers=1, servers=2)", "given twice"),
+        (parse_strategy, "ps(lr_scale=0)", "above 0"),
+        (parse_strategy, "single(3)", "takes no values"),
+        (parse_strategy, "switch(allreduce, ps)", "when?"),
+        (parse_strategy, "switch(allreduce, at=50%)", "at least two"),
+        (parse_strategy, "switch(allreduce, ps, at=150%)", "below 100%"),
+        (parse_strategy, "switch(allreduce, ps, at=0%)", "above 0%"),
+        (parse_strategy, "switch(allreduce, ps, at=(25%, 75%))", "needs 1 point"),
+        (parse_strategy, "switch(allreduce, ps, ps, at=50%)", "needs 2 point"),
+        (parse_strategy, "switch(ps, switch(ps, ps, at=1%), at=50%)", "switch inside switch"),
+        (parse_strategy, "switch(allreduce, ps, at=epoch(0))", "whole number from 1"),
+        (parse_strategy, "switch(allreduce, ps, at=soon)", "at=soon"),
+        (parse_strategy, "allreduce ps", "nothing more was expected"),
+        (parse_strategy, "ps(", "at its end"),
+        (parse_strategy, "__import__('os')", "not part of the language"),
+        (parse_strategy, "ps(" * 30, "deeper"),
+        (parse_strategy, "x" * 5000, "5000 characters"),
+        (parse_strategies, " ; ", "--strategies is empty"),
+        (parse_optimizer, "sdg", "did you mean 'sgd'"),
+        (parse_optimizer, "sgd(momentum=2)", "at most 1"),
+        (parse_optimizer, "sgd(nesterov=yes)", "true or false"),
+        (parse_optimizer, "sgd(lr=0.1)", "no option 'lr'"),
+        (parse_optimizer, "adam(betas=(0.9, 2))", "at most 1"),
+        (parse_schedule, "cosin", "did you mean 'cosine'"),
+        (parse_schedule, "milestones", "without marks"),
+        (parse_schedule, "milestones(80, drop=0)", "above 0"),
+        (parse_schedule, "milestones(-1)", "at least 0"),
+        (parse_schedule, "cosine(warmup=101%)", "0..100%"),
+        (parse_stop_condition, "val_ac>=0.9", "did you mean 'val_acc'"),
+        (parse_stop_condition, "val_acc=0.9", "write a figure, a sign and a number"),
+        (parse_stop_condition, "val_acc>=high", "write a figure"),
+        (parse_stop_condition, "val_acc>=1e", "write a figure"),
+        (parse_stop_condition, "", "write a figure"),
     ],
 )
 def test_mistakes_are_told_in_one_line(read: Callable[[str], Any], text: str, words: str) -> None:
@@ -235,12 +235,12 @@ def test_mistakes_are_told_in_one_line(read: Callable[[str], Any], text: str, wo
 # ---- all that cannot -------------------------------------------------------------------------
 
 READERS: tuple[Callable[[str], Any], ...] = (
-    read_strategy,
-    split_strategies,
-    read_optimizer,
-    read_schedule,
-    read_until,
-    lambda text: read_point(parse(text)),
+    parse_strategy,
+    parse_strategies,
+    parse_optimizer,
+    parse_schedule,
+    parse_stop_condition,
+    lambda text: read_point(parse_expression(text)),
 )
 tokens = st.sampled_from(
     [
@@ -250,7 +250,7 @@ tokens = st.sampled_from(
         *OPTIMIZERS,
         *SCHEDULES,
         *("at=", "sync=", "servers=", "momentum=", "betas=", "warmup=", "marks=", "epoch(", "50%"),
-        *FIGURES,
+        *METRICS,
     ]
 )
 
@@ -285,7 +285,7 @@ values = st.recursive(
 
 @given(value=values)
 def test_written_values_are_read_back(value: Any) -> None:
-    assert parse(write(value)) == value
+    assert parse_expression(format_expression(value)) == value
 
 
 # ---- schedules at their values ---------------------------------------------------------------
@@ -295,7 +295,7 @@ TOTAL = PER_EPOCH * EPOCHS
 
 
 def factor(schedule: str | Schedule, epoch: float) -> float:
-    spec = read_schedule(schedule) if isinstance(schedule, str) else schedule
+    spec = parse_schedule(schedule) if isinstance(schedule, str) else schedule
     return spec.factor(round(epoch * PER_EPOCH), per_epoch=PER_EPOCH, total=TOTAL)
 
 
@@ -350,11 +350,11 @@ def test_warm_up_never_stands_still() -> None:
 
 
 def test_points_resolve_to_samples() -> None:
-    assert Point(fraction=0.5).resolve(1000, 3) == 1500
-    assert Point(epoch=2).resolve(1000, None) == 2000
-    assert Point(samples=77).resolve(1000, None) == 77
+    assert RunPoint(fraction=0.5).resolve(1000, 3) == 1500
+    assert RunPoint(epoch=2).resolve(1000, None) == 2000
+    assert RunPoint(samples=77).resolve(1000, None) == 77
     with pytest.raises(SpecError, match="epochs="):
-        Point(fraction=0.5).resolve(1000, None)
+        RunPoint(fraction=0.5).resolve(1000, None)
 
 
 @pytest.mark.parametrize("at", [None, 0, 1, 1.5, -0.5, True, "150%", object(), (0.5, None)])
@@ -366,34 +366,34 @@ def test_python_points_that_are_none(at: object) -> None:
 @pytest.mark.parametrize(
     ("text", "until"),
     [
-        ("val_acc>=0.97", Until("val_acc", ">=", 0.97)),
-        (" train_loss < 1e-3 ", Until("train_loss", "<", 0.001)),
-        ("val_loss<=.5", Until("val_loss", "<=", 0.5)),
-        ("train_acc>-1", Until("train_acc", ">", -1.0)),
+        ("val_acc>=0.97", StopCondition("val_acc", ">=", 0.97)),
+        (" train_loss < 1e-3 ", StopCondition("train_loss", "<", 0.001)),
+        ("val_loss<=.5", StopCondition("val_loss", "<=", 0.5)),
+        ("train_acc>-1", StopCondition("train_acc", ">", -1.0)),
     ],
 )
-def test_conditions(text: str, until: Until) -> None:
-    assert read_until(text) == until
-    assert read_until(str(until)) == until
+def test_conditions(text: str, until: StopCondition) -> None:
+    assert parse_stop_condition(text) == until
+    assert parse_stop_condition(str(until)) == until
 
 
 def test_conditions_are_met() -> None:
-    until = read_until("val_acc>=0.97")
-    assert until.met_by(0.97)
-    assert not until.met_by(0.9699)
-    assert not until.met_by(math.nan)
-    assert not until.met_by(None)
-    assert read_until("val_loss<0.5").met_by(0.4)
-    assert not read_until("val_loss<0.5").met_by(0.5)
+    until = parse_stop_condition("val_acc>=0.97")
+    assert until.is_met(0.97)
+    assert not until.is_met(0.9699)
+    assert not until.is_met(math.nan)
+    assert not until.is_met(None)
+    assert parse_stop_condition("val_loss<0.5").is_met(0.4)
+    assert not parse_stop_condition("val_loss<0.5").is_met(0.5)
 
 
 def test_learning_rate_of_an_update() -> None:
-    assert ParameterServer().scale_of(0.25, 3) == 0.25
-    assert ParameterServer(lr_scale=2.0).scale_of(0.25, 3) == 2.0
-    assert ParameterServer(damp="inverse").scale_of(0.5, 4) == 0.1
+    assert ParameterServer().lr_scale_for(0.25, 3) == 0.25
+    assert ParameterServer(lr_scale=2.0).lr_scale_for(0.25, 3) == 2.0
+    assert ParameterServer(damp="inverse").lr_scale_for(0.5, 4) == 0.1
     assert ParameterServer(sync=Bsp()).exact
     assert not ParameterServer().exact
-    assert "0.25" in ParameterServer().lr_note(4)
+    assert "0.25" in ParameterServer().lr_description(4)
 
 
 def test_options_are_those_of_torch() -> None:
@@ -406,9 +406,9 @@ def test_options_are_those_of_torch() -> None:
         module, name = cls.torch_class.split(":")
         made = getattr(importlib.import_module(module), name)
         made([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **cls().options())
-    assert Sgd(momentum=0.9).options()["momentum"] == 0.9
-    assert Adam().options()["betas"] == (0.9, 0.999)
-    assert RmsProp().options()["alpha"] == 0.99
+    assert SgdSpec(momentum=0.9).options()["momentum"] == 0.9
+    assert AdamSpec().options()["betas"] == (0.9, 0.999)
+    assert RmsPropSpec().options()["alpha"] == 0.99
 
 
 def test_workers_that_a_strategy_cannot_have() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stores
+import object_stores
 from conftest import RUN_S
-from paceline.data import places, read
-from paceline.data.convert import convert
-from paceline.data.looking import check_place
-from paceline.data.opened import Taking, open_set, open_table
-from paceline.data.prepared import Prepared
+from object_stores import NotHere, Store
+from paceline.data import read, stores
+from paceline.data.conversion import convert
+from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.discovery import check_source
+from paceline.data.pipelined_dataset import PipelinedDataset
 from paceline.errors import DataError
 from paceline.job import Job
 from paceline.launch.run import train
-from stores import NotHere, Store
 from test_data_url import write_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
@@ -29,31 +29,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
 def use(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
-    places._open_store.cache_clear()
+    stores._open_store.cache_clear()
 
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     try:
-        with stores.run_s3(tmp_path / "s3") as store:
+        with object_stores.run_s3(tmp_path / "s3") as store:
             use(store, monkeypatch)
             yield store
     except NotHere as error:
         pytest.skip(f"data on S3 is not tested: {error}")
     finally:
-        places._open_store.cache_clear()
+        stores._open_store.cache_clear()
 
 
 @pytest.fixture
 def hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     try:
-        with stores.run_hdfs(tmp_path / "hdfs", 2) as store:
+        with object_stores.run_hdfs(tmp_path / "hdfs", 2) as store:
             use(store, monkeypatch)
             yield store
     except NotHere as error:
         pytest.skip(f"data on HDFS is not tested: {error}")
     finally:
-        places._open_store.cache_clear()
+        stores._open_store.cache_clear()
 
 
 def train_on(url: str, out: Path, **fields: Any) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def test_what_is_wrong_with_s3_is_one_line(
 ) -> None:
     write_set(tmp_path / "set", [20])
     content = (tmp_path / "set" / "part-00.parquet").read_bytes()
-    places.write_bytes(f"{s3.url}/x.parquet", content)
-    check_place(read(f"{s3.url}/x.parquet"))
+    stores.write_bytes(f"{s3.url}/x.parquet", content)
+    check_source(read(f"{s3.url}/x.parquet"))
 
     def told(url: str) -> str:
-        places._open_store.cache_clear()
+        stores._open_store.cache_clear()
         with pytest.raises(DataError) as caught:
-            check_place(read(url))
+            check_source(read(url))
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -99,9 +99,9 @@ def test_what_is_wrong_with_s3_is_one_line(
 def test_hdfs_goes_on_when_a_datanode_dies(hdfs: Store, tmp_path: Path) -> None:
     images, labels = write_set(tmp_path / "set", [3000], group=100)
     url = f"{hdfs.url}/set/part-00.parquet"
-    places.write_bytes(url, (tmp_path / "set" / "part-00.parquet").read_bytes())
-    table = open_table(read(url).shard("row_group"), Taking()).table
-    assert isinstance(table, Prepared)
+    stores.write_bytes(url, (tmp_path / "set" / "part-00.parquet").read_bytes())
+    table = build_dataset(read(url).shard("row_group"), FeatureOptions()).table
+    assert isinstance(table, PipelinedDataset)
     assert table.blocks is not None
     x, _ = table.batch(np.arange(50))
     assert np.allclose(x.numpy() * 255, images[:50], atol=1e-3)
@@ -126,4 +126,4 @@ def test_a_set_on_hdfs_is_trained_on(hdfs: Store, tmp_path: Path) -> None:
     dealt = train_on(f"{url}/train-*", tmp_path / "dealt", shard="file", cache="none")
     assert (dealt["status"], dealt["samples"]) == ("done", 2 * 1297)
     with pytest.raises(DataError, match="no data files there"):
-        open_set("x", read(f"{hdfs.url}/none"), None, Taking())
+        build_splits("x", read(f"{hdfs.url}/none"), None, FeatureOptions())

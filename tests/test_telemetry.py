@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 from conftest import RUN_S, RunCli, Started
 from paceline.errors import UsageError
 from paceline.protocol.messages import Lease
-from paceline.report.operators import read_profile, rows_of_one, rows_of_two
-from paceline.report.runs import load_runs
-from paceline.report.tables import write_tables
-from paceline.report.trace import write_trace
-from paceline.telemetry import recorder as recorder_module
-from paceline.telemetry.events import PHASES, STEP_PHASES, Event, Vitals
-from paceline.telemetry.folder import EventWriter
-from paceline.telemetry.phases import (
+from paceline.report.chrome_trace import write_trace
+from paceline.report.csv_export import write_csv_files
+from paceline.report.operator_profile import read_profile, rows_for_one_run, rows_for_two_runs
+from paceline.report.run_loader import load_runs
+from paceline.telemetry import step_recorder as recorder_module
+from paceline.telemetry.events import PHASES, STEP_PHASES, Event, ProcessMetrics
+from paceline.telemetry.phase_clock import (
     APPLY,
     COMM,
     IDLE,
@@ -41,10 +40,17 @@ from paceline.telemetry.phases import (
     PhaseClock,
     ServerClock,
 )
-from paceline.telemetry.reading import Follower, RunRecord, read_run, step_seconds
-from paceline.telemetry.recorder import StepRecorder
-from paceline.telemetry.resources import allowed_cores, quota_cores, read_machine, read_process
-from paceline.telemetry.sampler import Counters, MachinePost, Sampler, Thinner, merge
+from paceline.telemetry.proc_stats import allowed_cores, quota_cores, read_machine, read_process
+from paceline.telemetry.reader import EventTail, RunRecord, read_run, step_seconds
+from paceline.telemetry.run_folder import EventWriter
+from paceline.telemetry.sampler import (
+    HostSamplerLock,
+    MetricsDownsampler,
+    Sampler,
+    StepCounters,
+    merge_process_metrics,
+)
+from paceline.telemetry.step_recorder import StepRecorder
 from paceline.telemetry.verdicts import verdicts
 
 # ---- clocks ----------------------------------------------------------------------------------
@@ -55,8 +61,8 @@ def test_phases_add_up_and_can_be_moved() -> None:
     for phase in (OTHER, INPUT, COMM, OTHER):
         clock.enter(phase)
         time.sleep(0.01)
-    clock.move(COMM, QUEUE, 4_000_000)
-    clock.move(COMM, QUEUE, 10**12)  # Never more than was there.
+    clock.reassign(COMM, QUEUE, 4_000_000)
+    clock.reassign(COMM, QUEUE, 10**12)  # Never more than was there.
     totals = clock.totals_s()
     assert totals["comm_exposed"] == 0
     assert totals["queue"] >= 0.01
@@ -72,7 +78,7 @@ def test_a_clock_can_be_read_while_it_turns() -> None:
         while not stop.is_set():
             clock.enter(INPUT)
             clock.enter(COMM)
-            clock.move(COMM, QUEUE, 100)
+            clock.reassign(COMM, QUEUE, 100)
 
     thread = threading.Thread(target=turn)
     thread.start()
@@ -97,7 +103,7 @@ def test_a_thread_that_sleeps_in_input_does_not_compute_there() -> None:
 
 def test_a_server_that_does_several_things_counts_the_most_telling() -> None:
     clock = ServerClock(time.time())
-    clock.listen()
+    clock.start_idle()
     clock.begin(RECEIVE)
     clock.begin(APPLY)
     assert clock.current == APPLY
@@ -122,7 +128,7 @@ def burn(seconds: float) -> None:
 def test_vitals_agree_with_the_kernels_counters() -> None:
     """Processor time, bytes over TCP and bytes read, within 3 %."""
     heard: list[Event] = []
-    clock, counters = PhaseClock(time.time()), Counters()
+    clock, counters = PhaseClock(time.time()), StepCounters()
     before = resource.getrusage(resource.RUSAGE_SELF)
     sampler = Sampler(
         now_s=clock.now_s, tell=heard.append, run_key=os.urandom(8).hex(), counters=counters
@@ -146,7 +152,7 @@ def test_vitals_agree_with_the_kernels_counters() -> None:
         for sock in (out, back, server):
             sock.close()
     after = resource.getrusage(resource.RUSAGE_SELF)
-    vitals = [e for e in heard if isinstance(e, Vitals)]
+    vitals = [e for e in heard if isinstance(e, ProcessMetrics)]
     assert vitals
     used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert sum(v.cpu_user + v.cpu_system for v in vitals) == pytest.approx(used, rel=0.03)
@@ -174,27 +180,27 @@ def test_a_machine_agrees_with_the_kernels_counters() -> None:
 
 
 def test_one_process_of_a_machine_measures_it() -> None:
-    first, second = MachinePost("a run"), MachinePost("a run")
-    other = MachinePost("another run")
+    first, second = HostSamplerLock("a run"), HostSamplerLock("a run")
+    other = HostSamplerLock("another run")
     try:
-        assert first.is_mine()
-        assert first.is_mine()
-        assert not second.is_mine()
-        assert other.is_mine()
-        first.leave()
-        assert second.is_mine()
+        assert first.is_held()
+        assert first.is_held()
+        assert not second.is_held()
+        assert other.is_held()
+        first.release()
+        assert second.is_held()
     finally:
         for post in (first, second, other):
-            post.leave()
+            post.release()
 
 
-def make_vitals(t: float, **given: Any) -> Vitals:
-    return Vitals(t=t, dt=1.0, phases=[10] * len(PHASES), gil=[20, 1, 0, 0, 0], **given)
+def make_vitals(t: float, **given: Any) -> ProcessMetrics:
+    return ProcessMetrics(t=t, dt=1.0, phases=[10] * len(PHASES), gil=[20, 1, 0, 0, 0], **given)
 
 
 def test_a_long_run_writes_ever_fewer_vitals_and_loses_nothing() -> None:
     written: list[Any] = []
-    thinner = Thinner(written.append, lines_a_stage=10)
+    thinner = MetricsDownsampler(written.append, lines_a_stage=10)
     for second in range(1000):
         thinner(make_vitals(second + 1.0, steps=3, cpu_user=0.5, rss=second))
     thinner.flush()
@@ -210,8 +216,8 @@ def test_a_long_run_writes_ever_fewer_vitals_and_loses_nothing() -> None:
 def test_merged_vitals_keep_the_most_that_waited() -> None:
     one = make_vitals(1.0, serving={"pushes": 2, "waiting": 5}, cpu_wait=None)
     two = make_vitals(2.0, serving={"pushes": 3, "waiting": 1}, cpu_wait=0.5)
-    both = merge([one, two])
-    assert isinstance(both, Vitals)
+    both = merge_process_metrics([one, two])
+    assert isinstance(both, ProcessMetrics)
     assert both.serving == {"pushes": 5, "waiting": 5}
     assert both.cpu_wait == 0.5
 
@@ -220,7 +226,7 @@ def test_a_long_run_goes_on_in_sums_epoch_by_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "SINGLE_STEPS", 4)
-    clock, counters = PhaseClock(time.time()), Counters()
+    clock, counters = PhaseClock(time.time()), StepCounters()
     writer = EventWriter(tmp_path / "events" / "worker-0.jsonl")
     recorder = StepRecorder(writer, clock, 0, counters)
     for number in range(20):
@@ -252,12 +258,12 @@ DRIVER = """
 import json, resource, sys
 from pathlib import Path
 from paceline.job import Job
-from paceline.launch.run import RunOptions, run_job
-from paceline.specs.strategy import read_strategy
+from paceline.launch.run import RunOptions, run_training
+from paceline.specs.strategy import parse_strategy
 out = Path(sys.argv[1])
 job = Job(model="resnet8", epochs=4)
 options = RunOptions(out=out, workers=2, threads=1, profile_epoch=2)
-run_job(job, read_strategy("switch(allreduce, ps, at=50%)"), options)
+run_training(job, parse_strategy("switch(allreduce, ps, at=50%)"), options)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([used.ru_utime, used.ru_stime]))
 """
@@ -292,13 +298,13 @@ def test_phases_add_up_to_the_wall_time_of_each_process(recorded: Any) -> None:
         # From the start of the process, which is not that of the run.
         began_s = process.vitals[0]["t"] - process.vitals[0]["dt"]
         assert seconds == pytest.approx(wall_s - began_s, rel=0.02, abs=0.1)
-        assert 0 <= began_s < process.began["t"]
+        assert 0 <= began_s < process.started["t"]
 
 
 def test_steps_and_vitals_tell_the_same(recorded: Any) -> None:
     run = read_run(recorded[0])
     for worker in run.workers:
-        steps = list(worker.single_steps())
+        steps = list(worker.iter_steps())
         assert [s["number"] for s in steps] == list(range(len(steps)))
         assert sum(v["steps"] for v in worker.vitals) == len(steps)
         assert sum(v["samples"] for v in worker.vitals) == sum(s["hi"] - s["lo"] for s in steps)
@@ -310,7 +316,7 @@ def test_steps_and_vitals_tell_the_same(recorded: Any) -> None:
         assert sum(s["forward"] for s in steps) / 1e6 == pytest.approx(seconds, rel=0.02, abs=0.02)
     (server,) = run.servers
     applied = sum(v["steps"] for v in server.vitals)
-    pushes = [s for w in run.workers for s in w.single_steps() if s["epoch"] >= 2]
+    pushes = [s for w in run.workers for s in w.iter_steps() if s["epoch"] >= 2]
     assert applied == sum(s["hi"] > s["lo"] for s in pushes)
     assert any(s["staleness"] >= 0 for s in pushes)
 
@@ -338,7 +344,7 @@ def test_resources_add_up_to_what_the_kernel_counted(recorded: Any) -> None:
 
 def test_a_file_grows_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    follower = Follower(path)
+    follower = EventTail(path)
     assert follower.poll() == []
     path.write_text('{"kind":"a"}\n{"kind":')
     assert [e["kind"] for e in follower.poll()] == ["a"]
@@ -399,7 +405,7 @@ def test_a_trace_holds_every_step_and_its_phases(recorded: Any, tmp_path: Path) 
     events = trace["traceEvents"]
     run = read_run(recorded[0])
     steps = [e for e in events if e["ph"] == "X" and e["name"] == "step"]
-    assert len(steps) == sum(len(list(w.single_steps())) for w in run.workers)
+    assert len(steps) == sum(len(list(w.iter_steps())) for w in run.workers)
     for event in events:
         assert event["ph"] in "XCMi"
         assert isinstance(event["pid"], int)
@@ -419,19 +425,19 @@ def test_a_trace_holds_every_step_and_its_phases(recorded: Any, tmp_path: Path) 
 def test_tables_hold_a_row_a_step(recorded: Any, tmp_path: Path) -> None:
     import csv
 
-    names = {p.name for p in write_tables(recorded[0], tmp_path / "csv")}
+    names = {p.name for p in write_csv_files(recorded[0], tmp_path / "csv")}
     assert {"steps.csv", "vitals.csv", "machines.csv", "epochs.csv"} <= names
     run = read_run(recorded[0])
     with (tmp_path / "csv" / "steps.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(list(w.single_steps())) for w in run.workers)
+    assert len(rows) == sum(len(list(w.iter_steps())) for w in run.workers)
     assert {"worker", "step", "forward", "queue", "staleness", "began"} <= set(rows[0])
     with (tmp_path / "csv" / "vitals.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == sum(len(p.vitals) for p in run.processes.values())
     assert float(rows[0]["dt"]) > 0
     with pytest.raises(UsageError, match="no events"):
-        write_tables(tmp_path / "nothing", tmp_path / "out")
+        write_csv_files(tmp_path / "nothing", tmp_path / "out")
 
 
 def test_tensorboard_reads_the_curves(recorded: Any, run_cli: RunCli, tmp_path: Path) -> None:
@@ -510,10 +516,10 @@ def test_operators_of_an_epoch_are_timed_on_each_worker(recorded: Any, run_cli: 
     assert all(ms.keys() <= {0, 1} for ms in profile.ms.values())
     assert any("conv" in name for name in profile.ms)
     assert sum(profile.share(name) for name in profile.ms) == pytest.approx(1)
-    head, rows = rows_of_one(profile, 5)
+    head, rows = rows_for_one_run(profile, 5)
     assert head[-2:] == ["worker 0 ms", "worker 1 ms"]
     assert len(rows) == 5
-    _, both = rows_of_two(profile, profile, None)
+    _, both = rows_for_two_runs(profile, profile, None)
     assert all(row[-1] in (1.0, None) for row in both)
     done = run_cli("profile", recorded[0], recorded[0], "--csv", "operators.csv")
     assert done.code == 0, done.stderr
@@ -551,8 +557,8 @@ def test_without_telemetry_only_totals_are_kept(run_cli: RunCli, tmp_path: Path)
 def test_a_live_record_forgets_what_is_old() -> None:
     record = RunRecord(keep=3)
     for second in range(10):
-        record.take("worker-0", make_vitals(float(second)).to_plain())
-        record.take("worker-0", {"kind": "steps", "t": 1.0})
-        record.take("nobody", {"kind": "vitals"})
+        record.add("worker-0", make_vitals(float(second)).to_plain())
+        record.add("worker-0", {"kind": "steps", "t": 1.0})
+        record.add("nobody", {"kind": "vitals"})
     assert len(record.process("worker-0").vitals) == 3
     assert len(record.process("worker-0").steps) == 0

@@ -14,16 +14,16 @@ from torch import nn
 
 import paceline
 from paceline import Job, models
-from paceline.comm.group import Group
+from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import UsageError
-from paceline.specs.strategy import read_strategy
-from paceline.strategies.sharded import find_units, share_out
+from paceline.specs.strategy import parse_strategy
+from paceline.strategies.sharded import assign_owners, fsdp_units
 from paceline.strategies.slices import _drawing_apart, slice_model
-from paceline.worker.build import cross_entropy
+from paceline.worker.job_builder import cross_entropy
 from test_pipeline import SAMPLES, largest_difference, make_rows, make_text, make_transformer, train
 
 
-class Together(Group):
+class Together(CollectiveGroup):
     """Workers of one process, a thread each, that meet at a barrier."""
 
     def __init__(self, rank: int, size: int, table: dict[int, torch.Tensor], barrier: Any) -> None:
@@ -38,10 +38,10 @@ class Together(Group):
         self._barrier.wait(30)
         return everybody
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         tensor.copy_(torch.stack(self._swap(tensor)).sum(0))
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self._swap(tensor)
 
 
@@ -161,7 +161,7 @@ def test_heads_are_dropped_apart_and_all_else_alike() -> None:
 def test_parameters_are_shared_out_evenly() -> None:
     model = build("resnet20")
     named = list(model.named_parameters())
-    owners = share_out(named, 3)
+    owners = assign_owners(named, 3)
     loads = [sum(p.numel() for n, p in named if owners[n] == w) for w in range(3)]
     assert sum(loads) == sum(p.numel() for _, p in named)
     assert max(loads) - min(loads) <= max(p.numel() for _, p in named)
@@ -169,7 +169,7 @@ def test_parameters_are_shared_out_evenly() -> None:
 
 def test_layers_that_share_weights_are_gathered_together() -> None:
     model = models.build("char-transformer", input_shape=(64,), classes=300)
-    units = find_units(model)
+    units = fsdp_units(model)
     assert units
     tied = model.characters.weight
     assert not any(p is tied for unit in units for p in unit.parameters())
@@ -215,7 +215,7 @@ def test_parts_that_read_different_values_are_told(tmp_path: Path) -> None:
 
 def test_strategies_read_back_as_written() -> None:
     for text in ("tensor(size=4)", "allreduce(shard=full)", "pipeline(cut=auto, recompute=true)"):
-        assert str(read_strategy(text)) == str(read_strategy(str(read_strategy(text))))
+        assert str(parse_strategy(text)) == str(parse_strategy(str(parse_strategy(text))))
     job = Job(model="mlp-128", data="digits", batch=1)
     with pytest.raises(Exception, match="smaller than"):
         paceline.train(job, "tensor(size=2)", 4)

@@ -8,8 +8,8 @@ from typing import Any
 
 from conftest import RunCli
 from paceline.protocol.clock import AspClock, DsspClock, Push, SspClock
-from paceline.telemetry.folder import RunFolder
-from paceline.twin.calibrate import busy_s, read_steps
+from paceline.telemetry.run_folder import RunFolder
+from paceline.twin.calibration import busy_s, read_steps
 
 WORKERS = 3
 
@@ -40,7 +40,7 @@ def replay(clock: Any, trace: list[list[float]]) -> tuple[float, int]:
         worker = min(due, key=lambda w: (due[w], w))
         now = due.pop(worker)
         held[worker] = now
-        for released in clock.pushed(Push(worker, handle, 1, 1 / WORKERS, 0), now).release:
+        for released in clock.on_push(Push(worker, handle, 1, 1 / WORKERS, 0), now).release:
             waited += now - held.pop(released)
             lag = max(lag, clock.lag(released))
             due[released] = now + next(steps[released])

@@ -14,7 +14,7 @@ import pytest
 from conftest import RUN_S
 from paceline.job import Job
 from paceline.launch.run import train
-from paceline.telemetry.folder import RunFolder, read_events
+from paceline.telemetry.run_folder import RunFolder, read_events
 from test_data_url import SIDE, write_set
 
 

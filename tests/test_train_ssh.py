@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 import paceline
 from conftest import RunCli, StartCli, read_result, wait_until
-from lab import Lab
+from network_namespaces import Lab
 from paceline.cluster.pool import Host
-from paceline.launch.distant import Luggage
-from paceline.launch.ssh import SshLauncher
-from paceline.telemetry.folder import read_events
+from paceline.launch.engines.ssh import SshLauncher
+from paceline.launch.remote_launcher import ProjectBundle
+from paceline.telemetry.run_folder import read_events
 
 JOB = """\
 from parts import EPOCHS
@@ -283,19 +283,19 @@ def test_missing_packages_are_named_with_their_remedy(
 
 
 def make_launcher(hosts: list[Host], servers_on: list[Host]) -> SshLauncher:
-    return SshLauncher(hosts, Luggage(), servers_on=servers_on)
+    return SshLauncher(hosts, ProjectBundle(), servers_on=servers_on)
 
 
 def test_servers_go_to_the_machines_that_are_named() -> None:
     a, b, c = Host(host="a", workers=2), Host(host="b"), Host(host="c")
-    assert make_launcher([a, b], []).seat_servers(4, 3) == [0, 1, 2, 0]
-    assert make_launcher([a, b], [b]).seat_servers(2, 3) == [2, 2]
-    assert make_launcher([a, b], [a]).seat_servers(3, 3) == [0, 1, 0]
-    assert make_launcher([a, b], [b, a]).seat_servers(3, 3) == [2, 0, 2]
+    assert make_launcher([a, b], []).place_servers(4, 3) == [0, 1, 2, 0]
+    assert make_launcher([a, b], [b]).place_servers(2, 3) == [2, 2]
+    assert make_launcher([a, b], [a]).place_servers(3, 3) == [0, 1, 0]
+    assert make_launcher([a, b], [b, a]).place_servers(3, 3) == [2, 0, 2]
     alone = make_launcher([a, b], [c])
-    assert alone.seat_servers(2, 3) == [None, None]
+    assert alone.place_servers(2, 3) == [None, None]
     assert [host.host for host in alone.hosts] == ["a", "b", "c"]
-    assert [host.host for host in alone.seats] == ["a", "a", "b"]
+    assert [host.host for host in alone.worker_hosts] == ["a", "a", "b"]
 
 
 def test_a_machine_is_one_machine_whatever_is_known_of_it() -> None:
@@ -303,7 +303,7 @@ def test_a_machine_is_one_machine_whatever_is_known_of_it() -> None:
     known = Host(host="a", gflops=3.0)
     launcher = make_launcher([known, Host(host="b")], [Host(host="a")])
     assert len(launcher.hosts) == 2
-    assert launcher.seat_servers(1, 2) == [0]
+    assert launcher.place_servers(1, 2) == [0]
 
 
 def write_wheel(folder: Path) -> Path:

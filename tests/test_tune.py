@@ -10,17 +10,17 @@ import pytest
 from jobs import Plain, synthetic_job
 from paceline.errors import UsageError
 from paceline.launch.run import RunOptions
-from paceline.launch.tune import tune
-from paceline.specs.strategy import read_strategy
+from paceline.launch.switch_search import search_switch_point
+from paceline.specs.strategy import parse_strategy
 
 
 def search(folder: Path, tolerance: float, lines: list[str]) -> dict:  # type: ignore[type-arg]
     job = synthetic_job(Plain, samples=110, held_out=60, epochs=4, dtype="float32", lr=0.5)
-    return tune(
+    return search_switch_point(
         job,
-        read_strategy("single"),
+        parse_strategy("single"),
         # A rate far too small: the tail learns next to nothing, so that the share decides.
-        read_strategy("ps(lr_scale=0.00001)"),
+        parse_strategy("ps(lr_scale=0.00001)"),
         RunOptions(out=folder, workers=1, timeout_s=60),
         tolerance=tolerance,
         others=[],

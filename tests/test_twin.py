@@ -17,35 +17,35 @@ from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
 from paceline import models
-from paceline.cluster.files import make_pool
 from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
+from paceline.cluster.pool_file import pool_from_mapping
 from paceline.comm.buckets import plan_layout
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job
-from paceline.plan.cost import (
+from paceline.plan.cost_model import (
     Workload,
     allreduce_s,
     coded_bytes,
-    exposed_of,
     exposed_s,
-    plan_buckets,
+    exposed_without_layers_s,
+    fill_buckets,
     ring_s,
     tree_s,
-    with_stand_in,
+    with_measured_gradient_size,
 )
-from paceline.protocol.coordinator import RunPlan
+from paceline.protocol.coordinator import RunSpec
 from paceline.protocol.messages import Lease
 from paceline.specs.codec import parse_codec
-from paceline.specs.strategy import read_strategy
-from paceline.specs.trouble import read_trouble
-from paceline.twin.clusters import change, read_cluster
-from paceline.twin.fit import play_seconds
-from paceline.twin.fleet import Draws, Fleet, share_evenly
-from paceline.twin.learner import NOTHING, Costs, Told
+from paceline.specs.slowdown import parse_slowdown
+from paceline.specs.strategy import parse_strategy
+from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
+from paceline.twin.clusters import apply_what_if, read_cluster
+from paceline.twin.fit_published import simulated_seconds
+from paceline.twin.machines import JitterSource, SimulatedMachines, share_evenly
 from paceline.twin.run import TwinOptions, run_twin
-from paceline.twin.timeline import Cores, Lane, Timeline
-from paceline.twin.workload import measure_job
-from paceline.twin.world import World
+from paceline.twin.simulator import Simulator
+from paceline.twin.timeline import FifoResource, SharedCores, Timeline
+from paceline.twin.workload import workload_of_job
 
 EVERY_STRATEGY = [
     "single",
@@ -103,20 +103,24 @@ def play(
     pool: Pool,
     work: Workload = WORK,
     *,
-    learner: Costs | None = None,
+    learner: TimeOnlyBackend | None = None,
     seed: int = 0,
     clip: float | None = None,
     slow: str | None = None,
-) -> World:
+) -> Simulator:
     """A virtual run without a folder; the world tells what came of it."""
-    spec = read_strategy(strategy)
-    workers = 1 if spec.word == "single" else len(pool.slots)
+    spec = parse_strategy(strategy)
+    workers = 1 if spec.name == "single" else len(pool.slots)
     timeline = Timeline()
-    troubles = (read_trouble("slow", slow, workers),) if slow else ()
+    troubles = (parse_slowdown("slow", slow, workers),) if slow else ()
     servers = spec.servers_for(workers)
-    fleet = Fleet(pool, workers, work, timeline, seed=seed, troubles=troubles, servers=servers)
-    plan = RunPlan(strategy=spec, workers=workers, clip=clip)
-    world = World(plan, fleet, work, learner or Costs(), timeline, splits=tuple(work.evaluated))
+    fleet = SimulatedMachines(
+        pool, workers, work, timeline, seed=seed, troubles=troubles, servers=servers
+    )
+    plan = RunSpec(strategy=spec, workers=workers, clip=clip)
+    world = Simulator(
+        plan, fleet, work, learner or TimeOnlyBackend(), timeline, splits=tuple(work.evaluated)
+    )
     world.run()
     return world
 
@@ -126,10 +130,10 @@ def unequal(count: int = 4, **changes: Any) -> Pool:
     return Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.2), **changes)
 
 
-class Watching(Costs):
+class Watching(TimeOnlyBackend):
     """Counts which positions were computed."""
 
-    learns = True
+    uses_leases = True
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[int, int]] = Counter()
@@ -138,11 +142,11 @@ class Watching(Costs):
         for lease in leases:
             self.seen.update((lease.epoch, p) for p in range(lease.lo, lease.hi))
 
-    def step(self, leases: Sequence[Lease]) -> list[Told]:
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         self._see(leases)
         return []
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
         self._see([lease])
         return NOTHING
 
@@ -301,7 +305,7 @@ def test_synchronous_strategies_learn_what_real_runs_learn(
 
 def test_results_are_byte_identical_and_depths_agree_on_time(tmp_path: Path) -> None:
     job = Job(epochs=2, checkpoint_every="never")
-    spec = read_strategy("switch(allreduce, ps, at=50%)")
+    spec = parse_strategy("switch(allreduce, ps, at=50%)")
     for name, depth in [("a", "learn"), ("b", "learn"), ("c", "cost")]:
         run_twin(job, spec, TwinOptions(out=tmp_path / name, pool=unequal(), depth=depth))
     files = ["result.json", "run.json", "events/run.jsonl", "model.safetensors"]
@@ -320,7 +324,7 @@ def test_codecs_learn_on_servers(codec: str, tmp_path: Path) -> None:
     job = Job(model="mlp-300-100", epochs=15, checkpoint_every="never", lr=0.02)
     result = run_twin(
         job,
-        read_strategy(f"ps(codec={codec})"),
+        parse_strategy(f"ps(codec={codec})"),
         TwinOptions(out=tmp_path / "run", pool=equal_machines(2), threads=1),
     )
     assert result["test_acc"] > 0.85
@@ -357,7 +361,7 @@ def test_a_bad_cluster_file_is_one_clear_line(
     plain: Any, complaint: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
     with pytest.raises(UsageError, match=r"pool here\.yaml: ") as raised:
-        make_pool(plain, "here.yaml")
+        pool_from_mapping(plain, "here.yaml")
     assert complaint in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -388,20 +392,20 @@ def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: P
 
 def test_a_pool_survives_its_own_file() -> None:
     pool = unequal(link=Link(mbit_s=100, latency_ms=2))
-    assert make_pool(yaml.safe_load(pool.to_yaml()), "here") == pool
+    assert pool_from_mapping(yaml.safe_load(pool.to_yaml()), "here") == pool
     endless = unequal(link=Link(mbit_s=float("inf")))
     text = json.dumps(endless.to_plain(), allow_nan=False)
-    assert make_pool({"format": 1, **json.loads(text)}, "here") == endless
+    assert pool_from_mapping({"format": 1, **json.loads(text)}, "here") == endless
 
 
 def test_what_if_leaves_workers_out_and_widens_links() -> None:
     pool = Pool(hosts=(Host(host="a", workers=2), Host(host="b", link=Link(mbit_s=10))))
-    changed = change(pool, without=(0, 2), bandwidth=2)
+    changed = apply_what_if(pool, without=(0, 2), bandwidth=2)
     assert [(h.host, h.workers) for h in changed.hosts] == [("a", 1)]
     assert changed.link.mbit_s == 2 * pool.link.mbit_s
-    assert change(pool, bandwidth=2).hosts[1].link == Link(mbit_s=20)
+    assert apply_what_if(pool, bandwidth=2).hosts[1].link == Link(mbit_s=20)
     with pytest.raises(UsageError, match="no machine"):
-        change(pool, without=(0, 1, 2))
+        apply_what_if(pool, without=(0, 1, 2))
 
 
 def test_a_recorded_run_becomes_a_cluster(run_cli: RunCli, tmp_path: Path) -> None:
@@ -441,10 +445,10 @@ def test_the_published_switches_are_predicted(
     """Fitted to the first two rows; the switches were held out."""
     pool = read_cluster(name)
     work = Workload(**{**vars(WORK), "samples": samples, "batch": 128, "epochs": 4})
-    work = with_stand_in(work, pool.hosts[0])
+    work = with_measured_gradient_size(work, pool.hosts[0])
     rows = ["allreduce", "ps", *(f"switch(allreduce, ps, at={p}%)" for p in (25, 50, 75))]
     for row, known, most in zip(rows, seconds, (0.01, 0.01, 0.03, 0.03, 0.03), strict=True):
-        played = play_seconds(pool, work, row) * epochs / 4
+        played = simulated_seconds(pool, work, row) * epochs / 4
         assert abs(played / known - 1) < most, row
 
 
@@ -466,7 +470,7 @@ def test_shared_cores_lose_no_work(begins: list[float], seconds: list[float], co
         assert end >= begin + second - 1e-9
     assert max(ends) <= max(begins) + sum(s for _, s in tasks) + 1e-9
     timeline = Timeline()
-    shared = Cores(timeline, cores, processes=99)
+    shared = SharedCores(timeline, cores, processes=99)
     told: dict[int, float] = {}
     for index, (begin, second) in enumerate(tasks):
         shared.run(begin, second, lambda now, i=index: told.__setitem__(i, now))  # type: ignore[misc]
@@ -475,20 +479,24 @@ def test_shared_cores_lose_no_work(begins: list[float], seconds: list[float], co
 
 
 def test_a_lane_serves_one_after_another() -> None:
-    lane = Lane()
-    assert [lane.take(0.0, 2.0), lane.take(1.0, 2.0), lane.take(9.0, 1.0)] == [2.0, 4.0, 10.0]
+    lane = FifoResource()
+    assert [lane.reserve(0.0, 2.0), lane.reserve(1.0, 2.0), lane.reserve(9.0, 1.0)] == [
+        2.0,
+        4.0,
+        10.0,
+    ]
 
 
 @pytest.mark.parametrize("shape", ["lognormal", "uniform", "exponential"])
 def test_jitter_has_its_mean_and_spread(shape: Any) -> None:
     import numpy as np
 
-    draws = Draws([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
+    draws = JitterSource([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
     drawn = np.array([draws.all() for _ in range(20_000)])
     assert drawn.mean() == pytest.approx(1.0, abs=0.01)
     assert drawn.std() == pytest.approx(0.3, abs=0.01)
     assert drawn.min() >= 0
-    again = Draws([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
+    again = JitterSource([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
     assert [again.one(1) for _ in range(600)] == drawn[:600, 1].tolist()
 
 
@@ -502,8 +510,10 @@ def test_collectives_cost_what_the_formulas_say() -> None:
     tree = pool.model_copy(update={"collective": "tree"})
     assert small == allreduce_s(tree, pool.slots, 1e3) < allreduce_s(ring, pool.slots, 1e3)
     assert large == allreduce_s(ring, pool.slots, 1e9) < allreduce_s(tree, pool.slots, 1e9)
-    assert exposed_of(1.0, 10.0, 0.5e6, 25e6) == 1.0  # one bucket: nothing to hide behind
-    assert exposed_of(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
+    assert (
+        exposed_without_layers_s(1.0, 10.0, 0.5e6, 25e6) == 1.0
+    )  # one bucket: nothing to hide behind
+    assert exposed_without_layers_s(1.0, 10.0, 60e6, 25e6) == pytest.approx(0.25)
 
 
 def test_an_exchange_hides_behind_what_is_left_of_backward() -> None:
@@ -519,14 +529,14 @@ def test_buckets_of_the_cost_model_are_those_of_a_run() -> None:
             model=name,
             data=lambda: (((torch.zeros(4, 3, 32, 32), torch.zeros(4).long())), None, None),
         )
-        work = measure_job(job)
+        work = workload_of_job(job)
         model = models.build(name, input_shape=(3, 32, 32), classes=1)
         named = list(model.named_parameters())
         assert work.shapes == tuple(tuple(p.shape) for _, p in named)
         for size in (1 << 16, 25 << 20):
             counts = {n: p.numel() for n, p in named}
             layout = [sum(counts[n] for n in names) for names in plan_layout(named, size)]
-            buckets = plan_buckets(work, size)
+            buckets = fill_buckets(work, size)
             assert [b.share for b in buckets] == pytest.approx(
                 [count / sum(counts.values()) for count in layout]
             )
@@ -555,13 +565,13 @@ def test_coded_bytes_are_about_what_coders_send(codec: str, ratio: float) -> Non
 
 
 def test_measured_steps_take_the_place_of_operations() -> None:
-    from paceline.plan.cost import compute_on
+    from paceline.plan.cost_model import step_time_on
 
     pool = equal_machines(1)
-    guessed = compute_on(pool.hosts[0], WORK, pool)
+    guessed = step_time_on(pool.hosts[0], WORK, pool)
     assert guessed.per_sample_s == pytest.approx(1e6 / 1e10)
     known = Host(host="a", speed=2, measured={"made-up": StepCost(fixed_s=0.2, per_sample_s=0.01)})
-    assert compute_on(known, WORK, pool).step_s(10) == pytest.approx((0.2 + 0.1) / 2)
+    assert step_time_on(known, WORK, pool).step_s(10) == pytest.approx((0.2 + 0.1) / 2)
 
 
 def test_ten_thousand_workers_are_played() -> None:
@@ -583,7 +593,7 @@ def test_a_failed_virtual_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"worker 1 \(b\) died"):
         run_twin(
             Job(epochs=500, checkpoint_every="never"),
-            read_strategy("ps"),
+            parse_strategy("ps"),
             TwinOptions(out=tmp_path / "run", pool=pool, depth="cost"),
         )
     assert read_result(tmp_path / "run")["status"] == "failed"
@@ -596,7 +606,7 @@ def test_divergence_ends_a_virtual_run_as_it_ends_a_real_one(tmp_path: Path) -> 
     with pytest.raises(Diverged, match=r"more than 1000 times the first loss|not a finite"):
         run_twin(
             Job(epochs=2, lr=1000.0, checkpoint_every="never"),
-            read_strategy("ps"),
+            parse_strategy("ps"),
             TwinOptions(out=tmp_path / "run", pool=equal_machines(2), threads=1),
         )
     assert read_result(tmp_path / "run")["status"] == "diverged"
@@ -608,7 +618,7 @@ def test_auto_undoes_a_virtual_switch_that_diverges(tmp_path: Path) -> None:
     hosts[0] = hosts[0].model_copy(update={"slow": (slow,)})
     result = run_twin(
         Job(epochs=14, batch=64, checkpoint_every="never"),
-        read_strategy("switch(allreduce, ps(lr_scale=400), when=auto)"),
+        parse_strategy("switch(allreduce, ps(lr_scale=400), when=auto)"),
         TwinOptions(out=tmp_path / "run", pool=Pool(hosts=tuple(hosts)), threads=1),
     )
     assert [s["cause"] for s in result["switches"]][:2] in (
@@ -658,7 +668,7 @@ def test_evaluation_is_not_counted_as_waiting(strategy: str) -> None:
 def test_clipping_works_on_aggregated_gradients(strategy: str, tmp_path: Path) -> None:
     result = run_twin(
         Job(epochs=10, lr=0.05, clip=1.0, checkpoint_every="never"),
-        read_strategy(strategy),
+        parse_strategy(strategy),
         TwinOptions(out=tmp_path / "run", pool=unequal(), threads=1),
     )
     assert result["test_acc"] > 0.8
@@ -701,8 +711,8 @@ def test_a_virtual_run_can_be_evaluated(run_cli: RunCli, tmp_path: Path) -> None
 
 def test_without_counts_places() -> None:
     pool = Pool(hosts=(Host(host="localhost", workers=2), Host(host="localhost")))
-    assert [h.workers for h in change(pool, without=(0, 0)).hosts] == [1, 1]
-    assert [h.workers for h in change(pool, without=(2,)).hosts] == [2]
+    assert [h.workers for h in apply_what_if(pool, without=(0, 0)).hosts] == [1, 1]
+    assert [h.workers for h in apply_what_if(pool, without=(2,)).hosts] == [2]
 
 
 def test_tune_keeps_probes_of_different_clusters_apart(run_cli: RunCli, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import causes
+import bottlenecks
 from conftest import RUN_S, StartCli, wait_until
 from paceline.telemetry.events import PHASES, SERVER_PHASES
-from paceline.telemetry.live import LiveRun
-from paceline.telemetry.reading import RunRecord, read_run
+from paceline.telemetry.live_run import LiveRun
+from paceline.telemetry.reader import RunRecord, read_run
 from paceline.telemetry.verdicts import RULES, verdicts
 
 # ---- figures made up -------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def make_run(
         for number, given in enumerate(made):
             who = f"{kind}-{number}"
             began = {"kind": kind, "t": 0.0, "host": "here", "cores": list(range(cores))}
-            run.take(who, {**began, "threads": threads})
+            run.add(who, {**began, "threads": threads})
             rest = dict(given)
             phases = rest.pop("phases", PER_SECOND if kind == "worker" else {"idle": 1.0})
             for second in range(1, seconds + 1):
-                run.take(who, vitals(float(second), names, phases, **rest))
+                run.add(who, vitals(float(second), names, phases, **rest))
     for second in range(1, seconds + 1):
-        run.take("worker-0", machine(float(second), cores, busy))
+        run.add("worker-0", machine(float(second), cores, busy))
     return run
 
 
@@ -205,15 +205,15 @@ def test_a_run_that_goes_on_is_told_when_it_begins_and_when_it_is_over() -> None
     live = LiveRun({})
     run = make_run(seconds=0, workers=[{}, {}])
     for worker in run.workers:
-        live.take(worker.who, worker.began)
+        live.add(worker.process_name, worker.started)
     told = []
     for second in range(1, 60):
         slow = SLOW if 20 <= second < 35 else {}
         for who, given in (("worker-0", {}), ("worker-1", slow)):
             rest = {k: v for k, v in given.items() if k != "phases"}
             phases = given.get("phases", PER_SECOND)
-            live.take(who, vitals(float(second), PHASES, phases, **rest))
-        told += [(second, e.state, e.rule, e.who) for e in live.judge(float(second))]
+            live.add(who, vitals(float(second), PHASES, phases, **rest))
+        told += [(second, e.state, e.rule, e.who) for e in live.changed_verdicts(float(second))]
     (began, *first), (over, *last) = told
     assert first == ["began", "straggler", "worker-1"]
     assert last == ["over", "straggler", "worker-1"]
@@ -231,7 +231,7 @@ def test_every_rule_says_something_else() -> None:
 def test_a_straggler_is_named_in_the_terminal_within_ten_seconds(
     start_cli: StartCli, tmp_path: Path
 ) -> None:
-    job = f"{Path(causes.__file__)}:steady"
+    job = f"{Path(bottlenecks.__file__)}:steady"
     trouble = ("--slow", "worker=1,factor=4,from=6")
     command = start_cli("train", job, "--out", "run", "--threads", 1, *trouble)
     try:
@@ -245,8 +245,10 @@ def test_a_straggler_is_named_in_the_terminal_within_ten_seconds(
         command._popen.send_signal(signal.SIGTERM)
         command.wait(30)
     run = read_run(tmp_path / "run")
-    began = min(s["began"] for s in run.process("worker-1").single_steps() if s["epoch"] >= 6)
-    named = [e["t"] for e in run.judged if (e["rule"], e["who"]) == ("straggler", "worker-1")]
+    began = min(s["began"] for s in run.process("worker-1").iter_steps() if s["epoch"] >= 6)
+    named = [
+        e["t"] for e in run.verdict_events if (e["rule"], e["who"]) == ("straggler", "worker-1")
+    ]
     assert named[0] - began <= 10.0
     assert run.result["status"] == "cancelled"
 
@@ -257,19 +259,21 @@ TRAIN_S = 30.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", causes.CAUSES)
+@pytest.mark.parametrize("name", bottlenecks.CAUSES)
 def test_each_rule_fires_on_its_cause_and_on_no_other(name: str, tmp_path: Path) -> None:
-    cause = causes.CAUSES[name]
-    missing = causes.why_not(cause)
+    cause = bottlenecks.CAUSES[name]
+    missing = bottlenecks.why_not(cause)
     if missing is not None:
         pytest.skip(f"{name} left out, it cannot be made here: {missing}")
     began = time.monotonic()
     train_s = 15.0 if cause.rule is None else TRAIN_S
-    folder = causes.run_with(cause, tmp_path, train_s=train_s, until=cause.rule)
+    folder = bottlenecks.run_with(cause, tmp_path, train_s=train_s, until=cause.rule)
     run = read_run(folder)
     found = verdicts(run)
-    assert {e["rule"] for e in run.judged} - OUTSIDE == {cause.rule} - {None}, run.judged
+    assert {e["rule"] for e in run.verdict_events} - OUTSIDE == {cause.rule} - {None}, (
+        run.verdict_events
+    )
     assert {v.rule for v in found} - OUTSIDE <= {cause.rule} - {None}, found
     if cause.who is not None:
-        assert [e["who"] for e in run.judged if e["rule"] == cause.rule] == [cause.who]
+        assert [e["who"] for e in run.verdict_events if e["rule"] == cause.rule] == [cause.who]
     assert time.monotonic() - began < 150

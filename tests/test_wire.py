@@ -19,14 +19,19 @@ from hypothesis import strategies as st
 
 from conftest import wait_until
 from paceline.comm import wire
-from paceline.comm.board import LaneMemory, OwnBoard, Reader, open_board
-from paceline.comm.memory import machine_identity
+from paceline.comm.shm.parameters import (
+    MailboxSegment,
+    SharedWeightsOwner,
+    SharedWeightsReader,
+    open_shared_weights,
+)
+from paceline.comm.shm.segment import shm_domain_id
 from paceline.comm.wire import Channel, pack
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
-from paceline.protocol.messages import Apply, Message, Part, ServerReady, ServerStop
-from paceline.strategies.server import Server, warm_up
-from paceline.telemetry.sampler import Serving
+from paceline.protocol.messages import ApplyUpdate, GradientRef, Message, ServerReady, StopServer
+from paceline.strategies.server import ParameterServerProcess, warm_up_torch
+from paceline.telemetry.sampler import ServerCounters
 
 TOKEN = "a token of this run"
 WAIT_S = 5.0
@@ -180,24 +185,26 @@ def test_nobody_there_is_told_at_the_deadline() -> None:
 
 
 def test_messages_round_trip() -> None:
-    order = Apply(7, (Part(0, 3, 0.5), Part(1, 2, 0.5)), 1.0, None)
-    go = messages.Go(3, messages.Lease(1, 0, 0, 8, 4, 8), 2)
-    enter = messages.Enter(1, (("127.0.0.1", 5), ("127.0.0.1", 6)), True)
-    pushed = messages.Pushed(1, 2, 3, 4, 5, 6, messages.Measured(4, 4, 1.5, 2))
-    for message in (order, go, enter, pushed, ServerStop()):
-        packed = wire.pack_head(messages.to_plain(message))[wire.HEADER.size :]
-        assert messages.from_plain(wire.unpack_head(packed)) == message
+    order = ApplyUpdate(7, (GradientRef(0, 3, 0.5), GradientRef(1, 2, 0.5)), 1.0, None)
+    go = messages.LeaseGranted(3, messages.Lease(1, 0, 0, 8, 4, 8), 2)
+    enter = messages.EnterPhase(1, (("127.0.0.1", 5), ("127.0.0.1", 6)), True)
+    pushed = messages.GradientPushed(1, 2, 3, 4, 5, 6, messages.StepStats(4, 4, 1.5, 2))
+    for message in (order, go, enter, pushed, StopServer()):
+        packed = wire.pack_head(messages.message_to_wire(message))[wire.HEADER.size :]
+        assert messages.message_from_wire(wire.unpack_head(packed)) == message
 
 
 @given(value=plain)
 @example(value={"kind": []})
-@example(value={"kind": "Go", "version": 1, "staleness": 0, "lease": {"id": 1}})
-@example(value={"kind": "Apply", "version": 1, "parts": 3, "lr_scale": 1.0, "clip": None})
-@example(value={"kind": "Apply", "version": 1, "parts": [{1: 2}], "lr_scale": 1, "clip": None})
-@example(value={"kind": "Entered", "worker": 1, 7: 8})
+@example(value={"kind": "LeaseGranted", "version": 1, "staleness": 0, "lease": {"id": 1}})
+@example(value={"kind": "ApplyUpdate", "version": 1, "parts": 3, "lr_scale": 1.0, "clip": None})
+@example(
+    value={"kind": "ApplyUpdate", "version": 1, "parts": [{1: 2}], "lr_scale": 1, "clip": None}
+)
+@example(value={"kind": "PhaseEntered", "worker": 1, 7: 8})
 def test_any_message_is_read_or_refused(value: Any) -> None:
     try:
-        messages.from_plain(value)
+        messages.message_from_wire(value)
     except WireError:
         pass
 
@@ -250,7 +257,7 @@ def test_reflected_greeting_is_refused_by_the_client() -> None:
     with sockets() as (one, two):
 
         def echo() -> None:
-            for size in (wire.GREETING.size, wire.PROOF_BYTES):
+            for size in (wire.HELLO.size, wire.PROOF_BYTES):
                 two.sendall(two.recv(size, socket.MSG_WAITALL))
 
         def call() -> None:
@@ -265,7 +272,7 @@ def test_reflected_greeting_is_refused_by_the_server() -> None:
     with sockets() as (one, two):
 
         def echo() -> None:
-            greeting = one.recv(wire.GREETING.size, socket.MSG_WAITALL)
+            greeting = one.recv(wire.HELLO.size, socket.MSG_WAITALL)
             nonce = wire.read_greeting(greeting)
             one.sendall(greeting + wire.prove(TOKEN, "server", nonce, nonce))
 
@@ -286,7 +293,7 @@ def test_replayed_proof_is_refused() -> None:
     with pytest.raises(WireError):
         wire.check_proof(proof, TOKEN, "server", mine, theirs)
     with sockets() as (one, two):
-        one.sendall(wire.GREETING.pack(wire.MAGIC, wire.VERSION, mine) + proof)
+        one.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, mine) + proof)
         with pytest.raises(WireError, match="token"):
             Channel.accept(two, token=TOKEN, peer="stranger", timeout_s=WAIT_S)
 
@@ -294,7 +301,7 @@ def test_replayed_proof_is_refused() -> None:
 @pytest.mark.parametrize(
     ("greeting", "words"),
     [
-        (wire.GREETING.pack(wire.MAGIC, 2, b"n" * 32), "wire format 2"),
+        (wire.HELLO.pack(wire.MAGIC, 2, b"n" * 32), "wire format 2"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"." * 40, "does not speak"),
     ],
     ids=["version", "browser"],
@@ -317,10 +324,10 @@ class Orders:
         self.told: queue.Queue[Message] = queue.Queue()
         self.orders: queue.Queue[Message] = queue.Queue()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.told.put(message)
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         return self.orders.get(timeout=WAIT_S)
 
 
@@ -328,10 +335,10 @@ class Served:
     """A server in a thread of this process."""
 
     def __init__(self) -> None:
-        warm_up()  # As a server's process does: torch's first step imports for seconds.
+        warm_up_torch()  # As a server's process does: torch's first step imports for seconds.
         self.control = Orders()
-        self.serving = Serving()
-        self.server = Server(
+        self.serving = ServerCounters()
+        self.server = ParameterServerProcess(
             index=4,
             host="127.0.0.1",
             token=TOKEN,
@@ -365,7 +372,7 @@ class Served:
         assert channel.receive()[0] == {"ok": True}
 
     def stop(self) -> None:
-        self.control.orders.put(ServerStop())
+        self.control.orders.put(StopServer())
         self._thread.join(WAIT_S)
 
 
@@ -394,7 +401,7 @@ def test_server_stores_applies_and_answers(served: Served) -> None:
     served.fill(channel, weights)
     assert pull(channel, 0)[0] == 0
     push(channel, gradient.numpy().tobytes())
-    served.control.orders.put(Apply(1, (Part(0, 1, 1.0),), 0.5, None))
+    served.control.orders.put(ApplyUpdate(1, (GradientRef(0, 1, 1.0),), 0.5, None))
     version, now = pull(channel, 1)
     assert version == 1
     torch.testing.assert_close(now, weights - 0.25, rtol=0, atol=0)
@@ -404,34 +411,34 @@ def test_server_stores_applies_and_answers(served: Served) -> None:
 def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     """Left there they are used in place; told of by a push they are kept for the worker."""
     channel = served.connect()
-    memory = LaneMemory(1, 16)
-    told = {"machine": machine_identity(), "name": memory.name, "worker": 3}
+    memory = MailboxSegment(1, 16)
+    told = {"machine": shm_domain_id(), "name": memory.name, "worker": 3}
     channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
     head = channel.receive()[0]
-    memory.remove_name()
+    memory.unlink()
     served.fill(channel, torch.zeros(4))
-    lane = memory.lane(0, 0, 16)
-    board = open_board(head["board"], 16)
-    reader = Reader(board, lane, peer="server 4", timeout_s=WAIT_S, look=lambda: None)
+    lane = memory.mailbox(0, 0, 16)
+    board = open_shared_weights(head["board"], 16)
+    reader = SharedWeightsReader(board, lane, peer="server 4", timeout_s=WAIT_S, look=lambda: None)
     weights, gradient = torch.zeros(16, dtype=torch.uint8), memory.gradient.view(torch.float32)
     push = {"op": "push", "worker": 3, "missing": [], "payload": None, "groups": [{"lr": 1.0}]}
 
     for handle, value in ((1, 1.0), (2, 2.0)):
         gradient.fill_(value)
-        lane.handle = handle
+        lane.last_handle = handle
         channel.send({**push, "handle": handle, "shared": True, "stays": False})
         # Nothing is ordered yet: the gradient still waits when the worker goes on.
-        assert reader.read(0, weights) == (0, 0)
+        assert reader.copy_weights(0, weights) == (0, 0)
         gradient.fill_(77.0)
     assert weights.view(torch.float32).tolist() == [0.0] * 4
     for version in (1, 2):
-        served.control.orders.put(Apply(version, (Part(3, version, 1.0),), 1.0, None))
+        served.control.orders.put(ApplyUpdate(version, (GradientRef(3, version, 1.0),), 1.0, None))
 
     gradient.fill_(4.0)
-    assert lane.leave(3, pack({**push, "handle": 3}))
-    order = Apply(3, (Part(3, 3, 1.0),), 1.0, None)
+    assert lane.post(3, pack({**push, "handle": 3}))
+    order = ApplyUpdate(3, (GradientRef(3, 3, 1.0),), 1.0, None)
     served.control.orders.put(order)
-    found = reader.read(3, weights)
+    found = reader.copy_weights(3, weights)
     assert found is not None
     assert found[0] == 3
     assert weights.view(torch.float32).tolist() == [-7.0] * 4
@@ -441,14 +448,14 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
 
     # Told of by a push and staying where it is, it is waited for.
     gradient.fill_(8.0)
-    lane.handle = 4
+    lane.last_handle = 4
     channel.send({**push, "handle": 4, "shared": True, "stays": True})
-    served.control.orders.put(Apply(4, (Part(3, 4, 1.0),), 1.0, None))
-    assert reader.read(0, weights) is not None
+    served.control.orders.put(ApplyUpdate(4, (GradientRef(3, 4, 1.0),), 1.0, None))
+    assert reader.copy_weights(0, weights) is not None
     assert weights.view(torch.float32).tolist() == [-15.0] * 4
     served.stop()
-    assert served.serving.take()["pushes"] == 4
-    assert served.serving.take()["pulls"] == lane.reads + 1
+    assert served.serving.snapshot_and_reset()["pushes"] == 4
+    assert served.serving.snapshot_and_reset()["pulls"] == lane.reads + 1
     assert served.server.bytes_received == 4 * 16 + 16
     assert served.server.bytes_sent == (lane.reads + 1) * 16
     channel.close()
@@ -459,20 +466,20 @@ def test_weights_stay_when_there_is_no_shared_memory(
 ) -> None:
     """A worker that asks for it after another has brought them must not find zeros."""
 
-    def no_room(nbytes: int) -> OwnBoard:
+    def no_room(nbytes: int) -> SharedWeightsOwner:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.strategies.server.OwnBoard", no_room)
+    monkeypatch.setattr("paceline.strategies.server.SharedWeightsOwner", no_room)
     channel = served.connect()
     served.fill(channel, torch.arange(4.0))
-    memory = LaneMemory(1, 16)
-    told = {"machine": machine_identity(), "name": memory.name, "worker": 0}
+    memory = MailboxSegment(1, 16)
+    told = {"machine": shm_domain_id(), "name": memory.name, "worker": 0}
     channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
     assert channel.receive()[0] == {
         "board": None,
         "why": "no room for a server's weights in shared memory",
     }
-    memory.remove_name()
+    memory.unlink()
     assert pull(channel, 0)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     channel.close()
 

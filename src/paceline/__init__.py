@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.job import Job
-    from paceline.launch.compare import compare
+    from paceline.launch.compare_runs import compare
     from paceline.launch.run import train
-    from paceline.load import load
     from paceline.specs.strategy import AllReduce, ParameterServer, Single, Switch
-    from paceline.worker.own_loop import log, prepare, rank
+    from paceline.trained_model import load
+    from paceline.worker.custom_loop import log, prepare, rank
 
 __version__ = "0.1.0"
 
@@ -22,11 +22,11 @@ _WHERE = {
     "ParameterServer": "paceline.specs.strategy",
     "Single": "paceline.specs.strategy",
     "Switch": "paceline.specs.strategy",
-    "compare": "paceline.launch.compare",
-    "load": "paceline.load",
-    "log": "paceline.worker.own_loop",
-    "prepare": "paceline.worker.own_loop",
-    "rank": "paceline.worker.own_loop",
+    "compare": "paceline.launch.compare_runs",
+    "load": "paceline.trained_model",
+    "log": "paceline.worker.custom_loop",
+    "prepare": "paceline.worker.custom_loop",
+    "rank": "paceline.worker.custom_loop",
     "train": "paceline.launch.run",
 }
 

@@ -78,7 +78,7 @@ class StateError(PacelineError):
     """Training state that does not fit: missing names, other shapes, replicas that differ."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest_name(word: str, known: Iterable[str]) -> str:
     """The ending of an "unknown name" line: the nearest known name, or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)

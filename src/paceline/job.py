@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.errors import PacelineError, UsageError
-from paceline.specs.optimizer import read_optimizer
-from paceline.specs.optimizer_base import Optimizer
-from paceline.specs.point import Point, read_point
-from paceline.specs.schedule import Schedule, read_schedule
-from paceline.specs.text import parse
-from paceline.specs.until import Until, read_until
+from paceline.specs.expression import parse_expression
+from paceline.specs.optimizer import parse_optimizer
+from paceline.specs.optimizer_base import OptimizerSpec
+from paceline.specs.point import RunPoint, read_point
+from paceline.specs.schedule import Schedule, parse_schedule
+from paceline.specs.stop_condition import StopCondition, parse_stop_condition
 
 if TYPE_CHECKING:
-    from paceline.data.pipeline import Pipeline
+    from paceline.data.pipeline import DataPipeline
 
 FOR_URLS = (
     "features",
@@ -120,33 +120,34 @@ class Job(BaseModel):
             models.find(self.model)
         if isinstance(self.data, str):
             from paceline import data
-            from paceline.data.places import is_place
+            from paceline.data.stores import is_url_or_path
 
-            if is_place(self.data):
-                from paceline.data.looking import check_place
+            if is_url_or_path(self.data):
+                from paceline.data.discovery import check_source
 
                 for pipeline in self.pipelines():
                     if pipeline is not None:
-                        check_place(pipeline)
+                        check_source(pipeline)
                 return
             data.locate(self.data, self.data_dir)
         for name in FOR_URLS:
             if getattr(self, name) != Job.model_fields[name].default:
                 raise UsageError(
-                    f"{name} is for data by URL, and data is {name_of(self.data)!r}: leave it out"
+                    f"{name} is for data by URL, and data is {display_name(self.data)!r}: "
+                    "leave it out"
                 )
 
-    def pipelines(self) -> tuple[Pipeline, Pipeline | None]:
+    def pipelines(self) -> tuple[DataPipeline, DataPipeline | None]:
         """How training and validation data by URL are read; raises UsageError."""
-        from paceline.data.pipeline import read, read_shape
+        from paceline.data.pipeline import parse_shape, read
 
-        def make(url: str) -> Pipeline:
+        def make(url: str) -> DataPipeline:
             pipeline = read(
                 url,
                 features=self.features or (),
                 label=self.label,
                 format=self.format,
-                shape=read_shape(self.shape) if self.shape else None,
+                shape=parse_shape(self.shape) if self.shape else None,
                 classes=self.classes,
                 fill=self.fill,
                 skip_empty=self.skip_empty,
@@ -162,26 +163,26 @@ class Job(BaseModel):
         return make(self.data), make(self.val_data) if self.val_data else None
 
     @property
-    def optimizer_spec(self) -> Optimizer:
-        return read_optimizer(self.optimizer)
+    def optimizer_spec(self) -> OptimizerSpec:
+        return parse_optimizer(self.optimizer)
 
     @property
     def schedule_spec(self) -> Schedule:
         if isinstance(self.schedule, str):
-            return read_schedule(self.schedule)
+            return parse_schedule(self.schedule)
         live: Schedule = self.schedule
         return live
 
     @property
-    def until_spec(self) -> Until | None:
-        return read_until(self.until) if self.until else None
+    def until_spec(self) -> StopCondition | None:
+        return parse_stop_condition(self.until) if self.until else None
 
     @property
-    def checkpoint_point(self) -> Point | None:
+    def checkpoint_point(self) -> RunPoint | None:
         """Every so many epochs or samples; None for never."""
         if self.checkpoint_every == "never":
             return None
-        point = read_point(parse(self.checkpoint_every))
+        point = read_point(parse_expression(self.checkpoint_every))
         if point.fraction is not None:
             raise UsageError(
                 f"checkpoint_every {self.checkpoint_every!r}: "
@@ -191,7 +192,7 @@ class Job(BaseModel):
 
     @property
     def base_lr(self) -> float:
-        return self.lr if self.lr is not None else DEFAULT_LR.get(self.optimizer_spec.word, 0.001)
+        return self.lr if self.lr is not None else DEFAULT_LR.get(self.optimizer_spec.name, 0.001)
 
     @property
     def is_plain(self) -> bool:
@@ -203,19 +204,19 @@ class Job(BaseModel):
         """JSON-able facts for the run folder; live objects are named, not stored."""
         facts = {name: getattr(self, name) for name in type(self).model_fields}
         for name in ("model", "data", "loss"):
-            facts[name] = name_of(facts[name])
+            facts[name] = display_name(facts[name])
         facts["schedule"] = str(self.schedule)
         facts["data_dir"] = str(self.data_dir) if self.data_dir else None
         return facts
 
 
-def name_of(thing: Any) -> str | None:
+def display_name(thing: Any) -> str | None:
     if thing is None or isinstance(thing, str):
         return thing
     return getattr(thing, "__qualname__", None) or type(thing).__name__
 
 
-def make_job(**fields: Any) -> Job:
+def build_job(**fields: Any) -> Job:
     """A checked Job, with the first mistake told in one line."""
     try:
         return Job(**fields)
@@ -227,9 +228,9 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"]) or "job"
     if first["type"] == "extra_forbidden":
-        from paceline.errors import nearest
+        from paceline.errors import suggest_name
 
-        return f"a job has no {name!r}: {nearest(name, Job.model_fields)}"
+        return f"a job has no {name!r}: {suggest_name(name, Job.model_fields)}"
     return f"{name} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
@@ -247,7 +248,7 @@ class JobRef(BaseModel):
     def resolve(self) -> Job:
         """The job; raises UsageError when the file is missing, broken or has changed."""
         if self.file is None:
-            return make_job(**self.fields)
+            return build_job(**self.fields)
         # Relative where a project was copied: to the folder that the process was started in.
         file = self.file.absolute()
         if self.hash is not None and hash_file(file) != self.hash:
@@ -255,7 +256,7 @@ class JobRef(BaseModel):
         job = _read_job_file(file, self.function)
         if not self.fields:
             return job
-        return make_job(**{**{n: getattr(job, n) for n in Job.model_fields}, **self.fields})
+        return build_job(**{**{n: getattr(job, n) for n in Job.model_fields}, **self.fields})
 
 
 def refer_to_job(file: Path | None, fields: dict[str, Any]) -> JobRef:
@@ -280,7 +281,7 @@ def hash_file(path: Path) -> str:
 
 def _read_job_file(path: Path, function: str) -> Job:
     if path.suffix in (".yaml", ".yml", ".json"):
-        return make_job(**_read_fields(path))
+        return build_job(**_read_fields(path))
     if path.suffix != ".py":
         raise UsageError(f"job file {path}: a .py, .yaml or .json file is needed")
     module = load_module(path, "paceline_job")

@@ -13,10 +13,10 @@ import threading
 from typing import Any
 
 from paceline.cluster.doctor import most_common
-from paceline.cluster.remote.probe import source_towards
-from paceline.data.places import need, open_store
+from paceline.cluster.remote.probe import source_address_for
+from paceline.data.stores import open_store, require_extra
 from paceline.errors import RunFailed, UsageError
-from paceline.launch.outposts import EngineLauncher, OnLost
+from paceline.launch.engines.engine import EngineLauncher, OnAgentLost
 
 PLACED_S = 60.0
 """How long to wait for Ray to find places for all."""
@@ -55,7 +55,7 @@ class RayEngine:
         if not self._ray.is_initialized():
             self._connect()
         nodes = [n["NodeManagerAddress"] for n in self._ray.nodes() if n["Alive"]]
-        found = most_common([s for s in map(source_towards, nodes) if s])
+        found = most_common([s for s in map(source_address_for, nodes) if s])
         if found is None:
             raise RunFailed(f"ray: there is no route from here to its nodes ({', '.join(nodes)})")
         return found
@@ -64,7 +64,7 @@ class RayEngine:
         where = f"at {self._address}" if self._address else "here"
         mend = "start one with `ray start --head`, or name its address"
         # Ray itself would try for minutes.
-        why = why_unreachable(self._address or "")
+        why = explain_unreachable(self._address or "")
         if why:
             raise UsageError(f"no Ray cluster is reached {where} ({why}): {mend}")
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -80,7 +80,7 @@ class RayEngine:
             raise UsageError(f"no Ray cluster is reached {where} ({why}): {mend}") from None
         self._is_ours = True
 
-    def begin(self, tickets: list[str], on_lost: OnLost) -> None:
+    def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
         ray = self._ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -93,7 +93,7 @@ class RayEngine:
                 f"ray: no room for {len(tickets)} places of {self._describe_needs()} within "
                 f"{self._placed_s:g} s: others use the cluster, or no node is large enough"
             )
-        actor = ray.remote(Place)
+        actor = ray.remote(RayHostAgent)
         for index in range(len(tickets)):
             strategy = PlacementGroupSchedulingStrategy(self._group, index)
             options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0)}
@@ -116,7 +116,7 @@ class RayEngine:
     def _describe_needs(self) -> str:
         return " and ".join(f"{each:g} {name}" for name, each in self._needs.items())
 
-    def _watch(self, calls: list[Any], on_lost: OnLost) -> None:
+    def _watch(self, calls: list[Any], on_lost: OnAgentLost) -> None:
         """Ray knows first, and best, why an actor is gone."""
         left = dict(enumerate(calls))
         while left and not self._over.is_set():
@@ -126,7 +126,7 @@ class RayEngine:
                     self._ray.get(left.pop(index))
                 except self._ray.exceptions.RayError as error:
                     if not self._over.is_set():
-                        on_lost(index, explain(error))
+                        on_lost(index, summarize_ray_error(error))
 
     def end(self) -> None:
         self._over.set()
@@ -145,19 +145,19 @@ class RayEngine:
             self._ray.shutdown()
 
 
-class Place:
+class RayHostAgent:
     """An actor: calls the supervisor, and does as it says until the run is over."""
 
     def serve(self, ticket: str) -> None:
         import ray
 
-        from paceline.worker.outpost import serve
+        from paceline.worker.outpost import run_host_agent
 
         node = ray.get_runtime_context().get_node_id()
-        serve(ticket, f"Ray node {node[:ID_SHOWN]}")
+        run_host_agent(ticket, f"Ray node {node[:ID_SHOWN]}")
 
 
-def why_unreachable(address: str) -> str:
+def explain_unreachable(address: str) -> str:
     """Of an address with a port: why nothing answers there; empty if something does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
@@ -169,7 +169,7 @@ def why_unreachable(address: str) -> str:
     return ""
 
 
-def explain(error: Exception) -> str:
+def summarize_ray_error(error: Exception) -> str:
     """The line of Ray's long account that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for word in ("ModuleNotFoundError", "ImportError"):
@@ -216,7 +216,7 @@ class RayLauncher(EngineLauncher):
         )
 
 
-def lay_out(dataset: Any, url: str) -> str:
+def write_dataset(dataset: Any, url: str) -> str:
     """Write a Ray Dataset as Parquet files where the workers will read it; `data=` of a Job.
 
     Ray's tasks write where the blocks lie. `url` is a folder that all nodes reach (a shared path,
@@ -224,8 +224,8 @@ def lay_out(dataset: Any, url: str) -> str:
     Columns that hold arrays become lists of one length, the form in which features are read.
     """
     ray = load_ray()
-    arrow = need("pyarrow.fs", "data", "laying out a Ray Dataset")
-    if not isinstance(dataset, need("ray.data", "ray", "Ray Data").Dataset):
+    arrow = require_extra("pyarrow.fs", "data", "laying out a Ray Dataset")
+    if not isinstance(dataset, require_extra("ray.data", "ray", "Ray Data").Dataset):
         raise UsageError(
             f"lay_out writes a ray.data.Dataset, and was given {type(dataset).__name__}"
         )
@@ -260,3 +260,7 @@ def _as_lists(batch: Any) -> Any:
             column = pa.FixedSizeListArray.from_arrays(flat, len(flat) // max(1, len(rows)))
         columns.append(column)
     return pa.table(columns, names=batch.column_names)
+
+
+lay_out = write_dataset
+"""The old name, for one release."""

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as tensors_to_bytes
 
 from paceline.errors import CheckpointError, StateError
-from paceline.telemetry.folder import list_checkpoints as list_checkpoints
-from paceline.telemetry.folder import partial_checkpoint, place_checkpoint
+from paceline.telemetry.run_folder import commit_checkpoint, partial_checkpoint_path
+from paceline.telemetry.run_folder import list_checkpoints as list_checkpoints
 
 FORMAT = 1
 
@@ -52,7 +52,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Distant:
+class RemoteTensor:
     """A tensor that another process holds: its form, and how it comes here, once."""
 
     shape: torch.Size
@@ -67,7 +67,7 @@ class TrainState:
     shared: Section
     workers: list[Section] = field(default_factory=list)
 
-    distant: dict[str, Distant] = field(default_factory=dict)
+    distant: dict[str, RemoteTensor] = field(default_factory=dict)
     """The part of the global section that other processes hold; to be written down, no more."""
 
     def fingerprint(self) -> str:
@@ -80,7 +80,7 @@ def is_model_tensor(name: str) -> bool:
     return name.startswith(("weights/", "buffers/"))
 
 
-def fingerprint_of(tensors: Mapping[str, torch.Tensor | Distant]) -> str:
+def fingerprint_of(tensors: Mapping[str, torch.Tensor | RemoteTensor]) -> str:
     shapes = [
         f"{name}:{tuple(t.shape)}:{t.dtype}"
         for name, t in sorted(tensors.items())
@@ -100,19 +100,19 @@ def copy_section(section: Section) -> Section:
     return Section(tensors, copy.deepcopy(section.plain))
 
 
-def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Section:
+def state_from_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Section:
     """The state held by a model and its optimizer; tensors are views, not copies."""
     section = Section()
     for name, parameter in model.named_parameters():
         section.tensors[f"weights/{name}"] = parameter.detach()
         for slot, value in optimizer.state.get(parameter, {}).items():
-            put_slot(section, name, slot, value)
+            set_slot(section, name, slot, value)
     for name, buffer in persistent_buffers(model).items():
         section.tensors[f"buffers/{name}"] = buffer
     return section
 
 
-def put_slot(section: Section, name: str, slot: str, value: Any) -> None:
+def set_slot(section: Section, name: str, slot: str, value: Any) -> None:
     """Slots are tensors as a rule; plain numbers of a user's own optimizer are kept as such."""
     if isinstance(value, torch.Tensor):
         section.tensors[f"slots/{name}/{slot}"] = value
@@ -120,7 +120,9 @@ def put_slot(section: Section, name: str, slot: str, value: Any) -> None:
         section.plain.setdefault("slots", {}).setdefault(name, {})[slot] = value
 
 
-def restore(section: Section, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_into_model(
+    section: Section, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Load a captured section; raises StateError when names or shapes differ."""
     load_weights(section, model)
     slots = slots_by_parameter(section)
@@ -188,7 +190,7 @@ def checksum(section: Section) -> str:
 
 def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2) -> Path:
     """Write a checkpoint whole or not at all, then drop all but the newest `keep`."""
-    partial = partial_checkpoint(folder, name)
+    partial = partial_checkpoint_path(folder, name)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -202,13 +204,13 @@ def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2
             "plain": state.shared.plain,
         }
         (partial / "state.json").write_text(json.dumps(head), encoding="utf-8")
-        return place_checkpoint(folder, name, keep=keep)
+        return commit_checkpoint(folder, name, keep=keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StateError(f"checkpoint {folder / name} could not be written: {error}") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Distant]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | RemoteTensor]) -> None:
     """A safetensors file, tensor by tensor: none is copied, and no two distant ones are here."""
     head: dict[str, Any] = {}
     at = 0
@@ -225,7 +227,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | Distant]) -> 
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            _write_tensor(file, tensor.fetch() if isinstance(tensor, Distant) else tensor)
+            _write_tensor(file, tensor.fetch() if isinstance(tensor, RemoteTensor) else tensor)
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:

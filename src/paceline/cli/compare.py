@@ -94,11 +94,11 @@ def compare(
             raise UsageError(f"--{name} belongs to a matrix: add --matrix FILE, or leave it out")
     if strategies is None:
         raise UsageError('compare what? add --strategies "allreduce; ps", or --matrix FILE')
-    from paceline.specs.strategy import split_strategies
+    from paceline.specs.strategy import parse_strategies
 
-    chosen = split_strategies(strategies)
-    reference = opt.make_reference(job, workers, batch_per_worker, given)
-    from paceline.launch.compare import compare as run_comparison
+    chosen = parse_strategies(strategies)
+    reference = opt.job_reference_from_options(job, workers, batch_per_worker, given)
+    from paceline.launch.compare_runs import compare as run_comparison
 
     comparison = run_comparison(
         reference,
@@ -108,7 +108,7 @@ def compare(
         out=out,
         threads=threads,
         timeout_s=timeout,
-        troubles=opt.read_troubles(slow, delay, workers),
+        troubles=opt.parse_slowdowns(slow, delay, workers),
         force=force,
         progress=not quiet,
     )
@@ -122,7 +122,7 @@ def compare_matrix(given: dict[str, Any], told: list[str]) -> tuple[dict[str, An
     from paceline.job import Job
     from paceline.launch.matrix import MatrixOptions, Run, run_matrix
     from paceline.launch.matrix_file import read_matrix
-    from paceline.launch.run import run_job
+    from paceline.launch.run import run_training
 
     for name in OF_THE_MATRIX:
         if name in told:
@@ -132,12 +132,12 @@ def compare_matrix(given: dict[str, Any], told: list[str]) -> tuple[dict[str, An
     fields = {name: given[name] for name in told if name in Job.model_fields}
     if "data_dir" in fields:
         fields["data_dir"] = str(Path(fields["data_dir"]).resolve())
-    run: Run = run_job
+    run: Run = run_training
     if given["twin"] is not None:
         from paceline.twin.clusters import read_cluster
-        from paceline.twin.run import play_instead
+        from paceline.twin.run import run_in_twin
 
-        run = play_instead(read_cluster(given["twin"]))
+        run = run_in_twin(read_cluster(given["twin"]))
     options = MatrixOptions(
         out=given["out"],
         given=fields,
@@ -157,7 +157,7 @@ def show_comparison(
     from rich.console import Console
 
     from paceline.report.html import write_report
-    from paceline.report.table import results_table
+    from paceline.report.summary_table import results_table
 
     report = write_report([out], out / "report.html", title=title)
     console = Console()

@@ -28,7 +28,7 @@ def convert(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over a set that is there.")] = False,
 ) -> None:
-    from paceline.data.convert import convert as write
+    from paceline.data.conversion import convert as write
 
     facts = write(
         name,
@@ -51,19 +51,19 @@ def show(
     format: opt.Format = None,
     shape: opt.Shape = None,
 ) -> None:
-    from paceline.data.looking import list_parts, open_files
-    from paceline.data.pipeline import read, read_shape
+    from paceline.data.discovery import list_splits, open_source_for
+    from paceline.data.pipeline import parse_shape, read
 
     pipeline = read(
         url,
         features=features or (),
         label=label,
         format=format,
-        shape=read_shape(shape) if shape else None,
+        shape=parse_shape(shape) if shape else None,
     )
-    pipeline, parts = list_parts(pipeline)
+    pipeline, parts = list_splits(pipeline)
     for part, files in parts.items():
-        source = open_files(pipeline, files)
+        source = open_source_for(pipeline, files)
         size = sum(file.size for file in source.files)
         line = f"{part}: {len(source.files):,} files, {size:,} bytes"
         if source.blocks:

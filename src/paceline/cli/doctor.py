@@ -43,22 +43,22 @@ def doctor(
     from dataclasses import replace
     from shlex import quote
 
-    from paceline.cli.pool import tell_repairs
+    from paceline.cli.pool import print_repairs
     from paceline.cluster.diagnosis import diagnose
-    from paceline.cluster.doctor import MASTER_PORT, PACKAGES, Orders, examine
-    from paceline.cluster.figures import to_plain, update_pool
-    from paceline.cluster.files import load_pool, write_pool
-    from paceline.cluster.ssh import Patience
+    from paceline.cluster.doctor import MASTER_PORT, PACKAGES, ExaminationOptions, examine
+    from paceline.cluster.measurements import examination_to_json, update_pool
+    from paceline.cluster.pool_file import load_pool, write_pool
+    from paceline.cluster.ssh import SshTimeouts
     from paceline.errors import UsageError
 
     found = load_pool(pool)
-    tell_repairs(found.repairs)
+    print_repairs(found.repairs)
     if timeout <= 0:
         raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
     if write and found.form == "blueprint":
         write_pool(found, found.pool)  # refuses before minutes are spent
-    orders = Orders(
-        patience=Patience(connect_s=timeout),
+    orders = ExaminationOptions(
+        patience=SshTimeouts(connect_s=timeout),
         ports=tuple(port) if port else (MASTER_PORT,),
         packages=tuple(dict.fromkeys((*PACKAGES, *(package or ())))),
         job=read_fields(given),
@@ -74,7 +74,7 @@ def doctor(
     if json:
         from json import dumps
 
-        typer.echo(dumps(to_plain(examination, problems), indent=2))
+        typer.echo(dumps(examination_to_json(examination, problems), indent=2))
     else:
         print_machines(examination)
         print_pairs(examination)

@@ -16,7 +16,7 @@ def evaluate(
     data_dir: opt.DataDir = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    from paceline.load import evaluate as evaluate_run
+    from paceline.trained_model import evaluate as evaluate_run
 
     figures = evaluate_run(folder, data=data, data_dir=data_dir)
     if json:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Form(StrEnum):
+class ExportFormat(StrEnum):
     chrome = "chrome"
     csv = "csv"
     tensorboard = "tensorboard"
@@ -18,7 +18,7 @@ class Form(StrEnum):
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")],
     form: Annotated[
-        Form, typer.Option("--as", help="chrome: a trace for Perfetto; csv; tensorboard.")
+        ExportFormat, typer.Option("--as", help="chrome: a trace for Perfetto; csv; tensorboard.")
     ],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Where to. [inside DIR]")] = None,
     follow: Annotated[
@@ -27,18 +27,20 @@ def export(
 ) -> None:
     from paceline.errors import UsageError
 
-    if follow and form is not Form.tensorboard:
+    if follow and form is not ExportFormat.tensorboard:
         raise UsageError(f"--follow goes with --as tensorboard alone, not with --as {form}")
-    if form is Form.chrome:
-        from paceline.report.trace import write_trace
+    if form is ExportFormat.chrome:
+        from paceline.report.chrome_trace import write_trace
 
         typer.echo(f"written: {write_trace(folder, out or folder / 'trace.json')}")
-    elif form is Form.csv:
-        from paceline.report.tables import write_tables
+    elif form is ExportFormat.csv:
+        from paceline.report.csv_export import write_csv_files
 
-        for path in write_tables(folder, out or folder / "csv"):
+        for path in write_csv_files(folder, out or folder / "csv"):
             typer.echo(f"written: {path}")
     else:
-        from paceline.report.board import write_board
+        from paceline.report.tensorboard import write_tensorboard
 
-        typer.echo(f"written: {write_board(folder, out or folder / 'tensorboard', follow=follow)}")
+        typer.echo(
+            f"written: {write_tensorboard(folder, out or folder / 'tensorboard', follow=follow)}"
+        )

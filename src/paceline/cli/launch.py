@@ -66,31 +66,31 @@ def launch(
 
     folder = out if out is not None else Path("runs") / new_run_name(script.stem)
     if pool is not None:
-        opt.refuse_together("--pool", given, "workers", "strategy", "threads")
+        opt.reject_conflicting("--pool", given, "workers", "strategy", "threads")
         launch_on_pool({**given, "folder": folder})
     else:
-        opt.refuse_without("--pool", given, "select", "job", "roles", "project", "venv", "dry_run")
+        opt.require_option("--pool", given, "select", "job", "roles", "project", "venv", "dry_run")
         launch_here({**given, "folder": folder})
 
 
 def launch_here(given: dict[str, Any]) -> None:
     """A loop of the user's own with `paceline.prepare()`, on processes of this machine."""
-    from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_script
-    from paceline.report.show import make_show
-    from paceline.specs.strategy import read_strategy
+    from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_local_script
+    from paceline.report.terminal import terminal_reporter
+    from paceline.specs.strategy import parse_strategy
 
-    chosen = read_strategy(given["strategy"] or "allreduce")
+    chosen = parse_strategy(given["strategy"] or "allreduce")
     timeout, workers = given["timeout"], given["workers"]
-    with make_show(str(chosen), quiet=given["quiet"]) as show:
+    with terminal_reporter(str(chosen), quiet=given["quiet"]) as show:
         options = RunOptions(
             out=given["folder"],
             workers=2 if workers is None else workers,
             threads=given["threads"],
             timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
             force=given["force"],
-            show=show,
+            on_event=show,
         )
-        result = run_script(given["script"], given["args"] or [], chosen, options)
+        result = run_local_script(given["script"], given["args"] or [], chosen, options)
     typer.echo(
         f"{result['status']}: {result['samples']} samples, {result['updates']} updates in "
         f"{result['seconds']:.1f} s; run folder {given['folder']}"
@@ -99,19 +99,19 @@ def launch_here(given: dict[str, Any]) -> None:
 
 def launch_on_pool(given: dict[str, Any]) -> None:
     """Any script, on machines over SSH."""
-    from paceline.cli.pool import tell_repairs
-    from paceline.cluster.files import load_pool
-    from paceline.cluster.select import select_hosts
-    from paceline.cluster.ssh import Patience
+    from paceline.cli.pool import print_repairs
+    from paceline.cluster.pool_file import load_pool
+    from paceline.cluster.selection import select_hosts
+    from paceline.cluster.ssh import SshTimeouts
     from paceline.errors import UsageError
-    from paceline.launch.remote import ScriptRun, describe, launch_script, prepare
-    from paceline.launch.roles import read_roles
+    from paceline.launch.script_run import ScriptRun, describe_launch, launch_script, prepare_script
+    from paceline.launch.script_tasks import read_roles
 
     timeout = 10.0 if given["timeout"] is None else given["timeout"]
     if timeout <= 0:
         raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
     found = load_pool(given["pool"])
-    tell_repairs(found.repairs)
+    print_repairs(found.repairs)
     if given["select"] == ["auto"]:
         hosts = plan_machines(given["pool"], found.pool, given["job"])
     elif given["job"] is not None:
@@ -127,12 +127,12 @@ def launch_on_pool(given: dict[str, Any]) -> None:
         project=given["project"],
         venv=given["venv"],
         force=given["force"],
-        patience=Patience(connect_s=timeout),
+        patience=SshTimeouts(connect_s=timeout),
         tell=lambda line: None if given["quiet"] else typer.echo(f"paceline: {line}", err=True),
         on_line=lambda label, line: typer.echo(f"[{label}] {line}"),
     )
     if given["dry_run"]:
-        typer.echo(describe(run, prepare(run)))
+        typer.echo(describe_launch(run, prepare_script(run)))
         return
     result = launch_script(run)
     typer.echo(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")
@@ -140,17 +140,17 @@ def launch_on_pool(given: dict[str, Any]) -> None:
 
 def plan_machines(path: Path, pool: Pool, job: Path | None) -> Sequence[Host]:
     """Machines for a script: by a job like it, or by how fast each of them computes."""
-    from paceline.cli.where import plan_job
+    from paceline.cli.placement import plan_on_pool
     from paceline.job import refer_to_job
-    from paceline.plan.search import choose_by_speed
-    from paceline.specs.strategy import read_strategy
+    from paceline.plan.search import choose_hosts_by_speed
+    from paceline.specs.strategy import parse_strategy
 
     if job is None:
-        hosts, why = choose_by_speed(pool)
+        hosts, why = choose_hosts_by_speed(pool)
         typer.echo(f"plan: {why}")
         return hosts
     # Scripts keep in step, as a rule; which machines are worth having depends on that.
-    strategy = read_strategy("allreduce")
-    plan = plan_job(path, pool, pool.hosts, refer_to_job(job, {}), strategy, choosing=True)
+    strategy = parse_strategy("allreduce")
+    plan = plan_on_pool(path, pool, pool.hosts, refer_to_job(job, {}), strategy, choosing=True)
     plan.show()
     return plan.hosts

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.data.places import is_place, make_absolute
+from paceline.data.stores import is_url_or_path, make_absolute
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef, refer_to_job
-from paceline.specs.trouble import Trouble, read_trouble
+from paceline.specs.slowdown import InjectedSlowdown, parse_slowdown
 
 JobFile = Annotated[
     Path | None,
@@ -92,26 +92,26 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the run in the out
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
-def refuse_together(option: str, given: dict[str, Any], *others: str) -> None:
+def reject_conflicting(option: str, given: dict[str, Any], *others: str) -> None:
     for name in others:
         if given[name] not in (None, False):
             raise UsageError(f"{option} and --{name.replace('_', '-')} exclude each other")
 
 
-def refuse_without(option: str, given: dict[str, Any], *others: str) -> None:
+def require_option(option: str, given: dict[str, Any], *others: str) -> None:
     for name in others:
         if given[name] not in (None, False):
             raise UsageError(f"--{name.replace('_', '-')} needs {option}: name the machines")
 
 
-def read_troubles(
+def parse_slowdowns(
     slow: list[str] | None, delay: list[str] | None, workers: int
-) -> tuple[Trouble, ...]:
-    slowed = [read_trouble("slow", text, workers) for text in slow or []]
-    return (*slowed, *(read_trouble("delay", text, workers) for text in delay or []))
+) -> tuple[InjectedSlowdown, ...]:
+    slowed = [parse_slowdown("slow", text, workers) for text in slow or []]
+    return (*slowed, *(parse_slowdown("delay", text, workers) for text in delay or []))
 
 
-def read_profile_epoch(text: str | None) -> int | None:
+def parse_profile_epoch(text: str | None) -> int | None:
     """The epoch, from 1, of `epoch=N`."""
     if text is None:
         return None
@@ -121,7 +121,7 @@ def read_profile_epoch(text: str | None) -> int | None:
     return int(number)
 
 
-def make_reference(
+def job_reference_from_options(
     file: Path | None, workers: int, batch_per_worker: int | None, arguments: dict[str, Any]
 ) -> JobRef:
     """The job that file and options describe; of a command's arguments only what was given."""
@@ -134,7 +134,7 @@ def make_reference(
             raise UsageError(f"--batch-per-worker is {batch_per_worker}: at least 1 is needed")
         given["batch"] = batch_per_worker * workers
     for name in ("data", "val_data"):
-        if isinstance(given.get(name), str) and is_place(given[name]):
+        if isinstance(given.get(name), str) and is_url_or_path(given[name]):
             given[name] = make_absolute(given[name])
     if "data_dir" in given:
         given["data_dir"] = str(Path(given["data_dir"]).resolve())

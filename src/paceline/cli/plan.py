@@ -55,19 +55,19 @@ def plan(
 ) -> None:
     given = locals()
     from paceline.cluster import read_pool
-    from paceline.plan.explain import describe
-    from paceline.plan.history import history_path, read_history, recalibrate
-    from paceline.plan.search import read_wish, search
+    from paceline.plan.explanation import plan_to_json
+    from paceline.plan.run_log import calibrate_from_log, history_path, read_history
+    from paceline.plan.search import parse_objective, search
 
-    wish = read_wish(objective, deadline, budget)
+    wish = parse_objective(objective, deadline, budget)
     machines_of = read_pool(pool)
-    resolved = opt.make_reference(job, 1, None, given).resolve()
+    resolved = opt.job_reference_from_options(job, 1, None, given).resolve()
     resolved.check()
-    from paceline.twin.workload import measure_job
+    from paceline.twin.workload import workload_of_job
 
     records = read_history(history_path(pool))
-    machines = recalibrate(machines_of, measure_job(resolved), records)
-    plain = describe(machines, search(machines, wish), wish)
+    machines = calibrate_from_log(machines_of, workload_of_job(resolved), records)
+    plain = plan_to_json(machines, search(machines, wish), wish)
     plain["corrected_by"] = sum(r.model == machines.work.model for r in records)
     if out is not None:
         write_plan(plain, out)
@@ -75,7 +75,7 @@ def plan(
         typer.echo(json_form.dumps(plain, indent=1))
         return
     show_plan(plain)
-    tell_corrections(plain["corrected_by"])
+    print_corrections(plain["corrected_by"])
     if out is not None:
         typer.echo(f"picture: {out / 'plan.html'}")
 
@@ -89,7 +89,7 @@ def show_plan(plain: dict[str, Any]) -> None:
     low, high = chosen["seconds_interval"]
     typer.echo(f"plan: {plain['why']}")
     typer.echo(
-        f"machines: {name_machines(chosen['machines'])}; strategy {chosen['strategy']}; "
+        f"machines: {format_hosts(chosen['machines'])}; strategy {chosen['strategy']}; "
         f"{chosen['seconds']:,.4g} s expected, between {low:,.4g} and {high:,.4g}"
     )
     table = Table(box=None, title="choices", title_justify="left")
@@ -110,13 +110,13 @@ def show_plan(plain: dict[str, Any]) -> None:
         typer.echo(f"left out: {reason['host']}: {reason['why']}")
 
 
-def tell_corrections(runs: int) -> None:
+def print_corrections(runs: int) -> None:
     if runs:
         some = "an earlier run" if runs == 1 else f"{runs} earlier runs"
         typer.echo(f"corrected by {some} of this model on this pool")
 
 
-def name_machines(names: list[str]) -> str:
+def format_hosts(names: list[str]) -> str:
     return (
         ", ".join(names)
         if len(names) <= 12

@@ -27,12 +27,12 @@ def show(pool: PoolFile, select: Select = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.cluster.files import load_pool
-    from paceline.cluster.select import select_hosts
+    from paceline.cluster.pool_file import load_pool
+    from paceline.cluster.selection import select_hosts
 
     found = load_pool(pool)
     hosts = select_hosts(found.pool, select or [])
-    tell_repairs(found.repairs)
+    print_repairs(found.repairs)
     table = Table(box=None)
     for name in ("host", "user", "port", "cores", "memory", "GPUs", "GFLOP/s", "Mbit/s", "green"):
         right = name in ("port", "cores", "memory", "GFLOP/s", "Mbit/s")
@@ -65,11 +65,11 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
 ) -> None:
-    from paceline.cluster.files import load_pool
+    from paceline.cluster.pool_file import load_pool
     from paceline.errors import UsageError
 
     found = load_pool(pool)
-    tell_repairs(found.repairs)
+    print_repairs(found.repairs)
     text = found.pool.to_yaml()
     if out is None:
         typer.echo(text, nl=False)
@@ -95,17 +95,17 @@ def keys(
     import asyncio
     from getpass import getpass
 
-    from paceline.cluster.files import load_pool
-    from paceline.cluster.keys import Asked, install_key
-    from paceline.cluster.ssh import Patience
-    from paceline.errors import HostError, UsageError, nearest
+    from paceline.cluster.pool_file import load_pool
+    from paceline.cluster.ssh import SshTimeouts
+    from paceline.cluster.ssh_keys import UserPrompts, install_key
+    from paceline.errors import HostError, UsageError, suggest_name
 
     found = load_pool(pool)
     names = [each.host for each in found.pool.hosts]
     for name in host or []:
         if name not in names:
-            raise UsageError(f"--host {name} is not in the pool: {nearest(name, names)}")
-    asked = Asked(
+            raise UsageError(f"--host {name} is not in the pool: {suggest_name(name, names)}")
+    asked = UserPrompts(
         password=getpass,
         trust=lambda text: typer.confirm(f"{text}: is that right?"),
         tell=typer.echo,
@@ -115,7 +115,7 @@ def keys(
         if host and each.host not in host:
             continue
         try:
-            done = asyncio.run(install_key(each, key, asked, Patience(connect_s=timeout)))
+            done = asyncio.run(install_key(each, key, asked, SshTimeouts(connect_s=timeout)))
             typer.echo(f"{each.host} {done}")
         except HostError as error:
             failed.append(error)
@@ -124,7 +124,7 @@ def keys(
         raise typer.Exit(1)
 
 
-def tell_repairs(repairs: tuple[str, ...]) -> None:
+def print_repairs(repairs: tuple[str, ...]) -> None:
     """What an old blueprint needed, beside the output proper."""
     for repair in repairs:
         typer.echo(f"repaired: {repair}", err=True)

@@ -18,7 +18,7 @@ def profile(
     from rich.console import Console
 
     from paceline.errors import UsageError
-    from paceline.report.operators import make_table, read_profile, write_csv
+    from paceline.report.operator_profile import make_table, read_profile, write_csv
 
     if len(folders) > 2:
         raise UsageError(f"{len(folders)} runs were named: name one, or two to put side by side")

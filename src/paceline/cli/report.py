@@ -31,13 +31,13 @@ def report(
         Path | None, typer.Option(help="A folder for every table as CSV and LaTeX.")
     ] = None,
 ) -> None:
-    from paceline.report.write import write_all
+    from paceline.report.writer import write_report_files
 
     if target is not None and not 0 < target <= 1:
         raise UsageError(f"--target is {target:g}: an accuracy above 0 and up to 1 is needed")
     if against not in (None, "published"):
         raise UsageError(f"--against is {against!r}: known: published")
-    for path in write_all(
+    for path in write_report_files(
         folders,
         out or [Path("report.html")],
         title=title,

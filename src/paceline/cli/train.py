@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as opt
-from paceline.cli import where
+from paceline.cli import placement
 
 
 def train(
@@ -23,15 +23,15 @@ def train(
     workers: Annotated[
         int | None, typer.Option(help="Worker processes in all; servers not counted. [2]")
     ] = None,
-    pool: where.PoolFile = None,
-    select: where.Select = None,
-    objective: where.Objective = None,
-    servers_on: where.ServersOn = None,
-    project: where.Project = None,
-    venv: where.Venv = False,
-    engine: where.Engine = None,
-    address: where.Address = None,
-    master: where.Master = None,
+    pool: placement.PoolFile = None,
+    select: placement.Select = None,
+    objective: placement.Objective = None,
+    servers_on: placement.ServersOn = None,
+    project: placement.Project = None,
+    venv: placement.Venv = False,
+    engine: placement.Engine = None,
+    address: placement.Address = None,
+    master: placement.Master = None,
     model: opt.Model = None,
     data: opt.Data = None,
     data_dir: opt.DataDir = None,
@@ -80,10 +80,10 @@ def train(
 ) -> None:
     given = locals()
     from paceline.errors import UsageError
-    from paceline.launch.run import RunOptions, run_job
+    from paceline.launch.run import RunOptions, run_training
     from paceline.report.html import write_report
-    from paceline.report.show import make_show
-    from paceline.report.table import results_table
+    from paceline.report.summary_table import results_table
+    from paceline.report.terminal import terminal_reporter
 
     if resume and force:
         raise UsageError("--resume and --force exclude each other: go on, or replace")
@@ -92,26 +92,26 @@ def train(
         if not quiet:
             typer.echo(f"paceline: {line}", err=True)
 
-    place = where.choose_where(given, tell)
+    place = placement.choose_placement(given, tell)
     chosen = place.strategy
-    with make_show(str(chosen), quiet=quiet) as show:
+    with terminal_reporter(str(chosen), quiet=quiet) as show:
         options = RunOptions(
             out=out,
             workers=place.workers,
             threads=threads,
             pin=pin,
             timeout_s=timeout,
-            troubles=opt.read_troubles(slow, delay, place.workers),
-            profile_epoch=opt.read_profile_epoch(profile),
+            slowdowns=opt.parse_slowdowns(slow, delay, place.workers),
+            profile_epoch=opt.parse_profile_epoch(profile),
             metrics_port=metrics_port,
             telemetry=not no_telemetry,
             resume=resume,
             force=force,
             predicted=place.predicted,
             launcher=place.launcher,
-            show=show,
+            on_event=show,
         )
-        result = run_job(place.reference, chosen, options)
+        result = run_training(place.reference, chosen, options)
     from rich.console import Console
 
     report = write_report([out], out / "report.html", title=f"{result['model']}: {chosen}")

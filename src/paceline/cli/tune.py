@@ -67,39 +67,39 @@ def tune(
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.launch.run import RunOptions, run_job
-    from paceline.launch.tune import Run
-    from paceline.launch.tune import tune as search
-    from paceline.specs.strategy import read_strategy, split_strategies
+    from paceline.launch.run import RunOptions, run_training
+    from paceline.launch.switch_search import Run
+    from paceline.launch.switch_search import search_switch_point as search
+    from paceline.specs.strategy import parse_strategies, parse_strategy
 
-    run: Run = run_job
+    run: Run = run_training
     where = None
     if twin is not None:
         from paceline.twin.clusters import read_cluster
-        from paceline.twin.run import play_instead
+        from paceline.twin.run import run_in_twin
 
         pool = read_cluster(twin)
-        run, where = play_instead(pool), pool.to_plain()
+        run, where = run_in_twin(pool), pool.to_plain()
         places = len(pool.slots)
         if workers is not None and not 1 <= workers <= places:
             raise UsageError(f"--workers is {workers}, but the cluster has {places} places")
         workers = workers or places
     workers = workers or 2
-    reference = opt.make_reference(job, workers, batch_per_worker, given)
+    reference = opt.job_reference_from_options(job, workers, batch_per_worker, given)
     options = RunOptions(
         out=out,
         workers=workers,
         threads=threads,
         timeout_s=timeout,
-        troubles=opt.read_troubles(slow, delay, workers),
+        slowdowns=opt.parse_slowdowns(slow, delay, workers),
     )
     found = search(
         reference,
-        read_strategy(first),
-        read_strategy(second),
+        parse_strategy(first),
+        parse_strategy(second),
         options,
         tolerance=tolerance,
-        others=split_strategies(sweep) if sweep else [],
+        others=parse_strategies(sweep) if sweep else [],
         tell=lambda line: typer.echo(line, err=True),
         run=run,
         where=where,

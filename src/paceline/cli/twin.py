@@ -83,28 +83,28 @@ def twin(
 ) -> None:
     given = locals()
     from paceline.cli.compare import show_comparison
-    from paceline.specs.strategy import split_strategies
-    from paceline.twin.clusters import find_cluster
+    from paceline.specs.strategy import parse_strategies
+    from paceline.twin.clusters import resolve_cluster
     from paceline.twin.compare import compare_twins, run_labelled
     from paceline.twin.run import TwinOptions
 
     if checkpoint_every is None:
         given["checkpoint_every"] = "never"
     if calibrate is not None:
-        from paceline.twin.calibrate import recorded_job
+        from paceline.twin.calibration import recorded_job
 
         recorded, recorded_strategy = recorded_job(calibrate)
         strategy = strategy or recorded_strategy
 
     def refer(count: int) -> JobRef:
         """The job that was asked for; of a recorded run its own, with what was said here."""
-        reference = opt.make_reference(job, count, batch_per_worker, given)
+        reference = opt.job_reference_from_options(job, count, batch_per_worker, given)
         if calibrate is None or job is not None:
             return reference
         return recorded.model_copy(update={"fields": {**recorded.fields, **reference.fields}})
 
-    chosen = split_strategies(strategy or "allreduce")
-    pool = find_cluster(
+    chosen = parse_strategies(strategy or "allreduce")
+    pool = resolve_cluster(
         cluster,
         calibrate=calibrate,
         probe=probe,
@@ -122,7 +122,7 @@ def twin(
         pool=pool,
         workers=workers,
         depth=depth,
-        troubles=opt.read_troubles(slow, delay, count),
+        slowdowns=opt.parse_slowdowns(slow, delay, count),
         threads=threads,
         force=force,
     )
@@ -138,7 +138,7 @@ def twin(
     from rich.console import Console
 
     from paceline.report.html import write_report
-    from paceline.report.table import results_table
+    from paceline.report.summary_table import results_table
 
     report = write_report([out], out / "report.html", title=f"{result['model']}: {chosen[0]}")
     Console().print(results_table([result]))

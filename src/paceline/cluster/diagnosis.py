@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.cluster.doctor import Examination, Examined, Pair
-from paceline.cluster.shell import suggest
+from paceline.cluster.doctor import Examination, MachineExamination, MachinePair
+from paceline.cluster.shell import format_ssh_command
 
 GIGA = 1e9
 LEAST_DISK_BYTES = 1e9
@@ -48,7 +48,7 @@ def diagnose(found: Examination) -> list[Problem]:
     return sorted(problems, key=lambda p: (p.level != "error", order[p.host]))
 
 
-def _present(found: Examination) -> list[Examined]:
+def _present(found: Examination) -> list[MachineExamination]:
     return [machine for machine in found.machines if machine.facts]
 
 
@@ -81,7 +81,8 @@ def _versions(found: Examination) -> Iterator[Problem]:
                 kind="python",
                 what=f"Python {machine.facts['python']} ({machine.facts['executable']}), "
                 f"the others have {usual}",
-                fix=f"{suggest(machine.host, install)}; in the pool: python: python{usual}",
+                fix=f"{format_ssh_command(machine.host, install)}; "
+                f"in the pool: python: python{usual}",
             )
     # Packages belong to an interpreter: with the right one they are looked at again.
     machines = [machine for machine in machines if _short(machine.facts["python"]) == usual]
@@ -100,7 +101,7 @@ def _versions(found: Examination) -> Iterator[Problem]:
                 host=machine.name,
                 kind="package",
                 what=f"{what}, the others have {version}",
-                fix=suggest(machine.host, f"{python} -m pip install {wanted}"),
+                fix=format_ssh_command(machine.host, f"{python} -m pip install {wanted}"),
             )
 
 
@@ -110,25 +111,27 @@ def _hardware(found: Examination) -> Iterator[Problem]:
         broken = [gpu["error"] for gpu in facts["gpus"] if "error" in gpu]
         there = len(facts["gpus"]) - len(broken)
         if broken:
-            fix = suggest(host, "nvidia-smi; sudo reboot")
+            fix = format_ssh_command(host, "nvidia-smi; sudo reboot")
             yield Problem(host=machine.name, kind="gpu", what=broken[0], fix=fix)
         elif there != host.gpu_count and host.gpu_count:
             what = f"the pool says {host.gpu_count} GPUs, {there} answer"
-            yield Problem(host=machine.name, kind="gpu", what=what, fix=suggest(host, "nvidia-smi"))
+            yield Problem(
+                host=machine.name, kind="gpu", what=what, fix=format_ssh_command(host, "nvidia-smi")
+            )
         free = facts["disk_free_bytes"]
         if free < LEAST_DISK_BYTES:
             yield Problem(
                 host=machine.name,
                 kind="disk",
                 what=f"{free / GIGA:.2f} GB of disk are free in {facts['home']}, 1 is needed",
-                fix=suggest(host, "du -xsh ~/* ~/.cache | sort -h | tail"),
+                fix=format_ssh_command(host, "du -xsh ~/* ~/.cache | sort -h | tail"),
             )
         if facts["load"] > BUSY_SHARE * facts["cores"]:
             yield Problem(
                 host=machine.name,
                 kind="busy",
                 what=f"others compute there: load {facts['load']:.1f} on {facts['cores']} cores",
-                fix=suggest(host, "ps -eo pcpu,user,comm --sort=-pcpu | head"),
+                fix=format_ssh_command(host, "ps -eo pcpu,user,comm --sort=-pcpu | head"),
                 level="warning",
             )
     drivers = {
@@ -146,7 +149,9 @@ def _hardware(found: Examination) -> Iterator[Problem]:
                     host=name,
                     kind="driver",
                     what=f"GPU driver {driver}, the others have {usual}",
-                    fix=suggest(host, "sudo apt-get install --only-upgrade nvidia-driver"),
+                    fix=format_ssh_command(
+                        host, "sudo apt-get install --only-upgrade nvidia-driver"
+                    ),
                     level="warning",
                 )
 
@@ -160,7 +165,7 @@ def _clocks(found: Examination) -> Iterator[Problem]:
                 host=machine.name,
                 kind="clock",
                 what=f"its clock is {abs(offset):.1f} s {word} this machine's",
-                fix=suggest(machine.host, "sudo timedatectl set-ntp true"),
+                fix=format_ssh_command(machine.host, "sudo timedatectl set-ntp true"),
             )
 
 
@@ -176,7 +181,7 @@ def _routes(found: Examination) -> Iterator[Problem]:
                     host=machine.name,
                     kind="route",
                     what=f"it has no route to {other} ({there})",
-                    fix=suggest(machine.host, f"ip route get {there}"),
+                    fix=format_ssh_command(machine.host, f"ip route get {there}"),
                 )
             elif source != machine.address:
                 skewed.setdefault((source, route["interface"] or "?"), []).append(other)
@@ -199,13 +204,13 @@ def _routes(found: Examination) -> Iterator[Problem]:
                         host=name,
                         kind="mtu",
                         what=f"packets of {size} bytes on {interface}, the others {usual}",
-                        fix=suggest(found.of(name).host, command),
+                        fix=format_ssh_command(found.of(name).host, command),
                         level="warning",
                     )
 
 
 def _skewed(
-    found: Examination, machine: Examined, source: str, interface: str, others: list[str]
+    found: Examination, machine: MachineExamination, source: str, interface: str, others: list[str]
 ) -> Problem:
     named = ", ".join(others)
     usual = machine.addresses.get(machine.address or "")
@@ -226,7 +231,7 @@ def _skewed(
         kind="interface",
         what=f"it reaches {named} from {source} by {interface}, "
         f"but is reached at {machine.address} by {usual}",
-        fix=suggest(machine.host, " && ".join(commands)),
+        fix=format_ssh_command(machine.host, " && ".join(commands)),
     )
 
 
@@ -238,7 +243,7 @@ def _ports(found: Examination) -> Iterator[Problem]:
                     host=machine.name,
                     kind="port",
                     what=f"port {asked} is taken by another program",
-                    fix=suggest(machine.host, f"sudo ss -ltnp 'sport = :{asked}'"),
+                    fix=format_ssh_command(machine.host, f"sudo ss -ltnp 'sport = :{asked}'"),
                     level="warning",
                 )
     tried = sorted({port for pair in found.pairs for port in pair.reached})
@@ -252,14 +257,14 @@ def _ports(found: Examination) -> Iterator[Problem]:
                 kind="port",
                 what=f"it reaches {_port_words(found, port)} of nobody ({', '.join(reached)}), "
                 "though others do: its own firewall lets nothing out",
-                fix=suggest(found.of(name).host, "sudo iptables -L OUTPUT -n -v"),
+                fix=format_ssh_command(found.of(name).host, "sudo iptables -L OUTPUT -n -v"),
             )
         rest = [p for p in blocked if p.source not in silent]
         for name in dict.fromkeys(p.target for p in rest):
             yield _blocked(found, name, port, [p for p in rest if p.target == name])
 
 
-def _no_way_out(found: Examination, blocked: list[Pair], port: int) -> list[str]:
+def _no_way_out(found: Examination, blocked: list[MachinePair], port: int) -> list[str]:
     """Machines that reach nobody, where those that they do not reach are reached by others."""
     names = []
     for machine in found.machines:
@@ -280,7 +285,7 @@ def _port_words(found: Examination, port: int) -> str:
     return f"port {port}" if port else "the ports that the system chooses"
 
 
-def _blocked(found: Examination, name: str, port: int, pairs: list[Pair]) -> Problem:
+def _blocked(found: Examination, name: str, port: int, pairs: list[MachinePair]) -> Problem:
     machine = found.of(name)
     sources = [found.of(p.source) for p in pairs]
     allowed = ",".join(source.address or source.name for source in sources)
@@ -292,7 +297,7 @@ def _blocked(found: Examination, name: str, port: int, pairs: list[Pair]) -> Pro
         host=name,
         kind="port",
         what=f"{words} blocked from {ways}",
-        fix=suggest(machine.host, rule),
+        fix=format_ssh_command(machine.host, rule),
     )
 
 
@@ -314,7 +319,7 @@ def _links(found: Examination) -> Iterator[Problem]:
                 kind="link",
                 what=f"its link {interface} carries {rate * 8 / 1e6:.0f} Mbit/s, "
                 f"the others {usual * 8 / 1e6:.0f}",
-                fix=suggest(machine.host, f"sudo ethtool {interface}"),
+                fix=format_ssh_command(machine.host, f"sudo ethtool {interface}"),
                 level="warning",
             )
 
@@ -338,7 +343,7 @@ def _steps(found: Examination) -> Iterator[Problem]:
                 host=machine.name,
                 kind="package",
                 what=f"the job's model cannot be timed there: {steps['missing']}",
-                fix=suggest(machine.host, f"{python} -m pip install paceline"),
+                fix=format_ssh_command(machine.host, f"{python} -m pip install paceline"),
             )
         elif "failed" in steps:
             yield Problem(

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster.pool import Host, Pool
-from paceline.cluster.shell import Program, Shell, for_all, run_program
-from paceline.cluster.ssh import Patience, open_shell
+from paceline.cluster.shell import RemoteProgram, Shell, run_on_all, run_program
+from paceline.cluster.ssh import SshTimeouts, open_shell
 from paceline.errors import HostError
 
 PACKAGES = ("torch", "numpy", "paceline")
@@ -30,10 +30,10 @@ STEPS_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class ExaminationOptions:
     """What to examine, and for how long at most."""
 
-    patience: Patience = field(default_factory=Patience)
+    patience: SshTimeouts = field(default_factory=SshTimeouts)
     ports: tuple[int, ...] = (MASTER_PORT,)
     packages: tuple[str, ...] = PACKAGES
     link_s: float = 0.3
@@ -47,7 +47,7 @@ class Orders:
 
 
 @dataclass(kw_only=True)
-class Examined:
+class MachineExamination:
     """One machine."""
 
     host: Host
@@ -73,7 +73,7 @@ class Examined:
 
 
 @dataclass(kw_only=True)
-class Pair:
+class MachinePair:
     """From one machine to another, in this direction."""
 
     source: str
@@ -88,30 +88,30 @@ class Pair:
 @dataclass(kw_only=True)
 class Examination:
     pool: Pool
-    machines: list[Examined]
-    pairs: list[Pair]
+    machines: list[MachineExamination]
+    pairs: list[MachinePair]
 
-    def of(self, name: str) -> Examined:
+    def of(self, name: str) -> MachineExamination:
         return next(each for each in self.machines if each.name == name)
 
 
 @dataclass
-class _Patient:
+class _ReachableMachine:
     """A machine that answers."""
 
-    found: Examined
+    found: MachineExamination
     shell: Shell
-    probe: Program
+    probe: RemoteProgram
 
 
-async def examine(pool: Pool, orders: Orders) -> Examination:
+async def examine(pool: Pool, orders: ExaminationOptions) -> Examination:
     """Everything about every machine; one that fails is noted, and the others go on."""
-    machines = [Examined(host=host) for host in pool.hosts]
+    machines = [MachineExamination(host=host) for host in pool.hosts]
     async with AsyncExitStack() as stack:
         orders.tell(f"connecting to {len(machines)} machines")
         patients = await _admit(machines, orders, stack)
         pairs = [
-            Pair(source=a.found.name, target=b.found.name)
+            MachinePair(source=a.found.name, target=b.found.name)
             for a in patients
             for b in patients
             if a is not b
@@ -135,8 +135,10 @@ async def examine(pool: Pool, orders: Orders) -> Examination:
     return Examination(pool=pool, machines=machines, pairs=pairs)
 
 
-async def _admit(machines: list[Examined], orders: Orders, stack: AsyncExitStack) -> list[_Patient]:
-    async def one(found: Examined) -> _Patient:
+async def _admit(
+    machines: list[MachineExamination], orders: ExaminationOptions, stack: AsyncExitStack
+) -> list[_ReachableMachine]:
+    async def one(found: MachineExamination) -> _ReachableMachine:
         shell = await open_shell(found.host, orders.patience)
         stack.push_async_callback(shell.close)
         probe = await stack.enter_async_context(run_program(shell, "probe"))
@@ -144,10 +146,10 @@ async def _admit(machines: list[Examined], orders: Orders, stack: AsyncExitStack
         found.facts = await probe.ask(asked, FACTS_S)
         found.address = shell.address
         await _ask_clock(found, probe)
-        return _Patient(found, shell, probe)
+        return _ReachableMachine(found, shell, probe)
 
     admitted = []
-    for found, result in zip(machines, await for_all(machines, one), strict=True):
+    for found, result in zip(machines, await run_on_all(machines, one), strict=True):
         if isinstance(result, HostError):
             found.error = result
         else:
@@ -155,16 +157,16 @@ async def _admit(machines: list[Examined], orders: Orders, stack: AsyncExitStack
     return admitted
 
 
-async def _each(patients: list[_Patient], do: Callable[[_Patient], Any]) -> None:
+async def _each(patients: list[_ReachableMachine], do: Callable[[_ReachableMachine], Any]) -> None:
     """One step of the examination on all; who fails takes no part in later ones."""
-    results = await for_all(patients, do)
+    results = await run_on_all(patients, do)
     for patient, result in list(zip(patients, results, strict=True)):
         if isinstance(result, HostError):
             patient.found.error = result
             patients.remove(patient)
 
 
-async def _ask_clock(found: Examined, probe: Program) -> None:
+async def _ask_clock(found: MachineExamination, probe: RemoteProgram) -> None:
     """The answer with the shortest way there and back bounds the offset best."""
     best = float("inf")
     for _ in range(CLOCK_ASKS):
@@ -177,7 +179,7 @@ async def _ask_clock(found: Examined, probe: Program) -> None:
             found.clock_error_s = best / 2
 
 
-async def _ask_routes(patient: _Patient, patients: list[_Patient]) -> None:
+async def _ask_routes(patient: _ReachableMachine, patients: list[_ReachableMachine]) -> None:
     others = [p for p in patients if p is not patient and p.found.address is not None]
     asked = [p.found.address for p in others]
     answer = await patient.probe.ask({"do": "routes", "peers": asked}, FACTS_S)
@@ -195,17 +197,20 @@ def most_common(values: list[str]) -> str | None:
 
 
 async def _ask_ports(
-    patients: list[_Patient], pairs: list[Pair], orders: Orders, token: str
+    patients: list[_ReachableMachine],
+    pairs: list[MachinePair],
+    orders: ExaminationOptions,
+    token: str,
 ) -> None:
     wanted = (0, *orders.ports)
 
-    async def listen(patient: _Patient) -> None:
+    async def listen(patient: _ReachableMachine) -> None:
         for port in wanted:
             asked = {"do": "listen", "token": token, "port": port}
             answer = await patient.probe.ask(asked, FACTS_S)
             patient.found.listening[port] = answer["port"]
 
-    async def reach(patient: _Patient) -> None:
+    async def reach(patient: _ReachableMachine) -> None:
         targets, slots = [], []
         for pair in pairs:
             if pair.source != patient.found.name:
@@ -227,13 +232,16 @@ async def _ask_ports(
 
 
 async def _measure_links(
-    patients: list[_Patient], pairs: list[Pair], orders: Orders, token: str
+    patients: list[_ReachableMachine],
+    pairs: list[MachinePair],
+    orders: ExaminationOptions,
+    token: str,
 ) -> None:
     """Round by round, so that no machine is measured against two others at a time."""
     deadline = time.monotonic() + orders.links_budget_s
     by_name = {patient.found.name: patient for patient in patients}
 
-    async def measure(pair: Pair) -> None:
+    async def measure(pair: MachinePair) -> None:
         source, target = by_name.get(pair.source), by_name.get(pair.target)
         if source is None or target is None or pair.reached.get(0) != "ok":
             pair.why_not = "not reached"
@@ -252,7 +260,7 @@ async def _measure_links(
             return
         pair.latency_s, pair.bytes_per_s = answer["latency_s"], answer["bytes_per_s"]
 
-    for matches in plan_rounds(list(by_name)):
+    for matches in round_robin_pairs(list(by_name)):
         for forward in (True, False):
             names = [(a, b) if forward else (b, a) for a, b in matches]
             chosen = [pair for pair in pairs if (pair.source, pair.target) in names]
@@ -263,7 +271,7 @@ async def _measure_links(
             await asyncio.gather(*(measure(pair) for pair in chosen))
 
 
-def plan_rounds(names: list[str]) -> list[list[tuple[str, str]]]:
+def round_robin_pairs(names: list[str]) -> list[list[tuple[str, str]]]:
     """Every two meet once, and in a round each meets one other: all but one stay, the rest turn."""
     circle: list[str | None] = [*names]
     if len(circle) % 2:
@@ -277,13 +285,13 @@ def plan_rounds(names: list[str]) -> list[list[tuple[str, str]]]:
     return rounds
 
 
-async def _measure_speed(patient: _Patient, orders: Orders) -> None:
+async def _measure_speed(patient: _ReachableMachine, orders: ExaminationOptions) -> None:
     asked = {"do": "flops", "seconds": orders.flops_s}
     answer = await patient.probe.ask(asked, STEPS_S)  # importing torch may take long
     patient.found.gflops = answer["gflops"]
 
 
-async def _time_steps(patient: _Patient, orders: Orders, share: int) -> None:
-    async with run_program(patient.shell, "steps") as program:
+async def _time_steps(patient: _ReachableMachine, orders: ExaminationOptions, share: int) -> None:
+    async with run_program(patient.shell, "step_timing") as program:
         await program.tell({"job": orders.job, "share": share})
         patient.found.steps = await program.answer(STEPS_S, "training steps")

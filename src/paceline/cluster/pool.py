@@ -214,6 +214,6 @@ def equal_machines(count: int) -> Pool:
 
 def read_pool(path: Path) -> Pool:
     """Read a pool file; raises UsageError that names the line, the key, its value and the rule."""
-    from paceline.cluster.files import load_pool  # which needs this module
+    from paceline.cluster.pool_file import load_pool  # which needs this module
 
     return load_pool(path).pool

@@ -32,7 +32,7 @@ MAX_LINE = 1 << 16
 ERRORS_KEPT = 4000
 
 
-class Streams(Protocol):
+class ProgramStreams(Protocol):
     """What a shell knows of one running program; bytes in, bytes out."""
 
     async def write(self, data: bytes) -> None: ...
@@ -63,15 +63,15 @@ class Shell(Protocol):
     why_lost: str
     """What is known of why it went away, if it did and anything is."""
 
-    async def open(self, python: str | None) -> Streams: ...
+    async def open(self, python: str | None) -> ProgramStreams: ...
 
     async def close(self) -> None: ...
 
 
-class Program:
+class RemoteProgram:
     """One program on a machine, spoken to in lines of JSON."""
 
-    def __init__(self, shell: Shell, streams: Streams, what: str) -> None:
+    def __init__(self, shell: Shell, streams: ProgramStreams, what: str) -> None:
         self.host = shell.host
         self.what = what
         self._streams = streams
@@ -188,7 +188,7 @@ class Program:
                 name,
                 "python",
                 f"there is no {python} to run",
-                suggest(self.host, "sudo apt-get install -y python3 python3-venv"),
+                format_ssh_command(self.host, "sudo apt-get install -y python3 python3-venv"),
             )
         last = self.errors.splitlines()[-1:] or [f"exit status {status}"]
         return HostError(name, "program", f"{doing} failed there: {last[0][:200]}")
@@ -197,10 +197,10 @@ class Program:
 @asynccontextmanager
 async def run_program(
     shell: Shell, name: str, *, python: str | None = None, grace_s: float = 2.0
-) -> AsyncIterator[Program]:
+) -> AsyncIterator[RemoteProgram]:
     """Start a program of `cluster/remote/`; it is ended with the block, however that is left."""
     streams = await shell.open(python or shell.host.python)
-    program = Program(shell, streams, name)
+    program = RemoteProgram(shell, streams, name)
     try:
         source = read_remote(name).encode()
         await program.write(b"%d\n" % len(source) + source)
@@ -214,7 +214,7 @@ def read_remote(name: str) -> str:
     return (Path(__file__).parent / "remote" / f"{name}.py").read_text(encoding="utf-8")
 
 
-def suggest(host: Host, command: str) -> str:
+def format_ssh_command(host: Host, command: str) -> str:
     """A command on a machine, as people would type it here."""
     if host.is_local:
         return command
@@ -241,7 +241,7 @@ class LocalShell:
         self.address: str | None = None
         self.why_lost = ""
 
-    async def open(self, python: str | None) -> Streams:
+    async def open(self, python: str | None) -> ProgramStreams:
         chosen = os.path.expanduser(python) if python else sys.executable
         try:
             process = await asyncio.create_subprocess_exec(
@@ -300,7 +300,7 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-async def for_all(
+async def run_on_all(
     items: list[Item], do: Callable[[Item], Awaitable[Found]]
 ) -> list[Found | HostError]:
     """One coroutine a machine, all at once: what each found, or what was wrong with it."""

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.pool import Host
-from paceline.cluster.shell import CHUNK, LocalShell, Shell, Streams, python_command, suggest
+from paceline.cluster.shell import (
+    CHUNK,
+    LocalShell,
+    ProgramStreams,
+    Shell,
+    format_ssh_command,
+    python_command,
+)
 from paceline.errors import HostError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class SshTimeouts:
     """How long to wait for a machine."""
 
     connect_s: float = 10.0
@@ -47,7 +54,7 @@ def load_asyncssh() -> Any:
     return asyncssh
 
 
-async def open_shell(host: Host, patience: Patience) -> Shell:
+async def open_shell(host: Host, patience: SshTimeouts) -> Shell:
     """Reach a machine; raises HostError that says what is wrong and what mends it."""
     if host.is_local:
         return LocalShell(host)
@@ -60,7 +67,7 @@ async def open_shell(host: Host, patience: Patience) -> Shell:
     return SshShell(host, await connect(), connect)
 
 
-async def connect_options(host: Host, patience: Patience) -> dict[str, Any]:
+async def connect_options(host: Host, patience: SshTimeouts) -> dict[str, Any]:
     """What asyncssh is told about a machine, by public key only."""
     options: dict[str, Any] = {
         "keepalive_interval": patience.beat_s,
@@ -107,7 +114,7 @@ async def _find_key(host: Host) -> list[Any]:
 
 
 async def _connect(
-    lib: Any, host: Host, patience: Patience, options: dict[str, Any]
+    lib: Any, host: Host, patience: SshTimeouts, options: dict[str, Any]
 ) -> asyncssh.SSHClientConnection:
     try:
         async with asyncio.timeout(patience.connect_s + 2.0):
@@ -115,10 +122,10 @@ async def _connect(
             return connection
     except (TimeoutError, OSError, ValueError, lib.Error) as error:
         # ValueError: a key, known_hosts or ~/.ssh/config that cannot be read.
-        raise explain(lib, host, error, patience) from None
+        raise explain_ssh_error(lib, host, error, patience) from None
 
 
-def explain(lib: Any, host: Host, error: Exception, patience: Patience) -> HostError:
+def explain_ssh_error(lib: Any, host: Host, error: Exception, patience: SshTimeouts) -> HostError:
     """What a failed connection means, and what mends it."""
     name = host.host
     where = f"port {host.port}"
@@ -155,7 +162,7 @@ def explain(lib: Any, host: Host, error: Exception, patience: Patience) -> HostE
         return HostError(
             name, "unreachable", f"not reached on {where} ({text})", f"ping -c 3 {name}"
         )
-    return HostError(name, "ssh", f"SSH failed ({error})", suggest(host, "true"))
+    return HostError(name, "ssh", f"SSH failed ({error})", format_ssh_command(host, "true"))
 
 
 def _explain_host_key(lib: Any, host: Host) -> HostError:
@@ -203,7 +210,7 @@ class SshShell:
         self._connect = connect
         self._opening = asyncio.Lock()
 
-    async def open(self, python: str | None) -> Streams:
+    async def open(self, python: str | None) -> ProgramStreams:
         lib = load_asyncssh()
         command = python_command(python)
         try:

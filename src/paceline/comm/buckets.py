@@ -12,19 +12,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.comm.compressed import CompressedSum
-from paceline.comm.group import Group, Shared
-from paceline.comm.shared import SharedSums
+from paceline.comm.compressed_allreduce import CompressedAllReduce
+from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
+from paceline.comm.shm.allreduce import SharedMemoryAllReduce
 from paceline.errors import StateError, UsageError
 from paceline.specs.codec import Codec
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket, so that the exchange begins early in the backward pass."""
 
-Named = list[tuple[str, torch.nn.Parameter]]
+NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 
-def plan_layout(parameters: Named, bucket_bytes: int) -> list[list[str]]:
+def plan_layout(parameters: NamedParameters, bucket_bytes: int) -> list[list[str]]:
     """Names bucket by bucket, in the order in which backward is likely to reach them."""
     layout: list[list[str]] = []
     room, dtype = 0, None
@@ -40,23 +40,23 @@ def plan_layout(parameters: Named, bucket_bytes: int) -> list[list[str]]:
     return layout
 
 
-def count_of(parameters: Named) -> int:
+def bucket_numel(parameters: NamedParameters) -> int:
     """Numbers in a bucket of these."""
     return sum(p.numel() for _, p in parameters) + len(parameters)
 
 
-class Bucket:
+class GradientBucket:
     """One flat buffer: the gradients of its parameters, then one flag a parameter.
 
     The flags are summed along with the gradients: a parameter that no worker used keeps no
     gradient at all, as in plain training, where the optimizer then leaves it alone.
     """
 
-    def __init__(self, parameters: Named, flat: torch.Tensor | None = None) -> None:
+    def __init__(self, parameters: NamedParameters, flat: torch.Tensor | None = None) -> None:
         self.parameters = parameters
         first = parameters[0][1]
         if flat is None:
-            flat = torch.zeros(count_of(parameters), dtype=first.dtype, device=first.device)
+            flat = torch.zeros(bucket_numel(parameters), dtype=first.dtype, device=first.device)
         self.flat = flat
         self.views = []
         start = 0
@@ -87,7 +87,7 @@ class Bucket:
         self.filled[index] = True
         self.left -= 1
 
-    def close(self) -> None:
+    def finalize(self) -> None:
         """Nothing more will be filled: what is missing counts as zero."""
         if self.left == 0:
             self.flags.fill_(1)
@@ -97,7 +97,7 @@ class Bucket:
             if not filled:
                 self.views[index].zero_()
 
-    def hand_out(self) -> None:
+    def assign_gradients(self) -> None:
         """The sums are here: give every parameter that anybody used its gradient."""
         if self.left == 0:
             return
@@ -107,7 +107,7 @@ class Bucket:
                 parameter.grad = self.views[index] if used[index] > 0 else None
 
 
-def covered_ns(spans: list[list[int]], until: int) -> int:
+def overlapped_ns(spans: list[list[int]], until: int) -> int:
     """Length of the union of spans before `until`; a span without an end reaches beyond it."""
     total = reached = 0
     for began, *ended in sorted(spans):
@@ -122,14 +122,14 @@ class GradientExchange:
 
     def __init__(
         self,
-        parameters: Named,
-        group: Group,
+        parameters: NamedParameters,
+        group: CollectiveGroup,
         layout: list[list[str]],
         *,
         in_backward: bool,
         codec: Codec | None = None,
         before_send: Callable[[], None] = lambda: None,
-        shared: Shared | None = None,
+        shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
     ) -> None:
         """With `own_pieces` each worker ends with the sums of its own pieces alone (see
@@ -138,20 +138,24 @@ class GradientExchange:
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
         self._group = group
-        self._before_send = before_send
+        self._on_bucket_ready = before_send
         named = [[(n, by_name[n]) for n in names] for names in layout]
-        self._shared: SharedSums | None = None
+        self._shared: SharedMemoryAllReduce | None = None
         if shared is not None:
             dtypes = [part[0][1].dtype for part in named]
             flags = [len(part) for part in named] if own_pieces else None
-            self._shared = SharedSums(shared, [count_of(part) for part in named], dtypes, flags)
-        self._own_pieces = own_pieces
+            self._shared = SharedMemoryAllReduce(
+                shared, [bucket_numel(part) for part in named], dtypes, flags
+            )
+        self._reduce_scatter = own_pieces
         self.buckets = [
-            Bucket(part, self._shared.own(index) if self._shared is not None else None)
+            GradientBucket(
+                part, self._shared.local_bucket(index) if self._shared is not None else None
+            )
             for index, part in enumerate(named)
         ]
         self._compressed = [
-            CompressedSum(codec, [v.shape for v in b.views], b.flat.dtype, group)
+            CompressedAllReduce(codec, [v.shape for v in b.views], b.flat.dtype, group)
             for b in self.buckets
             if codec is not None
         ]
@@ -164,7 +168,7 @@ class GradientExchange:
         self._works: list[dist.Work | None] = []
         self._timed = False
         self._spans: list[list[int]] = []
-        self.hidden_us: int | None = None
+        self.overlapped_us: int | None = None
         """Of the last step: exchange while backward went on; None where it was not timed."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -173,7 +177,7 @@ class GradientExchange:
             for bucket in self.buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]
-        self.bytes_before = 0
+        self.uncompressed_bytes = 0
 
     def begin(self, weight: float, *, measure: bool = False, timed: bool = False) -> None:
         """Gradients computed from now on belong to one step and count with this weight.
@@ -193,7 +197,7 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.reset()
 
-    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, bucket: GradientBucket, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
             if not self._armed:
                 return
@@ -222,18 +226,18 @@ class GradientExchange:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
-        bucket.close()
-        self._before_send()
-        self.bytes_before += bucket.flat.numel() * bucket.flat.element_size()
+        bucket.finalize()
+        self._on_bucket_ready()
+        self.uncompressed_bytes += bucket.flat.numel() * bucket.flat.element_size()
         if self._shared is not None:
-            self._shared.filled()
+            self._shared.mark_filled()
             self._works.append(None)
         elif self._compressed:
             # The flags must arrive exactly, whatever the codec does to the gradients.
-            self._works.append(self._group.sum_async(bucket.flags))
+            self._works.append(self._group.all_reduce_async(bucket.flags))
             self._compressed[self._launched].begin(bucket.values)
         else:
-            self._works.append(self._group.sum_async(bucket.flat))
+            self._works.append(self._group.all_reduce_async(bucket.flat))
         if self._timed and self._works[-1] is not None:
             self._time(self._works[-1])
         self._launched += 1
@@ -263,19 +267,19 @@ class GradientExchange:
                 work.wait()
             if self._compressed:
                 self._compressed[index].finish()
-            if not self._own_pieces:
-                bucket.hand_out()
-        self.hidden_us = covered_ns(self._spans, waits_from) // 1000 if self._timed else None
+            if not self._reduce_scatter:
+                bucket.assign_gradients()
+        self.overlapped_us = overlapped_ns(self._spans, waits_from) // 1000 if self._timed else None
 
     @property
-    def shared(self) -> SharedSums | None:
+    def shared(self) -> SharedMemoryAllReduce | None:
         return self._shared
 
     @property
-    def own_square(self) -> float:
+    def local_grad_sq_norm(self) -> float:
         return self._own_square
 
-    def squares(self) -> tuple[float, float]:
+    def grad_sq_norms(self) -> tuple[float, float]:
         """Squared norms of the own gradient and of the sum, for a step that was measured."""
         whole = sum(float(v.square().sum()) for bucket in self.buckets for v in bucket.views)
         return self._own_square, whole
@@ -284,7 +288,7 @@ class GradientExchange:
     def bytes_sent(self) -> int:
         """Payload handed to the collectives (their own traffic depends on the algorithm)."""
         if not self._compressed:
-            return self.bytes_before
+            return self.uncompressed_bytes
         return sum(c.bytes_sent for c in self._compressed)
 
     def export_residuals(self) -> dict[str, torch.Tensor]:

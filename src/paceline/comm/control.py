@@ -7,10 +7,10 @@ from typing import Any
 
 from paceline.comm.wire import Channel
 from paceline.errors import WireError
-from paceline.protocol.messages import Message, from_plain, to_plain
+from paceline.protocol.messages import Message, message_from_wire, message_to_wire
 
 
-class Control:
+class ControlConnection:
     """Messages to and from the coordinator; sending is safe from several threads."""
 
     def __init__(
@@ -27,17 +27,17 @@ class Control:
         """This machine's address on the way to the coordinator, as its routes choose it."""
         return self._channel.local_address
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         with self._send_lock:
-            self._channel.send(to_plain(message))
+            self._channel.send(message_to_wire(message))
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """Wait for the next message; raises PeerLost when the coordinator is gone.
 
         There is no deadline here: who keeps others waiting is the supervisor's to say.
         """
         head, _ = self._channel.receive(patient=True)
-        return from_plain(head)
+        return message_from_wire(head)
 
     def close(self) -> None:
         self._channel.close()

@@ -22,14 +22,14 @@ import msgpack
 
 from paceline.errors import DeadlineExceeded, PeerLost, WireError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PCLN"
 HEADER = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 64 << 20
 MAX_BODY = 1 << 40
-GREETING = struct.Struct("<4sB3x32s")
+HELLO = struct.Struct("<4sB3x32s")
 PROOF_BYTES = 32
-GREET_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 10.0
 
 
 def pack(head: Any) -> bytes:
@@ -68,11 +68,11 @@ def unpack_head(packed: bytes | bytearray) -> Any:
 
 def make_greeting() -> tuple[bytes, bytes]:
     nonce = os.urandom(32)
-    return GREETING.pack(MAGIC, VERSION, nonce), nonce
+    return HELLO.pack(MAGIC, VERSION, nonce), nonce
 
 
 def read_greeting(greeting: bytes) -> bytes:
-    magic, version, nonce = GREETING.unpack(greeting)
+    magic, version, nonce = HELLO.unpack(greeting)
     if magic != MAGIC:
         raise WireError(f"a peer that does not speak Paceline's wire format (sent {magic!r})")
     if version != VERSION:
@@ -129,7 +129,7 @@ class Channel:
     @classmethod
     def accept(cls, sock: socket.socket, *, token: str, peer: str, timeout_s: float) -> Channel:
         """Greet a peer that connected; raises WireError if it does not know the token."""
-        channel = cls(sock, peer, min(timeout_s, GREET_TIMEOUT_S))
+        channel = cls(sock, peer, min(timeout_s, HANDSHAKE_TIMEOUT_S))
         channel.greet(token, "server", "client")
         channel.set_timeout(timeout_s)
         return channel
@@ -142,7 +142,7 @@ class Channel:
     def greet(self, token: str, my_role: str, their_role: str) -> None:
         greeting, mine = make_greeting()
         self._send_all(greeting)
-        theirs = read_greeting(bytes(self._receive(GREETING.size)))
+        theirs = read_greeting(bytes(self._receive(HELLO.size)))
         if my_role == "client":
             # The client proves itself first: a server answers nobody it does not know.
             self._send_all(prove(token, my_role, theirs, mine))

@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.dashboard.page import render_page
-from paceline.dashboard.shelf import Shelf
+from paceline.dashboard.run_index import RunIndex
 from paceline.errors import UsageError
-from paceline.report.page import drop_nan
+from paceline.report.html_page import drop_nan
 
 COOKIE = "paceline-token"
 MOST_COMPARED = 24
@@ -46,14 +46,14 @@ class Dashboard:
             raise UsageError(f"{folder} is not a folder: name one that holds runs")
         if not 0 <= port <= 65535:
             raise UsageError(f"--port is {port}: a number from 0 (any free one) to 65535 is needed")
-        self.shelf = Shelf(folder)
+        self.shelf = RunIndex(folder)
         self.on_loopback = is_loopback(host)
         # Whoever can reach another address than loopback must show that they were told.
         self.token = secrets.token_urlsafe(24) if ask_token or not self.on_loopback else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        kind = type("Server", (Server,), {"address_family": family})
+        kind = type("Server", (DashboardHttpServer,), {"address_family": family})
         try:
-            self._server: Server = kind((host, port), Handler)
+            self._server: DashboardHttpServer = kind((host, port), DashboardRequestHandler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
@@ -98,7 +98,7 @@ class Dashboard:
         self._server.server_close()
 
 
-class Server(ThreadingHTTPServer):
+class DashboardHttpServer(ThreadingHTTPServer):
     daemon_threads = True
     dashboard: Dashboard
 
@@ -108,8 +108,8 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
+class DashboardRequestHandler(BaseHTTPRequestHandler):
+    server: DashboardHttpServer
     protocol_version = "HTTP/1.1"
     timeout = SLOW_CLIENT_S
     server_version = "paceline"
@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
             self._give_run(query)
         elif parts.path == "/api/curves":
             idents = query.get("ids", "").split("\n")[:MOST_COMPARED]
-            self._give({"runs": self.server.dashboard.shelf.tell_curves(idents)})
+            self._give({"runs": self.server.dashboard.shelf.curves_payload(idents)})
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
@@ -179,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _give_run(self, query: dict[str, str]) -> None:
         first = query.get("from", "0")
-        told = self.server.dashboard.shelf.tell_run(
+        told = self.server.dashboard.shelf.run_payload(
             query.get("id", ""),
             generation=query.get("generation", ""),
             first=int(first) if first.isdecimal() else 0,

@@ -13,39 +13,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.catalog import check_name, kind, names
-from paceline.data.dataset import DataSet, Table
+from paceline.data.catalog import check_name, dataset_names, kind
+from paceline.data.dataset import DatasetSplits, MapDataset
 
 if TYPE_CHECKING:
-    from paceline.data.pipeline import Pipeline, read
-    from paceline.data.table import ArrayTable, WindowTable
-    from paceline.data.wrapped import DatasetTable, TensorTable, as_table
+    from paceline.data.adapters import TensorPairDataset, TorchDatasetAdapter, as_dataset
+    from paceline.data.in_memory import ArrayDataset, TextWindowDataset
+    from paceline.data.pipeline import DataPipeline, read
 
 __all__ = [
-    "ArrayTable",
-    "DataSet",
-    "DatasetTable",
-    "Pipeline",
-    "Table",
-    "TensorTable",
-    "WindowTable",
-    "as_table",
+    "ArrayDataset",
+    "DataPipeline",
+    "DatasetSplits",
+    "MapDataset",
+    "TensorPairDataset",
+    "TextWindowDataset",
+    "TorchDatasetAdapter",
+    "as_dataset",
     "check_name",
+    "dataset_names",
     "kind",
     "load",
     "locate",
-    "names",
     "read",
 ]
 
 _LAZY = {
-    "ArrayTable": "table",
-    "WindowTable": "table",
-    "DatasetTable": "wrapped",
-    "Pipeline": "pipeline",
+    "ArrayDataset": "in_memory",
+    "TextWindowDataset": "in_memory",
+    "TorchDatasetAdapter": "adapters",
+    "DataPipeline": "pipeline",
     "read": "pipeline",
-    "TensorTable": "wrapped",
-    "as_table": "wrapped",
+    "TensorPairDataset": "adapters",
+    "as_dataset": "adapters",
 }
 
 
@@ -57,9 +57,9 @@ def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
     Returns no file for `digits`, which comes with scikit-learn. Raises UsageError for an unknown
     name and DataError, in one line, for a file that is missing or not what its name claims.
     """
-    from paceline.data import source
+    from paceline.data import named_datasets
 
-    return source.locate(check_name(name), data_dir)
+    return named_datasets.locate(check_name(name), data_dir)
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
     dtype: str = "float32",
     augment: bool = False,
     seed: int = 0,
-) -> DataSet:
+) -> DatasetSplits:
     """Read a data set completely and split it into training, validation and test tables.
 
     The split is the same for every `seed`: the seed only keys the augmentation of training
@@ -77,9 +77,9 @@ def load(
     of a text, are int64. Raises UsageError for an unknown name or dtype, or if `augment` is asked
     of a data set that is not of images, and DataError if a file is missing, damaged or empty.
     """
-    from paceline.data import source
+    from paceline.data import named_datasets
 
-    return source.load(check_name(name), data_dir, dtype=dtype, augment=augment, seed=seed)
+    return named_datasets.load(check_name(name), data_dir, dtype=dtype, augment=augment, seed=seed)
 
 
 def __getattr__(attribute: str) -> Any:

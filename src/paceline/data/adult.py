@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.shelf import Shelf
+from paceline.data.dataset_files import DatasetFiles
 
 NUMBERS = (0, 2, 4, 10, 11, 12)
 CATEGORIES = (1, 3, 5, 6, 7, 8, 9, 13)
@@ -20,7 +20,7 @@ _COLUMNS = len(NUMBERS) + len(CATEGORIES) + 1
 
 
 @dataclass(frozen=True)
-class Rows:
+class AdultRows:
     """Rows as they are in a file: numbers, categories as words, and labels."""
 
     numbers: npt.NDArray[np.float64]
@@ -28,15 +28,15 @@ class Rows:
     labels: npt.NDArray[np.int64]
 
 
-def locate(shelf: Shelf) -> tuple[Path, Path]:
+def locate(shelf: DatasetFiles) -> tuple[Path, Path]:
     """The files of training and test rows; DataError if missing or not of the published size."""
-    paths = shelf.need("adult.data"), shelf.need("adult.test")
+    paths = shelf.require("adult.data"), shelf.require("adult.test")
     for path in paths:
         shelf.check_size(path)
     return paths
 
 
-def read(shelf: Shelf, path: Path) -> Rows:
+def read(shelf: DatasetFiles, path: Path) -> AdultRows:
     """The rows of a file, without empty lines and the line starting with "|" in adult.test.
 
     Raises DataError, with the line's number, for a row without 15 columns, a number that is none
@@ -50,26 +50,28 @@ def read(shelf: Shelf, path: Path) -> Rows:
         where = f"{path}, line {number}"
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != _COLUMNS:
-            raise shelf.wrong(where, f"{len(fields)} columns, expected {_COLUMNS}")
+            raise shelf.corrupt_file_error(where, f"{len(fields)} columns, expected {_COLUMNS}")
         label = fields[-1].removesuffix(".")
         if label not in LABELS:
-            raise shelf.wrong(where, f"label {label!r}, expected {' or '.join(LABELS)}")
+            raise shelf.corrupt_file_error(
+                where, f"label {label!r}, expected {' or '.join(LABELS)}"
+            )
         try:
             values = [float(fields[column]) for column in NUMBERS]
         except ValueError as error:
-            raise shelf.wrong(where, f"expected a number ({error})") from error
+            raise shelf.corrupt_file_error(where, f"expected a number ({error})") from error
         if not all(map(math.isfinite, values)):
-            raise shelf.wrong(where, "expected finite numbers")
+            raise shelf.corrupt_file_error(where, "expected finite numbers")
         numbers.append(values)
         words.append([fields[column] for column in CATEGORIES])
         labels.append(LABELS[label])
     if not labels:
-        raise shelf.wrong(path, "holds no rows")
-    return Rows(np.array(numbers), np.array(words), np.array(labels, dtype=np.int64))
+        raise shelf.corrupt_file_error(path, "holds no rows")
+    return AdultRows(np.array(numbers), np.array(words), np.array(labels, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class Encoder:
+class AdultEncoder:
     """Numbers standardised, categories one-hot, by what was seen in the rows it was fitted to.
 
     A missing value, `?`, is a category like others. A category not seen in fitting is all zeros.
@@ -84,7 +86,7 @@ class Encoder:
         """The number of features of a row."""
         return len(self.mean) + sum(map(len, self.vocabularies))
 
-    def encode(self, rows: Rows) -> npt.NDArray[np.float64]:
+    def encode(self, rows: AdultRows) -> npt.NDArray[np.float64]:
         """The features of rows: first the numbers, then a column for each known category."""
         features = np.zeros((len(rows.labels), self.width))
         start = len(self.mean)
@@ -98,11 +100,11 @@ class Encoder:
         return features
 
 
-def fit_encoder(rows: Rows, chosen: npt.NDArray[np.int64]) -> Encoder:
+def fit_encoder(rows: AdultRows, chosen: npt.NDArray[np.int64]) -> AdultEncoder:
     """An encoder by the chosen rows alone; a column that never varies is only centred."""
     numbers, words = rows.numbers[chosen], rows.words[chosen]
     std = numbers.std(axis=0)
-    return Encoder(
+    return AdultEncoder(
         numbers.mean(axis=0),
         np.where(std > 0, std, 1.0),
         tuple(np.unique(words[:, column]) for column in range(words.shape[1])),

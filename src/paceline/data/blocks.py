@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.places import File
+from paceline.data.stores import StoredFile
 from paceline.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -17,7 +17,7 @@ Rows = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class Block:
+class DataBlock:
     """A run of rows of one file: `offset` says where, in the file's own terms."""
 
     file: int
@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnSelection:
     """Which columns are features and label, and how they are to be taken."""
 
     features: tuple[str, ...] = ()
@@ -41,13 +41,13 @@ class Wanted:
     """Leave files without rows out, as programs write that divide work by partitions."""
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """Files that can be read block by block, from any thread."""
 
-    files: tuple[File, ...]
-    blocks: tuple[Block, ...]
+    files: tuple[StoredFile, ...]
+    blocks: tuple[DataBlock, ...]
 
-    def read(self, block: Block) -> Rows:
+    def read(self, block: DataBlock) -> Rows:
         """The rows of a block; raises DataError that names the file and where in it."""
         ...
 
@@ -56,17 +56,17 @@ class Source(Protocol):
         ...
 
 
-def wrong(file: File, what: str, where: str = "") -> DataError:
+def bad_file(file: StoredFile, what: str, where: str = "") -> DataError:
     return DataError(f"{file.url}{where}: {' '.join(what.split())}")
 
 
-def check_not_empty(files: list[File]) -> None:
+def check_not_empty(files: list[StoredFile]) -> None:
     for file in files:
         if file.size == 0:
-            raise wrong(file, "is empty (0 bytes): write it again or take it away")
+            raise bad_file(file, "is empty (0 bytes): write it again or take it away")
 
 
-def join_features(columns: list[Array], shape: tuple[int, ...] | None) -> Array:
+def stack_features(columns: list[Array], shape: tuple[int, ...] | None) -> Array:
     """Columns side by side, in the given shape; one column alone stays as it is stored."""
     if len(columns) == 1:
         joined = columns[0]

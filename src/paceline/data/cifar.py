@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import cache
-from paceline.data.shelf import Shelf
+from paceline.data import array_cache
+from paceline.data.dataset_files import DatasetFiles
 from paceline.errors import DataError
 
 CLASSES = 10
@@ -32,7 +32,7 @@ Arrays = dict[str, Bytes]
 Files = dict[str, tuple[Path | str, bytes]]  # By file name: what to call it in an error, content.
 
 
-def locate(shelf: Shelf) -> tuple[Path, ...]:
+def locate(shelf: DatasetFiles) -> tuple[Path, ...]:
     """The six loose files if the first is there, else the archive.
 
     Raises DataError if they are missing, if only the pickled version is there, or for a file that
@@ -48,10 +48,10 @@ def locate(shelf: Shelf) -> tuple[Path, ...]:
         for name in PICKLED:
             if (folder / name).exists():
                 raise _refuse_pickle(shelf, folder / name)
-    raise shelf.missing(ARCHIVES[0])
+    raise shelf.missing_file_error(ARCHIVES[0])
 
 
-def read(shelf: Shelf, paths: tuple[Path, ...]) -> Arrays:
+def read(shelf: DatasetFiles, paths: tuple[Path, ...]) -> Arrays:
     """Images (N, 3, 32, 32) and labels (N,) as bytes: train_images, train_labels, test_...
 
     An archive is decoded once and kept in the cache. Raises DataError for an archive that is cut
@@ -60,55 +60,61 @@ def read(shelf: Shelf, paths: tuple[Path, ...]) -> Arrays:
     if len(paths) > 1:
         return _join(shelf, {path.name: (path, shelf.read_checked(path)) for path in paths})
     archive = paths[0]
-    return cache.fetch_or_build(
-        cache.name_entry(shelf.entry.name, archive),
+    return array_cache.load_or_build(
+        array_cache.name_entry(shelf.entry.name, archive),
         _ARRAYS,
         build=lambda: _join(shelf, _unpack(shelf, archive)),
         fits=_fits,
     )
 
 
-def _find_loose(shelf: Shelf, name: str) -> Path | None:
+def _find_loose(shelf: DatasetFiles, name: str) -> Path | None:
     return shelf.find(f"{FOLDER}/{name}", name)
 
 
-def _check_loose(shelf: Shelf, name: str) -> Path:
+def _check_loose(shelf: DatasetFiles, name: str) -> Path:
     path = _find_loose(shelf, name)
     if path is None:
-        raise shelf.missing(name)
+        raise shelf.missing_file_error(name)
     _check_records(shelf, path, shelf.check_size(path))
     return path
 
 
-def _check_records(shelf: Shelf, where: Path | str, size: int) -> None:
+def _check_records(shelf: DatasetFiles, where: Path | str, size: int) -> None:
     if size == 0 or size % RECORD:
-        raise shelf.wrong(where, f"has {size:,} bytes, expected a multiple of {RECORD:,}")
+        raise shelf.corrupt_file_error(
+            where, f"has {size:,} bytes, expected a multiple of {RECORD:,}"
+        )
 
 
-def _check_archive(shelf: Shelf, path: Path) -> None:
+def _check_archive(shelf: DatasetFiles, path: Path) -> None:
     size = shelf.check_size(path)
     magic = b"\x1f\x8b" if path.suffix == ".gz" else b"\xfd7zXZ\x00"
     head = shelf.read_head(path, len(magic))
     if head != magic:
         kind = "gzip" if path.suffix == ".gz" else "xz"
-        raise shelf.wrong(path, f"is not {kind} (starts with {head.hex()}, expected {magic.hex()})")
+        raise shelf.corrupt_file_error(
+            path, f"is not {kind} (starts with {head.hex()}, expected {magic.hex()})"
+        )
     if path.suffix == ".xz":
         # An xz file ends with a mark of its own: a broken download shows without decoding.
         with path.open("rb") as stream:
             stream.seek(max(size - 2, 0))
             if stream.read() != b"YZ":
-                raise shelf.wrong(path, f"is cut off: no xz end mark after {size:,} bytes")
+                raise shelf.corrupt_file_error(
+                    path, f"is cut off: no xz end mark after {size:,} bytes"
+                )
 
 
-def _refuse_pickle(shelf: Shelf, where: Path | str) -> DataError:
-    return shelf.wrong(
+def _refuse_pickle(shelf: DatasetFiles, where: Path | str) -> DataError:
+    return shelf.corrupt_file_error(
         where,
         "is the pickled version, which is refused because a pickle can execute code; "
         f"take the binary version, {ARCHIVES[0]}, from {shelf.entry.homepage}",
     )
 
 
-def _unpack(shelf: Shelf, archive: Path) -> Files:
+def _unpack(shelf: DatasetFiles, archive: Path) -> Files:
     found: Files = {}
     try:
         with tarfile.open(archive, "r:gz" if archive.suffix == ".gz" else "r:xz") as tar:
@@ -124,14 +130,14 @@ def _unpack(shelf: Shelf, archive: Path) -> Files:
                     shelf.check_content(where, name, content)
                     found[name] = (where, content)
     except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        raise shelf.wrong(archive, f"is cut off or damaged ({error})") from error
+        raise shelf.corrupt_file_error(archive, f"is cut off or damaged ({error})") from error
     for name in TRAIN + TEST:
         if name not in found:
-            raise shelf.wrong(archive, f"holds no {name}, expected {FOLDER}/{name}")
+            raise shelf.corrupt_file_error(archive, f"holds no {name}, expected {FOLDER}/{name}")
     return found
 
 
-def _join(shelf: Shelf, files: Files) -> Arrays:
+def _join(shelf: DatasetFiles, files: Files) -> Arrays:
     arrays: Arrays = {}
     for part, names in (("train", TRAIN), ("test", TEST)):
         batches = []
@@ -141,7 +147,7 @@ def _join(shelf: Shelf, files: Files) -> Arrays:
             records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
             if records[:, 0].max() >= CLASSES:
                 row = int(np.argmax(records[:, 0] >= CLASSES))
-                raise shelf.wrong(
+                raise shelf.corrupt_file_error(
                     where,
                     f"label {records[row, 0]} in record {row}, expected 0 to {CLASSES - 1}",
                 )

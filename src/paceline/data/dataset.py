@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Kind = Literal["image", "table", "text"]
 
 
-class Table(Protocol):
+class MapDataset(Protocol):
     """Rows that can be fetched in any order, a batch at a time."""
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class DataSet:
+class DatasetSplits:
     """A named data set, split; `notes` are what a reader of the results has to be told."""
 
     name: str
@@ -41,7 +41,7 @@ class DataSet:
     classes: int | None
     """None where labels are no classes, or only reading all of them would tell."""
     kind: Kind
-    train: Table
-    val: Table | None
-    test: Table | None
+    train: MapDataset
+    val: MapDataset | None
+    test: MapDataset | None
     notes: tuple[str, ...] = ()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline.data.places import File
-from paceline.errors import UsageError, nearest
+from paceline.data.stores import StoredFile
+from paceline.errors import UsageError, suggest_name
 
 if TYPE_CHECKING:
-    from paceline.data.blocks import Source, Wanted
+    from paceline.data.blocks import BlockSource, ColumnSelection
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
@@ -29,21 +29,23 @@ FORMATS: dict[str, Format] = {
         "tfrecord:open_tfrecords",
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
-    "csv": Format("delimited:open_csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
-    "idx": Format("fixed:open_idx", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")),
-    "cifar": Format("fixed:open_cifar", (".bin",)),
-    "images": Format("pictures:open_pictures", PICTURES),
-    "text": Format("lines:open_text", (".txt",)),
+    "csv": Format("csv_source:open_csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "idx": Format(
+        "fixed_records:open_idx", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")
+    ),
+    "cifar": Format("fixed_records:open_cifar", (".bin",)),
+    "images": Format("image_folder:open_pictures", PICTURES),
+    "text": Format("text_source:open_text", (".txt",)),
 }
 
 
 def check_format(name: str) -> str:
     if name not in FORMATS:
-        raise UsageError(f"unknown format {name!r}: {nearest(name, FORMATS)}")
+        raise UsageError(f"unknown format {name!r}: {suggest_name(name, FORMATS)}")
     return name
 
 
-def guess_format(url: str, files: tuple[File, ...]) -> str:
+def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
     """The format of files by their names; raises UsageError if there is none, or several."""
     found = {_guess(file.name.lower()) for file in files}
     if len(found) == 1:
@@ -69,8 +71,8 @@ def _guess(name: str) -> str | None:
     return None
 
 
-def open_source(form: str, files: tuple[File, ...], wanted: Wanted) -> Source:
+def open_source(form: str, files: tuple[StoredFile, ...], wanted: ColumnSelection) -> BlockSource:
     module, function = FORMATS[check_format(form)].opener.split(":")
     opener = getattr(import_module(f"paceline.data.{module}"), function)
-    source: Source = opener(files, wanted)
+    source: BlockSource = opener(files, wanted)
     return source

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.shelf import Shelf
+from paceline.data.dataset_files import DatasetFiles
 
 IMAGES, LABELS = 3, 1  # The number of dimensions, which is the last byte of the magic number.
 SIDE = 28
@@ -29,7 +29,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
-class Part:
+class IdxSplit:
     """The files of the training or the test rows, how many rows to take, and what to tell."""
 
     images: Path
@@ -38,7 +38,7 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
-def locate(shelf: Shelf) -> tuple[Part, Part]:
+def locate(shelf: DatasetFiles) -> tuple[IdxSplit, IdxSplit]:
     """The files of the training and test sets, their headers checked.
 
     Raises DataError for a file that is missing, of another size than published, with another
@@ -47,7 +47,9 @@ def locate(shelf: Shelf) -> tuple[Part, Part]:
     return _locate_part(shelf, "train"), _locate_part(shelf, "t10k")
 
 
-def read(shelf: Shelf, part: Part) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read(
+    shelf: DatasetFiles, part: IdxSplit
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The images (N, 1, 28, 28) and labels (N,) of a part.
 
     Raises DataError for a file that is cut off, too long, damaged, of another MD5 than published,
@@ -57,13 +59,13 @@ def read(shelf: Shelf, part: Part) -> tuple[npt.NDArray[np.uint8], npt.NDArray[n
     labels = read_file(shelf, part.labels, LABELS)[: part.count]
     if labels.max() >= CLASSES:
         row = int(np.argmax(labels >= CLASSES))
-        raise shelf.wrong(
+        raise shelf.corrupt_file_error(
             part.labels, f"label {labels[row]} in row {row}, expected 0 to {CLASSES - 1}"
         )
     return images.reshape(-1, 1, SIDE, SIDE), labels.astype(np.int64)
 
 
-def read_file(shelf: Shelf, path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
+def read_file(shelf: DatasetFiles, path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     """The array of one IDX file of bytes; raises DataError as `read` does."""
     shelf.check_size(path)
     shape = read_shape(shelf, path, dimensions)
@@ -73,11 +75,13 @@ def read_file(shelf: Shelf, path: Path, dimensions: int) -> npt.NDArray[np.uint8
         content = _decompress(shelf, path, content, expected)
     if len(content) != expected:
         more = "more" if len(content) > expected else f"{len(content):,}"
-        raise shelf.wrong(path, f"header {shape} calls for {expected:,} bytes, found {more}")
+        raise shelf.corrupt_file_error(
+            path, f"header {shape} calls for {expected:,} bytes, found {more}"
+        )
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
-def read_shape(shelf: Shelf, path: Path, dimensions: int) -> tuple[int, ...]:
+def read_shape(shelf: DatasetFiles, path: Path, dimensions: int) -> tuple[int, ...]:
     """The shape in a file's header, of which only the first bytes are unpacked.
 
     Raises DataError for another magic number, no rows, or images that are not 28x28.
@@ -86,51 +90,61 @@ def read_shape(shelf: Shelf, path: Path, dimensions: int) -> tuple[int, ...]:
     head = shelf.read_head(path, 1024 if path.suffix == ".gz" else length)
     if path.suffix == ".gz":
         if head[:2] != _GZIP_MAGIC:
-            raise shelf.wrong(path, f"is not gzip (starts with {head[:2].hex()}, expected 1f8b)")
+            raise shelf.corrupt_file_error(
+                path, f"is not gzip (starts with {head[:2].hex()}, expected 1f8b)"
+            )
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, length)
         except zlib.error as error:
-            raise shelf.wrong(path, f"is damaged gzip data ({error})") from error
+            raise shelf.corrupt_file_error(path, f"is damaged gzip data ({error})") from error
     if len(head) < length:
-        raise shelf.wrong(path, f"is cut off: {len(head)} bytes of a {length}-byte header")
+        raise shelf.corrupt_file_error(
+            path, f"is cut off: {len(head)} bytes of a {length}-byte header"
+        )
     magic, *sizes = struct.unpack(f">{1 + dimensions}I", head)
     if magic != 0x0800 + dimensions:
-        raise shelf.wrong(path, f"IDX magic is {magic}, expected {0x0800 + dimensions}")
+        raise shelf.corrupt_file_error(
+            path, f"IDX magic is {magic}, expected {0x0800 + dimensions}"
+        )
     if dimensions == IMAGES and sizes[1:] != [SIDE, SIDE]:
-        raise shelf.wrong(path, f"images are {sizes[1]}x{sizes[2]}, expected {SIDE}x{SIDE}")
+        raise shelf.corrupt_file_error(
+            path, f"images are {sizes[1]}x{sizes[2]}, expected {SIDE}x{SIDE}"
+        )
     if sizes[0] == 0:
-        raise shelf.wrong(path, "holds no rows")
+        raise shelf.corrupt_file_error(path, "holds no rows")
     return tuple(sizes)
 
 
-def _decompress(shelf: Shelf, path: Path, content: bytes, expected: int) -> bytes:
+def _decompress(shelf: DatasetFiles, path: Path, content: bytes, expected: int) -> bytes:
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
             # One byte past the end makes gzip compare its checksum, and shows a file too long
             # without unpacking all of it.
             return stream.read(expected) + stream.read(1)
     except EOFError as error:
-        raise shelf.wrong(path, "is cut off: the gzip data ends too early") from error
+        raise shelf.corrupt_file_error(path, "is cut off: the gzip data ends too early") from error
     except (OSError, zlib.error) as error:
-        raise shelf.wrong(path, f"is damaged gzip data ({error})") from error
+        raise shelf.corrupt_file_error(path, f"is damaged gzip data ({error})") from error
 
 
-def _locate_part(shelf: Shelf, stem: str) -> Part:
+def _locate_part(shelf: DatasetFiles, stem: str) -> IdxSplit:
     full_labels = _variants(f"{stem}-labels-idx1-ubyte")
     images = shelf.find(*_variants(f"{stem}-images-idx3-ubyte"))
     subset = None if images else _find_subset(shelf, stem)
     if subset is None:
-        images = images or shelf.need(*_variants(f"{stem}-images-idx3-ubyte"))
-        labels = shelf.need(*full_labels)
+        images = images or shelf.require(*_variants(f"{stem}-images-idx3-ubyte"))
+        labels = shelf.require(*full_labels)
         count = _check_header(shelf, images, IMAGES)
         _check_counts(shelf, images, count, labels, _check_header(shelf, labels, LABELS))
-        return Part(images, labels, count)
+        return IdxSplit(images, labels, count)
     images, count = subset
     found = _check_header(shelf, images, IMAGES)
     if found != count:
-        raise shelf.wrong(images, f"holds {found:,} images, expected {count:,} by its name")
+        raise shelf.corrupt_file_error(
+            images, f"holds {found:,} images, expected {count:,} by its name"
+        )
     own = shelf.find(*_variants(f"{stem}-labels-first{count}-idx1-ubyte"))
-    labels = own or shelf.need(*full_labels)
+    labels = own or shelf.require(*full_labels)
     labelled = _check_header(shelf, labels, LABELS)
     if own or labelled < count:
         _check_counts(shelf, images, count, labels, labelled)
@@ -139,28 +153,34 @@ def _locate_part(shelf: Shelf, stem: str) -> Part:
         f"{shelf.entry.name}: only {count:,} of {WHOLE[stem]:,} {rows} images are there "
         f"({images.name}): do not report results as {shelf.entry.name}'s"
     )
-    return Part(images, labels, count, (note,))
+    return IdxSplit(images, labels, count, (note,))
 
 
-def _check_header(shelf: Shelf, path: Path, dimensions: int) -> int:
+def _check_header(shelf: DatasetFiles, path: Path, dimensions: int) -> int:
     size = shelf.check_size(path)
     shape = read_shape(shelf, path, dimensions)
     expected = 4 + 4 * dimensions + int(np.prod(shape, dtype=object))
     if path.suffix != ".gz" and size != expected:
-        raise shelf.wrong(path, f"header {shape} calls for {expected:,} bytes, found {size:,}")
+        raise shelf.corrupt_file_error(
+            path, f"header {shape} calls for {expected:,} bytes, found {size:,}"
+        )
     return shape[0]
 
 
-def _check_counts(shelf: Shelf, images: Path, count: int, labels: Path, labelled: int) -> None:
+def _check_counts(
+    shelf: DatasetFiles, images: Path, count: int, labels: Path, labelled: int
+) -> None:
     if count != labelled:
-        raise shelf.wrong(labels, f"{labelled:,} labels, expected {count:,} as in {images.name}")
+        raise shelf.corrupt_file_error(
+            labels, f"{labelled:,} labels, expected {count:,} as in {images.name}"
+        )
 
 
 def _variants(name: str) -> tuple[str, str]:
     return f"{name}.gz", name
 
 
-def _find_subset(shelf: Shelf, stem: str) -> tuple[Path, int] | None:
+def _find_subset(shelf: DatasetFiles, stem: str) -> tuple[Path, int] | None:
     """The largest subset of images there is, in the first folder that has one."""
     pattern = re.compile(rf"{stem}-images-first([1-9]\d*)-idx3-ubyte(\.gz)?")
     for folder in shelf.folders:

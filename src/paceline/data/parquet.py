@@ -8,20 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.blocks import Block, Rows, Wanted, check_not_empty, join_features, wrong
-from paceline.data.columns import ColumnError, to_array
-from paceline.data.places import File, need, read_bytes, scheme_of
-from paceline.errors import DataError, UsageError, nearest
+from paceline.data.arrow_columns import ColumnError, to_array
+from paceline.data.blocks import (
+    ColumnSelection,
+    DataBlock,
+    Rows,
+    bad_file,
+    check_not_empty,
+    stack_features,
+)
+from paceline.data.stores import StoredFile, read_bytes, require_extra, scheme_of
+from paceline.errors import DataError, UsageError, suggest_name
 
 TAIL_BYTES = 64 * 1024
 """Most footers are shorter, so that one request is enough."""
 MARK = b"PAR1"
 
 
-class Parts(io.RawIOBase):
+class CachedRangeFile(io.RawIOBase):
     """A file of which some parts are at hand; what else is asked for is fetched."""
 
-    def __init__(self, file: File, parts: list[tuple[int, bytes]]) -> None:
+    def __init__(self, file: StoredFile, parts: list[tuple[int, bytes]]) -> None:
         self._file = file
         self._parts = parts
         self._at = 0
@@ -57,13 +64,13 @@ class Parts(io.RawIOBase):
 class ParquetSource:
     """Parquet files of one schema; opening them reads their footers, nothing else."""
 
-    files: tuple[File, ...]
-    wanted: Wanted
-    blocks: tuple[Block, ...] = ()
+    files: tuple[StoredFile, ...]
+    wanted: ColumnSelection
+    blocks: tuple[DataBlock, ...] = ()
     _footers: list[Any] = field(default_factory=list)
     _types: list[tuple[str, Any]] = field(default_factory=list)
 
-    def read(self, block: Block) -> Rows:
+    def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
         where = f", row group {block.offset}"
         names = [name for name, _ in self._types]
@@ -75,24 +82,24 @@ class ParquetSource:
                     columns.append(to_array(table.column(name), self.wanted.fill))
                 except ColumnError as error:
                     row = "" if error.row is None else f", row {error.row}"
-                    raise wrong(file, f"column {name!r} holds {error}", where + row) from None
+                    raise bad_file(file, f"column {name!r} holds {error}", where + row) from None
             if self.wanted.label is not None:
                 *columns, labels = columns
             else:
                 labels = np.zeros(block.rows, np.int64)
-            features = join_features(columns, self.wanted.shape)
+            features = stack_features(columns, self.wanted.shape)
         except DataError:
             raise
         except ValueError as error:
-            raise wrong(file, str(error), where) from None
+            raise bad_file(file, str(error), where) from None
         except Exception as error:
             at = f"{where} (at byte {self._range(block)[0]:,})"
-            raise wrong(file, f"is cut off or damaged ({error})", at) from error
+            raise bad_file(file, f"is cut off or damaged ({error})", at) from error
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         return features, labels
 
-    def _range(self, block: Block) -> tuple[int, int]:
+    def _range(self, block: DataBlock) -> tuple[int, int]:
         """The bytes of the wanted columns of a row group."""
         group = self._footers[block.file].row_group(block.offset)
         names = {name for name, _ in self._types}
@@ -107,7 +114,7 @@ class ParquetSource:
                 stops.append(start + chunk.total_compressed_size)
         return min(starts), max(stops)
 
-    def _read_group(self, file: File, block: Block) -> Any:
+    def _read_group(self, file: StoredFile, block: DataBlock) -> Any:
         import pyarrow.parquet as pq
 
         names = [name for name, _ in self._types]
@@ -120,7 +127,7 @@ class ParquetSource:
         content = read_bytes(file.url, start, stop)
         if len(content) < stop - start:
             raise EOFError(f"{len(content):,} bytes where {stop - start:,} should be")
-        reader = pq.ParquetFile(Parts(file, [(start, content)]), metadata=footer)
+        reader = pq.ParquetFile(CachedRangeFile(file, [(start, content)]), metadata=footer)
         return reader.read_row_group(block.offset, columns=names, use_threads=False)
 
     def count_classes(self) -> int | None:
@@ -143,17 +150,17 @@ class ParquetSource:
         return highest + 1 if highest >= 0 else None
 
 
-def open_parquet(files: tuple[File, ...], wanted: Wanted) -> ParquetSource:
+def open_parquet(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> ParquetSource:
     """Read the footers and check that all files agree.
 
     Raises DataError for a file that is empty, cut off, no Parquet or without a column, of another
     type than in the first, or without rows; UsageError if features have to be named.
     """
-    need("pyarrow", "data", "Parquet")
+    require_extra("pyarrow", "data", "Parquet")
     if not wanted.skip_empty:
         check_not_empty(list(files))
-    kept: list[File] = []
-    blocks: list[Block] = []
+    kept: list[StoredFile] = []
+    blocks: list[DataBlock] = []
     source = ParquetSource(files, wanted)
     for file in files:
         if file.size == 0:
@@ -161,18 +168,18 @@ def open_parquet(files: tuple[File, ...], wanted: Wanted) -> ParquetSource:
         footer = read_footer(file)
         schema = footer.schema.to_arrow_schema()
         if not source._types:
-            wanted = source.wanted = choose_columns(file, schema, wanted)
+            wanted = source.wanted = select_columns(file, schema, wanted)
             names = [*wanted.features, *([wanted.label] if wanted.label else [])]
             source._types = [(name, schema.field(name).type) for name in names]
         _check_schema(file, schema, source._types, files[0])
         if footer.num_rows == 0:
             if wanted.skip_empty:
                 continue
-            raise wrong(file, "holds no rows: take it away, or give --skip-empty")
+            raise bad_file(file, "holds no rows: take it away, or give --skip-empty")
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             if group.num_rows:
-                blocks.append(Block(len(kept), number, group.num_rows, group.total_byte_size))
+                blocks.append(DataBlock(len(kept), number, group.num_rows, group.total_byte_size))
         kept.append(file)
         source._footers.append(footer)
     if not blocks:
@@ -181,30 +188,30 @@ def open_parquet(files: tuple[File, ...], wanted: Wanted) -> ParquetSource:
     return source
 
 
-def read_footer(file: File) -> Any:
+def read_footer(file: StoredFile) -> Any:
     """A file's metadata; raises DataError where there is none."""
     import pyarrow.parquet as pq
 
     if file.size < 12:
-        raise wrong(file, f"has {file.size} bytes: too short for Parquet")
+        raise bad_file(file, f"has {file.size} bytes: too short for Parquet")
     start = max(0, file.size - TAIL_BYTES)
     tail = read_bytes(file.url, start, file.size)
     if tail[-4:] != MARK:
-        raise wrong(
+        raise bad_file(
             file,
             f"ends with {tail[-4:].hex()} where Parquet has {MARK.hex()} ({MARK.decode()}): it is "
             "cut off, or no Parquet file",
             f" (at byte {file.size - 4:,})",
         )
     try:
-        return pq.read_metadata(Parts(file, [(start, tail)]))
+        return pq.read_metadata(CachedRangeFile(file, [(start, tail)]))
     except DataError:
         raise
     except Exception as error:
-        raise wrong(file, f"has a damaged footer ({error})", f" (at byte {start:,})") from error
+        raise bad_file(file, f"has a damaged footer ({error})", f" (at byte {start:,})") from error
 
 
-def choose_columns(file: File, schema: Any, wanted: Wanted) -> Wanted:
+def select_columns(file: StoredFile, schema: Any, wanted: ColumnSelection) -> ColumnSelection:
     """Which columns to read; raises DataError for one that is not there."""
     from dataclasses import replace
 
@@ -220,17 +227,19 @@ def choose_columns(file: File, schema: Any, wanted: Wanted) -> Wanted:
         features = tuple(others)
     for name in (*features, *([label] if label else [])):
         if name not in names:
-            raise wrong(file, f"has no column {name!r}: {nearest(name, names)}")
+            raise bad_file(file, f"has no column {name!r}: {suggest_name(name, names)}")
     return replace(wanted, features=features, label=label)
 
 
-def _check_schema(file: File, schema: Any, types: list[tuple[str, Any]], first: File) -> None:
+def _check_schema(
+    file: StoredFile, schema: Any, types: list[tuple[str, Any]], first: StoredFile
+) -> None:
     for name, kind in types:
         if name not in schema.names:
-            raise wrong(file, f"has no column {name!r}, which {first.url} has")
+            raise bad_file(file, f"has no column {name!r}, which {first.url} has")
         found = schema.field(name).type
         if not found.equals(kind):
-            raise wrong(
+            raise bad_file(
                 file,
                 f"column {name!r} is of {found}, but of {kind} in {first.url}: "
                 "all files must have one schema",

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from paceline.data.blocks import Wanted
+from paceline.data.blocks import ColumnSelection
 from paceline.data.formats import check_format
-from paceline.data.places import make_absolute
-from paceline.errors import UsageError, nearest
+from paceline.data.stores import make_absolute
+from paceline.errors import UsageError, suggest_name
 
 Shard = Literal["auto", "file", "row_group", "sample", "off"]
 Cache = Literal["auto", "memory", "disk", "none"]
@@ -37,11 +37,11 @@ MEMORY_MB = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class DataPipeline:
     """Made by `read`; every method gives a changed copy."""
 
     urls: tuple[str, ...]
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: ColumnSelection = field(default_factory=ColumnSelection)
     format: str | None = None
     classes: int | None = None
     scale: tuple[float, tuple[float, ...], tuple[float, ...]] | None = None
@@ -56,7 +56,7 @@ class Pipeline:
     shard_by: Shard = "auto"
     memory_mb: int = MEMORY_MB
 
-    def shuffle(self, rows: int = SHUFFLE_ROWS) -> Pipeline:
+    def shuffle(self, rows: int = SHUFFLE_ROWS) -> DataPipeline:
         """Mix so many rows at a time, from row groups or files drawn anew every epoch; 0: never.
 
         Where single samples are leased (`shard("sample")`) all rows are mixed, whatever `rows` is.
@@ -65,7 +65,7 @@ class Pipeline:
             raise UsageError(f"shuffle({rows}): a number of rows, or 0 to keep their order")
         return replace(self, shuffle_rows=rows)
 
-    def map(self, change: Change, *, threads: int = 1) -> Pipeline:
+    def map(self, change: Change, *, threads: int = 1) -> DataPipeline:
         """Change rows by a function of (features, labels), both torch tensors.
 
         It gets any number of rows at a time and must treat each by itself. Several threads change
@@ -75,30 +75,30 @@ class Pipeline:
             raise UsageError(f"map(threads={threads}): at least one is needed")
         return replace(self, maps=(*self.maps, change), map_threads=max(threads, self.map_threads))
 
-    def batch(self, change: Change) -> Pipeline:
+    def batch(self, change: Change) -> DataPipeline:
         """Change each whole batch, after its rows are joined and scaled; never cached.
 
         How many rows make a batch is the job's to say.
         """
         return replace(self, batches=(*self.batches, change))
 
-    def cache(self, where: Cache = "memory") -> Pipeline:
+    def cache(self, where: Cache = "memory") -> DataPipeline:
         """Keep decoded rows: in this process's memory, or in files of this machine."""
         _check(where, get_args(Cache), "cache")
         return replace(self, cache_in=where)
 
-    def prefetch(self, batches: int | None = None) -> Pipeline:
+    def prefetch(self, batches: int | None = None) -> DataPipeline:
         """Make so many batches ahead; 0: none; without a number as many as keep nobody waiting."""
         if batches is not None and batches < 0:
             raise UsageError(f"prefetch({batches}): a number of batches, or 0")
         return replace(self, depth=batches)
 
-    def shard(self, by: Shard) -> Pipeline:
+    def shard(self, by: Shard) -> DataPipeline:
         """How reading is divided among workers."""
         _check(by, get_args(Shard), "shard")
         return replace(self, shard_by=by)
 
-    def memory(self, megabytes: int) -> Pipeline:
+    def memory(self, megabytes: int) -> DataPipeline:
         """What this data may take of a worker's memory."""
         if megabytes < 16:
             raise UsageError(f"memory({megabytes}): at least 16 MB are needed")
@@ -116,7 +116,7 @@ def read(
     scale: tuple[float, Sequence[float], Sequence[float]] | None = None,
     fill: float | None = None,
     skip_empty: bool = False,
-) -> Pipeline:
+) -> DataPipeline:
     """Data at one or several URLs: files, folders or patterns, all of one format.
 
     features: a column, or several that are put side by side; all but the label if not given.
@@ -131,21 +131,21 @@ def read(
     urls = (url,) if isinstance(url, str) else tuple(url)
     if not urls or not all(isinstance(one, str) and one for one in urls):
         raise UsageError(f"read({url!r}): a URL is needed")
-    names = split_names(features) if isinstance(features, str) else tuple(features)
-    return Pipeline(
+    names = parse_column_names(features) if isinstance(features, str) else tuple(features)
+    return DataPipeline(
         urls=tuple(make_absolute(one) for one in urls),
-        wanted=Wanted(names, label, tuple(shape) if shape else None, fill, skip_empty),
+        wanted=ColumnSelection(names, label, tuple(shape) if shape else None, fill, skip_empty),
         format=check_format(format) if format is not None else None,
         classes=classes,
         scale=None if scale is None else (scale[0], tuple(scale[1]), tuple(scale[2])),
     )
 
 
-def split_names(text: str) -> tuple[str, ...]:
+def parse_column_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def read_shape(text: str) -> tuple[int, ...]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """`1x28x28` as numbers; raises UsageError."""
     try:
         shape = tuple(int(part) for part in text.lower().split("x"))
@@ -158,4 +158,4 @@ def read_shape(text: str) -> tuple[int, ...]:
 
 def _check(value: str, known: tuple[str, ...], what: str) -> None:
     if value not in known:
-        raise UsageError(f"{what}({value!r}): {nearest(str(value), known)}")
+        raise UsageError(f"{what}({value!r}): {suggest_name(str(value), known)}")

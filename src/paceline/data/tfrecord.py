@@ -22,11 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import cache
-from paceline.data.blocks import Block, Rows, Wanted, check_not_empty, join_features, wrong
-from paceline.data.examples_proto import Array, ExampleError, decode, encode, find_features
-from paceline.data.places import File, need, read_bytes
-from paceline.errors import DataError, UsageError, nearest
+from paceline.data import array_cache
+from paceline.data.blocks import (
+    ColumnSelection,
+    DataBlock,
+    Rows,
+    bad_file,
+    check_not_empty,
+    stack_features,
+)
+from paceline.data.stores import StoredFile, read_bytes, require_extra
+from paceline.data.tf_example import Array, ExampleError, decode, encode, find_features
+from paceline.errors import DataError, UsageError, suggest_name
 
 BLOCK_BYTES = 4 << 20
 """About so many bytes are read at once."""
@@ -42,11 +49,11 @@ def masked_crc(content: bytes) -> int:
 
 
 def _crc() -> Any:
-    return need("google_crc32c", "data", "TFRecord").value
+    return require_extra("google_crc32c", "data", "TFRecord").value
 
 
 @dataclass(frozen=True)
-class Index:
+class RecordIndex:
     """Blocks of one file as (offset, bytes, rows)."""
 
     blocks: list[tuple[int, int, int]]
@@ -55,17 +62,19 @@ class Index:
 class TFRecordSource:
     """TFRecord files of Examples with the same features."""
 
-    def __init__(self, files: tuple[File, ...], wanted: Wanted, blocks: tuple[Block, ...]) -> None:
+    def __init__(
+        self, files: tuple[StoredFile, ...], wanted: ColumnSelection, blocks: tuple[DataBlock, ...]
+    ) -> None:
         self.files = files
         self.wanted = wanted
         self.blocks = blocks
 
-    def read(self, block: Block) -> Rows:
+    def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
         content = _unpack(file, block)
         starts, lengths = _check_records(file, content, block.offset)
         if len(starts) != block.rows:
-            raise wrong(
+            raise bad_file(
                 file,
                 f"{len(starts):,} records where there were {block.rows:,}: the file has changed",
                 f" (at byte {block.offset:,})",
@@ -75,42 +84,42 @@ class TFRecordSource:
             columns = decode(np.frombuffer(content, np.uint8), starts, lengths, names)
         except ExampleError as error:
             at = block.offset + int(starts[error.row]) - HEAD
-            raise wrong(file, f"a record that {error}", f" (at byte {at:,})") from None
+            raise bad_file(file, f"a record that {error}", f" (at byte {at:,})") from None
         labels: Array = np.zeros(block.rows, np.int64)
         if self.wanted.label is not None:
             *columns, labels = columns
             if labels.ndim == 2 and labels.shape[1] == 1:
                 labels = labels[:, 0]
         try:
-            return join_features(columns, self.wanted.shape), labels
+            return stack_features(columns, self.wanted.shape), labels
         except ValueError as error:
-            raise wrong(file, str(error), f" (at byte {block.offset:,})") from None
+            raise bad_file(file, str(error), f" (at byte {block.offset:,})") from None
 
     def count_classes(self) -> int | None:
         return None
 
 
-def open_tfrecords(files: tuple[File, ...], wanted: Wanted) -> TFRecordSource:
+def open_tfrecords(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> TFRecordSource:
     """Find the records of all files; raises DataError for one that is cut off or has none."""
-    need("google_crc32c", "data", "TFRecord")
+    require_extra("google_crc32c", "data", "TFRecord")
     if not wanted.skip_empty:
         check_not_empty(list(files))
-    kept: list[File] = []
-    blocks: list[Block] = []
+    kept: list[StoredFile] = []
+    blocks: list[DataBlock] = []
     for file in files:
-        index = _find_blocks(file) if file.size else Index([])
+        index = _find_blocks(file) if file.size else RecordIndex([])
         if not index.blocks:
             if wanted.skip_empty:
                 continue
-            raise wrong(file, "holds no records: take it away, or give --skip-empty")
-        blocks += [Block(len(kept), start, rows, size) for start, size, rows in index.blocks]
+            raise bad_file(file, "holds no records: take it away, or give --skip-empty")
+        blocks += [DataBlock(len(kept), start, rows, size) for start, size, rows in index.blocks]
         kept.append(file)
     if not blocks:
         raise DataError(f"{files[0].url}: none of {len(files)} files holds a record")
     return TFRecordSource(tuple(kept), _choose(kept[0], blocks[0], wanted), tuple(blocks))
 
 
-def _choose(file: File, block: Block, wanted: Wanted) -> Wanted:
+def _choose(file: StoredFile, block: DataBlock, wanted: ColumnSelection) -> ColumnSelection:
     """Which features to take, by the first record."""
     from dataclasses import replace
 
@@ -120,7 +129,7 @@ def _choose(file: File, block: Block, wanted: Wanted) -> Wanted:
     try:
         names = sorted(find_features(record))
     except ValueError as error:
-        raise wrong(file, f"its first record is no tf.train.Example ({error})") from None
+        raise bad_file(file, f"its first record is no tf.train.Example ({error})") from None
     label = wanted.label
     if label is None and "label" in names and "label" not in wanted.features:
         label = "label"
@@ -129,16 +138,16 @@ def _choose(file: File, block: Block, wanted: Wanted) -> Wanted:
         raise UsageError(f"{file.url}: no feature is left beside the label: name them")
     for name in (*features, *([label] if label else [])):
         if name not in names:
-            raise wrong(file, f"has no feature {name!r}: {nearest(name, names)}")
+            raise bad_file(file, f"has no feature {name!r}: {suggest_name(name, names)}")
     return replace(wanted, features=features, label=label)
 
 
-def _unpack(file: File, block: Block) -> bytes:
+def _unpack(file: StoredFile, block: DataBlock) -> bytes:
     content = read_bytes(file.url, block.offset, block.offset + block.size)
     return _decompress(file, content) if block.offset == 0 else content
 
 
-def _decompress(file: File, content: bytes) -> bytes:
+def _decompress(file: StoredFile, content: bytes) -> bytes:
     kind = _compression(content)
     try:
         if kind == "gzip":
@@ -146,7 +155,7 @@ def _decompress(file: File, content: bytes) -> bytes:
         if kind == "zlib":
             return zlib.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        raise wrong(file, f"is cut off or damaged ({error})") from None
+        raise bad_file(file, f"is cut off or damaged ({error})") from None
     return content
 
 
@@ -164,7 +173,7 @@ def _compression(head: bytes) -> str | None:
 
 
 def _check_records(
-    file: File, content: bytes, base: int
+    file: StoredFile, content: bytes, base: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Starts and lengths of the records' data, every checksum compared."""
     crc = _crc()
@@ -176,16 +185,16 @@ def _check_records(
     while at < size:
         where = f" (at byte {base + at:,})"
         if at + HEAD > size:
-            raise wrong(file, f"is cut off: {size - at} bytes where a record begins", where)
+            raise bad_file(file, f"is cut off: {size - at} bytes where a record begins", where)
         length, length_crc = head.unpack_from(view, at)
         found = crc(content[at : at + 8])
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
-            raise wrong(
+            raise bad_file(
                 file, "the checksum of a record's length is wrong: the file is damaged", where
             )
         start = at + HEAD
         if start + length + FOOT > size:
-            raise wrong(
+            raise bad_file(
                 file,
                 f"is cut off: a record of {length:,} bytes, of which {size - start:,} are there",
                 where,
@@ -194,7 +203,7 @@ def _check_records(
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != foot.unpack_from(
             view, start + length
         )[0]:
-            raise wrong(file, "the checksum of a record is wrong: the file is damaged", where)
+            raise bad_file(file, "the checksum of a record is wrong: the file is damaged", where)
         starts.append(start)
         lengths.append(length)
         at = start + length + FOOT
@@ -204,11 +213,11 @@ def _check_records(
 # ---- the index -------------------------------------------------------------------------------
 
 
-def _find_blocks(file: File) -> Index:
+def _find_blocks(file: StoredFile) -> RecordIndex:
     told = f"{file.url} {file.size} {file.stamp}"
-    path = cache.root() / "index" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    path = array_cache.root() / "index" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
     try:
-        return Index([(a, b, c) for a, b, c in json.loads(path.read_text())])
+        return RecordIndex([(a, b, c) for a, b, c in json.loads(path.read_text())])
     except (OSError, ValueError, TypeError):
         pass
     index = _scan(file)
@@ -220,12 +229,12 @@ def _find_blocks(file: File) -> Index:
     return index
 
 
-def _scan(file: File) -> Index:
+def _scan(file: StoredFile) -> RecordIndex:
     head = read_bytes(file.url, 0, min(file.size, HEAD))
     if _compression(head) is not None:
         content = _decompress(file, read_bytes(file.url))
         rows = len(_check_records(file, content, 0)[0])
-        return Index([(0, file.size, rows)] if rows else [])
+        return RecordIndex([(0, file.size, rows)] if rows else [])
     blocks: list[tuple[int, int, int]] = []
     begin, rows, at = 0, 0, 0
     base, content = 0, b""
@@ -235,18 +244,18 @@ def _scan(file: File) -> Index:
             base, content = at, read_bytes(file.url, at, min(file.size, at + READ_BYTES))
         where = f" (at byte {at:,})"
         if at + HEAD > base + len(content):
-            raise wrong(file, f"is cut off: {file.size - at} bytes where a record begins", where)
+            raise bad_file(file, f"is cut off: {file.size - at} bytes where a record begins", where)
         length, length_crc = struct.unpack_from("<QI", content, at - base)
         found = crc(content[at - base : at - base + 8])
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
-            raise wrong(
+            raise bad_file(
                 file,
                 "the checksum of a record's length is wrong: it is damaged, or no TFRecord file",
                 where,
             )
         stop = at + HEAD + length + FOOT
         if stop > file.size:
-            raise wrong(
+            raise bad_file(
                 file,
                 f"is cut off: a record of {length:,} bytes, of which "
                 f"{max(0, file.size - at - HEAD):,} are there",
@@ -259,7 +268,7 @@ def _scan(file: File) -> Index:
             begin, rows = at, 0
     if rows:
         blocks.append((begin, at - begin, rows))
-    return Index(blocks)
+    return RecordIndex(blocks)
 
 
 # ---- writing ---------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from paceline.errors import UsageError
-from paceline.job import Job, make_job
+from paceline.job import Job, build_job
 from paceline.keras.backend import check_backend, import_keras
-from paceline.keras.feeding import as_array
+from paceline.keras.fit_data import as_array
 from paceline.keras.module import KerasModule
-from paceline.keras.translate import KerasSchedule, schedule_of, translate
-from paceline.telemetry.folder import KERAS
+from paceline.keras.optimizer_conversion import KerasSchedule, schedule_of, translate
+from paceline.telemetry.run_folder import KERAS
 
 
 def job(
@@ -59,7 +59,7 @@ def job(
     if test_data is not None:
         test_data = loss.prepare(*_pair(test_data, "test_data"))
     _build(model, train[0])
-    return make_job(
+    return build_job(
         model=KerasModule(model),
         data=(train, validation_data, test_data),
         loss=loss,

@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.keras.backend import import_keras
-from paceline.telemetry.folder import KERAS
+from paceline.telemetry.run_folder import KERAS
 
 
 class KerasModule(torch.nn.Module):

@@ -17,7 +17,7 @@ Slots = dict[str, Tensor]
 Group = dict[str, Any]
 
 
-class KerasOptimizer(torch.optim.Optimizer):
+class TorchKerasOptimizer(torch.optim.Optimizer):
     """What all share: decoupled weight decay and clipping of a single weight's gradient."""
 
     slots: ClassVar[tuple[str, ...]] = ()
@@ -69,7 +69,7 @@ def _clip(gradient: Tensor, group: dict[str, Any]) -> Tensor:
     return gradient
 
 
-class SGD(KerasOptimizer):
+class SGD(TorchKerasOptimizer):
     slots = ("momentum",)
     defaults_of: ClassVar[dict[str, Any]] = {"momentum": 0.0, "nesterov": False}
 
@@ -91,7 +91,7 @@ class SGD(KerasOptimizer):
             parameter.add_(moved)
 
 
-class Adam(KerasOptimizer):
+class Adam(TorchKerasOptimizer):
     slots = ("momentum", "velocity")
     defaults_of: ClassVar[dict[str, Any]] = {
         "beta_1": 0.9,
@@ -121,7 +121,7 @@ class AdamW(Adam):
     """Adam with the weight decay that all have; the name is Keras's."""
 
 
-class Adamax(KerasOptimizer):
+class Adamax(TorchKerasOptimizer):
     slots = ("momentum", "norm")
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
@@ -133,7 +133,7 @@ class Adamax(KerasOptimizer):
         parameter.addcdiv_(mean, norm + group["epsilon"], value=-alpha)
 
 
-class Nadam(KerasOptimizer):
+class Nadam(TorchKerasOptimizer):
     slots = ("momentum", "velocity")
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
@@ -153,7 +153,7 @@ class Nadam(KerasOptimizer):
         parameter.addcdiv_(ahead, scale, value=-group["lr"])
 
 
-class RMSprop(KerasOptimizer):
+class RMSprop(TorchKerasOptimizer):
     slots = ("velocity",)
     defaults_of: ClassVar[dict[str, Any]] = {
         "rho": 0.9,
@@ -181,7 +181,7 @@ class RMSprop(KerasOptimizer):
         parameter.sub_(step)
 
 
-class Adagrad(KerasOptimizer):
+class Adagrad(TorchKerasOptimizer):
     defaults_of: ClassVar[dict[str, Any]] = {"initial_accumulator_value": 0.1, "epsilon": 1e-7}
 
     def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
@@ -194,7 +194,7 @@ class Adagrad(KerasOptimizer):
         parameter.addcdiv_(gradient, (total + group["epsilon"]).sqrt_(), value=-group["lr"])
 
 
-class Adadelta(KerasOptimizer):
+class Adadelta(TorchKerasOptimizer):
     slots = ("accumulated_grad", "accumulated_delta_var")
     defaults_of: ClassVar[dict[str, Any]] = {"rho": 0.95, "epsilon": 1e-7}
 
@@ -207,7 +207,7 @@ class Adadelta(KerasOptimizer):
         parameter.sub_(step, alpha=group["lr"])
 
 
-class Lion(KerasOptimizer):
+class Lion(TorchKerasOptimizer):
     slots = ("momentum",)
     defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.99}
 
@@ -217,7 +217,7 @@ class Lion(KerasOptimizer):
         mean.lerp_(gradient, 1 - group["beta_2"])
 
 
-CLASSES: dict[str, type[KerasOptimizer]] = {
+CLASSES: dict[str, type[TorchKerasOptimizer]] = {
     c.__name__: c for c in (SGD, Adam, AdamW, Adamax, Nadam, RMSprop, Adagrad, Adadelta, Lion)
 }
 """By the names that Keras gives them."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.comm.wire import (
-    GREET_TIMEOUT_S,
-    GREETING,
+    HANDSHAKE_TIMEOUT_S,
     HEADER,
+    HELLO,
     PROOF_BYTES,
     check_proof,
     make_greeting,
@@ -24,7 +24,7 @@ from paceline.comm.wire import (
     unpack_header,
 )
 from paceline.errors import WireError
-from paceline.protocol.messages import Message, from_plain, to_plain
+from paceline.protocol.messages import Message, message_from_wire, message_to_wire
 
 MAX_STORE_BYTES = 1 << 20
 
@@ -43,21 +43,21 @@ class Hub:
         self.on_message = on_message
         self.on_gone = on_gone
         self.on_refused = on_refused
-        self.members: dict[str, Peer] = {}
-        self.store = KeyStore()
+        self.members: dict[str, HubConnection] = {}
+        self.store = RendezvousStore()
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> int:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Peer(self), host, 0)
+        self._server = await loop.create_server(lambda: HubConnection(self), host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    def tell(self, who: str, message: Message) -> None:
+    def send(self, who: str, message: Message) -> None:
         """Send to a member; one that is gone is reported by `on_gone`, not here."""
         peer = self.members.get(who)
         if peer is not None:
-            peer.send(to_plain(message))
+            peer.send(message_to_wire(message))
 
     async def close(self) -> None:
         if self._server is not None:
@@ -67,7 +67,7 @@ class Hub:
         self.members.clear()
 
 
-class Peer(asyncio.Protocol):
+class HubConnection(asyncio.Protocol):
     """One connection: greeting, then who it is, then messages."""
 
     def __init__(self, hub: Hub) -> None:
@@ -87,9 +87,9 @@ class Peer(asyncio.Protocol):
         greeting, self._mine = make_greeting()
         transport.write(greeting)
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(GREET_TIMEOUT_S, self._drop_stranger)
+        self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self._drop_unauthenticated)
 
-    def _drop_stranger(self) -> None:
+    def _drop_unauthenticated(self) -> None:
         if self.who is None:
             self._hub.on_refused(f"{self._address}: it did not introduce itself")
             self.drop()
@@ -121,11 +121,11 @@ class Peer(asyncio.Protocol):
     # Each of these takes one thing from the buffer; False means that more bytes are needed.
 
     def _take_greeting(self) -> bool:
-        need = GREETING.size + PROOF_BYTES
+        need = HELLO.size + PROOF_BYTES
         if len(self._buffer) < need:
             return False
-        self._theirs = read_greeting(bytes(self._buffer[: GREETING.size]))
-        proof = bytes(self._buffer[GREETING.size : need])
+        self._theirs = read_greeting(bytes(self._buffer[: HELLO.size]))
+        proof = bytes(self._buffer[HELLO.size : need])
         del self._buffer[:need]
         check_proof(proof, self._hub.token, "client", self._theirs, self._mine)
         assert self._transport is not None
@@ -154,7 +154,7 @@ class Peer(asyncio.Protocol):
         if head is None:
             return False
         assert self.who is not None
-        self._hub.on_message(self.who, from_plain(head))
+        self._hub.on_message(self.who, message_from_wire(head))
         return True
 
     def _take_store_call(self) -> bool:
@@ -181,7 +181,7 @@ class Peer(asyncio.Protocol):
 Reply = Callable[[str, Any], None]
 
 
-class KeyStore:
+class RendezvousStore:
     """Keys and values for rendezvous; `get` waits until the key is there."""
 
     def __init__(self) -> None:

@@ -17,18 +17,18 @@ OnLine = Callable[[str, str], None]
 """Gets who printed, and a line of what it printed."""
 
 
-class Process(Protocol):
+class LaunchedProcess(Protocol):
     """A worker with the servers beside it, or a server of its own, wherever it runs."""
 
-    who: str
-    place: str
+    process_name: str
+    location: str
     """For people: its pid here, its machine elsewhere."""
 
     async def wait(self) -> str | None:
         """Until it ends: None if in order, else how it ended, in words."""
         ...
 
-    def ask_stacks(self) -> None: ...
+    def request_stacks(self) -> None: ...
 
     def kill(self) -> None:
         """End it and all that it started; `wait` tells when that is done."""
@@ -42,10 +42,10 @@ class Launcher(Protocol):
     """One word for run.json: local, ssh, ray, spark."""
     host: str
     """Where the supervisor listens: an address that all processes reach. Known after `open`."""
-    carries_live: bool
+    supports_live_objects: bool
     """Whether objects of this process can be handed to those that are started."""
 
-    def pack(self, job_file: Path | None, out: Path) -> None:
+    def bundle(self, job_file: Path | None, out: Path) -> None:
         """What must go along with the job; called before anything starts, raises UsageError."""
         ...
 
@@ -56,17 +56,17 @@ class Launcher(Protocol):
         """
         ...
 
-    def seat_servers(self, servers: int, workers: int) -> list[int | None]:
+    def place_servers(self, servers: int, workers: int) -> list[int | None]:
         """For each server the worker that it is a child of; None for a process of its own."""
         ...
 
     async def start(
         self, assignment: Assignment, live: bytes | None, on_line: OnLine
-    ) -> Process: ...
+    ) -> LaunchedProcess: ...
 
     async def close(self) -> None: ...
 
 
-def beside_workers(servers: int, workers: int) -> list[int | None]:
+def round_robin_parents(servers: int, workers: int) -> list[int | None]:
     """Servers go round the workers."""
     return [server % workers for server in range(servers)]

@@ -12,13 +12,13 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare import clear_runs
-from paceline.launch.matrix_file import Cell, Matrix, iterate_jobs, list_cells
-from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_job, usable_cores
+from paceline.launch.compare_runs import clear_runs
+from paceline.launch.matrix_file import Matrix, MatrixCell, iterate_jobs, list_cells
+from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_training, usable_cores
 from paceline.report.comparison import compare_tasks
-from paceline.report.matrix_view import MatrixView
+from paceline.report.matrix_progress import MatrixProgress
 from paceline.specs.strategy import Strategy
-from paceline.telemetry.folder import RunFolder, write_json
+from paceline.telemetry.run_folder import RunFolder, write_json
 
 Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
 
@@ -41,7 +41,9 @@ class MatrixOptions:
     progress: bool = False
 
 
-def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_job) -> dict[str, Any]:
+def run_matrix(
+    matrix: Matrix, options: MatrixOptions, *, run: Run = run_training
+) -> dict[str, Any]:
     """Make every run that is not there yet; returns what `comparison.json` holds.
 
     A run that fails or diverges is kept and counted, and the others go on. What was made before
@@ -57,12 +59,12 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_job) ->
     if not options.force:
         check_folder(options.out, cells)
     options.out.mkdir(parents=True, exist_ok=True)
-    with hold(options.out):
+    with lock_matrix_folder(options.out):
         return run_cells(matrix, cells, options, run)
 
 
 @contextlib.contextmanager
-def hold(out: Path) -> Iterator[None]:
+def lock_matrix_folder(out: Path) -> Iterator[None]:
     """Two commands must not make the same runs in the same folder; the end of one frees it."""
     with (out / "matrix.lock").open("w") as file:
         try:
@@ -75,7 +77,7 @@ def hold(out: Path) -> Iterator[None]:
 
 
 def run_cells(
-    matrix: Matrix, cells: list[Cell], options: MatrixOptions, run: Run
+    matrix: Matrix, cells: list[MatrixCell], options: MatrixOptions, run: Run
 ) -> dict[str, Any]:
     if options.force:
         clear_runs(options.out)
@@ -92,10 +94,10 @@ def run_cells(
     threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
     results: dict[str, dict[str, Any]] = {}
     sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
-    with MatrixView(matrix.title, sizes, quiet=not options.progress) as view:
+    with MatrixProgress(matrix.title, sizes, quiet=not options.progress) as view:
         try:
             for cell in cells:
-                kept = read_kept(options.out / cell.name, retry=options.retry)
+                kept = read_existing_result(options.out / cell.name, retry=options.retry)
                 if kept is None:
                     view.begin(cell.name)
                     kept = run_cell(cell, threads, options, view, run)
@@ -111,7 +113,7 @@ def run_cells(
 
 
 def run_cell(
-    cell: Cell, threads: int, options: MatrixOptions, view: MatrixView, run: Run
+    cell: MatrixCell, threads: int, options: MatrixOptions, view: MatrixProgress, run: Run
 ) -> dict[str, Any]:
     folder = RunFolder(options.out / cell.name)
     half_done = any(folder.checkpoints.glob("[0-9]*/state.json")) and not folder.result.exists()
@@ -123,7 +125,7 @@ def run_cell(
         resume=half_done,
         force=not half_done,
         labels=cell.labels,
-        show=view.show,
+        on_event=view.show,
     )
     try:
         return run(cell.reference, cell.spec, mine)
@@ -133,7 +135,7 @@ def run_cell(
         return folder.read_result()
 
 
-def read_kept(path: Path, *, retry: bool) -> dict[str, Any] | None:
+def read_existing_result(path: Path, *, retry: bool) -> dict[str, Any] | None:
     """The result of a run that need not be made again."""
     folder = RunFolder(path)
     if not folder.result.exists():
@@ -145,7 +147,7 @@ def read_kept(path: Path, *, retry: bool) -> dict[str, Any] | None:
     return result
 
 
-def check_folder(out: Path, cells: list[Cell]) -> None:
+def check_folder(out: Path, cells: list[MatrixCell]) -> None:
     """A run that is there already must be the one that the matrix means by its name."""
     known = out / "matrix.json"
     if not known.exists():
@@ -160,7 +162,11 @@ def check_folder(out: Path, cells: list[Cell]) -> None:
         ) from None
     for cell in cells:
         now, then = cell.model_dump(mode="json"), before.get(cell.name)
-        if then is None or not (out / cell.name).exists() or leave_place(then) == leave_place(now):
+        if (
+            then is None
+            or not (out / cell.name).exists()
+            or without_data_location(then) == without_data_location(now)
+        ):
             continue
         raise UsageError(
             f"--out {out} holds {cell.name} of another matrix: name a new folder, or start over "
@@ -168,6 +174,6 @@ def check_folder(out: Path, cells: list[Cell]) -> None:
         )
 
 
-def leave_place(row: dict[str, Any]) -> dict[str, Any]:
+def without_data_location(row: dict[str, Any]) -> dict[str, Any]:
     """A run without where its data lies, which may have moved since."""
     return {**row, "job": {k: v for k, v in row.get("job", {}).items() if k != "data_dir"}}

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from paceline.errors import UsageError, nearest
-from paceline.job import Job, JobRef, make_job
-from paceline.launch.compare import workers_for
+from paceline.errors import UsageError, suggest_name
+from paceline.job import Job, JobRef, build_job
+from paceline.launch.compare_runs import workers_for
 from paceline.launch.run import check_sizes
-from paceline.specs.strategy import Strategy, read_strategy
+from paceline.specs.strategy import Strategy, parse_strategy
 
 AXES = ("model", "data", "batch", "seed")
 """Fields of a job that a matrix varies; the others are the same in every run."""
@@ -24,7 +24,7 @@ AXES = ("model", "data", "batch", "seed")
 SCALES = ("full", "small")
 
 
-class Arm(BaseModel):
+class MatrixArm(BaseModel):
     """One strategy of a matrix, with what it alone does differently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,7 +38,7 @@ class Arm(BaseModel):
     job: dict[str, Any] = Field(default_factory=dict)
 
 
-class Work(BaseModel):
+class ModelAndData(BaseModel):
     """A model with its data, and what this pair does differently from the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,10 +59,10 @@ class Matrix(BaseModel):
     study: str | None = None
     """Whose published figures stand beside these runs in `report --against published`."""
     job: dict[str, Any] = Field(default_factory=dict)
-    work: list[Work] = Field(default_factory=list)
+    work: list[ModelAndData] = Field(default_factory=list)
     models: list[str] = Field(default_factory=list)
     data: list[str] = Field(default_factory=list)
-    strategies: list[Arm]
+    strategies: list[MatrixArm]
     batches: list[int] = Field(default_factory=lambda: [128])
     batch_is: Literal["global", "per-worker"] = "global"
     workers: list[int] = Field(default_factory=lambda: [2])
@@ -89,12 +89,14 @@ class Matrix(BaseModel):
         return value
 
     @property
-    def pairs(self) -> list[Work]:
-        crossed = [Work(model=m, data=d) for m, d in itertools.product(self.models, self.data)]
+    def pairs(self) -> list[ModelAndData]:
+        crossed = [
+            ModelAndData(model=m, data=d) for m, d in itertools.product(self.models, self.data)
+        ]
         return [*self.work, *crossed]
 
 
-class Cell(BaseModel):
+class MatrixCell(BaseModel):
     """One run of a matrix."""
 
     model_config = ConfigDict(frozen=True)
@@ -110,7 +112,7 @@ class Cell(BaseModel):
 
     @property
     def spec(self) -> Strategy:
-        return read_strategy(self.strategy)
+        return parse_strategy(self.strategy)
 
     @property
     def reference(self) -> JobRef:
@@ -139,7 +141,7 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
     try:
         return Matrix(**plain)
     except ValidationError as error:
-        raise UsageError(f"matrix {path}: {explain(error)}") from None
+        raise UsageError(f"matrix {path}: {explain_matrix_error(error)}") from None
 
 
 def apply_small(plain: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def find_matrix(name: str) -> Path:
         return shipped[name]
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise UsageError(f"matrix {name} does not exist: name a file, or {', '.join(shipped)}")
-    raise UsageError(f"unknown matrix {name!r}: {nearest(name, shipped)}")
+    raise UsageError(f"unknown matrix {name!r}: {suggest_name(name, shipped)}")
 
 
 def list_shipped() -> list[Path]:
@@ -170,7 +172,7 @@ def list_shipped() -> list[Path]:
     return sorted(folder.glob("*.yaml"))
 
 
-def explain(error: ValidationError) -> str:
+def explain_matrix_error(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "it"
     if first["type"] == "extra_forbidden":
@@ -180,7 +182,7 @@ def explain(error: ValidationError) -> str:
     return f"{where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def list_cells(matrix: Matrix, given: dict[str, Any]) -> list[Cell]:
+def list_cells(matrix: Matrix, given: dict[str, Any]) -> list[MatrixCell]:
     """Every run, in the order they are made; `given` replaces fields of every job.
 
     Seed by seed and strategies innermost, so that a slow hour of the machine falls on all
@@ -211,14 +213,14 @@ def list_cells(matrix: Matrix, given: dict[str, Any]) -> list[Cell]:
 
 def make_cell(
     matrix: Matrix,
-    work: Work,
-    arm: Arm,
+    work: ModelAndData,
+    arm: MatrixArm,
     batch: int,
     workers: int,
     seed: int,
     given: dict[str, Any],
-) -> Cell:
-    strategy = read_strategy(arm.strategy)
+) -> MatrixCell:
+    strategy = parse_strategy(arm.strategy)
     count = workers_for(strategy, arm.workers or workers)
     label = arm.arm or str(strategy)
     whole = batch * count if matrix.batch_is == "per-worker" else batch
@@ -234,7 +236,7 @@ def make_cell(
         "seed": seed,
     }
     parts = (work.data, work.model, f"b{batch}", f"w{count}", make_slug(label), f"seed{seed}")
-    return Cell(
+    return MatrixCell(
         name="-".join(parts),
         task=f"{work.model} on {work.data}, batch {batch}{per_worker}",
         arm=label,
@@ -253,20 +255,20 @@ def make_slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60]
 
 
-def check_cell(cell: Cell) -> None:
+def check_cell(cell: MatrixCell) -> None:
     """All that can be wrong with a run, before the first one starts; data is looked for later."""
     try:
-        job = make_job(**cell.job)
+        job = build_job(**cell.job)
         check_sizes(job.batch, cell.spec, cell.workers)
     except UsageError as error:
         raise UsageError(f"run {cell.name}: {error}") from None
 
 
-def iterate_jobs(cells: list[Cell]) -> Iterator[Job]:
+def iterate_jobs(cells: list[MatrixCell]) -> Iterator[Job]:
     """One job for each model and data set."""
     seen = set()
     for cell in cells:
         key = cell.job["model"], cell.job["data"]
         if key not in seen:
             seen.add(key)
-            yield make_job(**cell.job)
+            yield build_job(**cell.job)

@@ -21,18 +21,18 @@ import psutil
 
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.distant import DistantLauncher
+from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.launcher import Launcher
-from paceline.launch.local import LocalLauncher
-from paceline.launch.supervisor import Outcome, Supervisor
-from paceline.launch.watch import Watch
-from paceline.protocol.coordinator import RunPlan
-from paceline.specs.optimizer import read_optimizer
-from paceline.specs.strategy import Strategy, read_strategy
-from paceline.specs.trouble import Trouble
-from paceline.telemetry.folder import EventWriter, RunFolder, write_json
-from paceline.telemetry.notes import NoteKeeper
+from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.remote_launcher import RemoteLauncher
+from paceline.launch.supervisor import RunOutcome, Supervisor
+from paceline.protocol.coordinator import RunSpec
+from paceline.specs.optimizer import parse_optimizer
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.specs.strategy import Strategy, parse_strategy
+from paceline.telemetry.event_log import EventLog
 from paceline.telemetry.result import make_result
+from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 
 LEAST_TIMEOUT_S = 2.0
 DEFAULT_TIMEOUT_S = 300.0
@@ -51,8 +51,8 @@ class RunOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     resume: bool = False
     force: bool = False
-    troubles: tuple[Trouble, ...] = ()
-    start_from: Path | None = None
+    slowdowns: tuple[InjectedSlowdown, ...] = ()
+    from_checkpoint: Path | None = None
     """A checkpoint of another run of the same job to begin from; its time counts along."""
     keep_checkpoints: int = 2
     predicted: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class RunOptions:
     """From 1: the epoch whose operators are timed."""
     metrics_port: int | None = None
     """Where to serve metrics while the run goes on, on loopback; 0 for any port."""
-    show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
+    on_event: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
@@ -89,7 +89,7 @@ class RunOptions:
         """0 where other machines' cores decide."""
         if self.threads is not None:
             return self.threads
-        return max(1, usable_cores() // self.workers) if self.launcher.carries_live else 0
+        return max(1, usable_cores() // self.workers) if self.launcher.supports_live_objects else 0
 
 
 def usable_cores() -> int:
@@ -107,7 +107,7 @@ def train(
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
-    launcher: DistantLauncher | None = None,
+    launcher: RemoteLauncher | None = None,
 ) -> dict[str, Any]:
     """Train a job and return its result (what `result.json` holds).
 
@@ -116,7 +116,7 @@ def train(
     Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
     ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
     """
-    from paceline.report.show import make_show
+    from paceline.report.terminal import terminal_reporter
 
     if launcher is not None:
         if workers not in (None, launcher.workers):
@@ -125,7 +125,7 @@ def train(
             )
         workers = launcher.workers
     folder = Path(out) if out is not None else Path("runs") / new_run_name(str(strategy))
-    with make_show(str(strategy), quiet=not progress) as show:
+    with terminal_reporter(str(strategy), quiet=not progress) as show:
         options = RunOptions(
             out=folder,
             workers=2 if workers is None else workers,
@@ -134,9 +134,9 @@ def train(
             resume=resume,
             force=force,
             launcher=launcher or LocalLauncher(),
-            show=show,
+            on_event=show,
         )
-        return run_job(job, read_strategy(strategy), options)
+        return run_training(job, parse_strategy(strategy), options)
 
 
 def new_run_name(label: str) -> str:
@@ -144,7 +144,7 @@ def new_run_name(label: str) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{word}-{secrets.token_hex(2)}"
 
 
-def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
+def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
     """The same with everything said; raises as `train` does."""
     if getattr(current_process(), "_inheriting", False):
         raise UsageError(
@@ -166,9 +166,9 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
             "name one of them"
         )
     live = None
-    reference = refer_to(job, resolved)
+    reference = job_reference(job, resolved)
     if reference is None:
-        if not options.launcher.carries_live:
+        if not options.launcher.supports_live_objects:
             raise UsageError(
                 "this job holds live objects, which stay in this process and its children: for "
                 "other machines name model and data, or write a job file with a function job()"
@@ -176,7 +176,7 @@ def run_job(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[
         from paceline.worker.spawn import pack_live
 
         live = pack_live(resolved)
-    options.launcher.pack(reference.file if reference is not None else None, options.out)
+    options.launcher.bundle(reference.file if reference is not None else None, options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
     template = {"job": reference}
@@ -192,17 +192,17 @@ def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
     return facts
 
 
-def refer_to(job: Job | JobRef, resolved: Job) -> JobRef | None:
+def job_reference(job: Job | JobRef, resolved: Job) -> JobRef | None:
     """A job that can be named again; None for one that holds live objects."""
     if isinstance(job, JobRef):
         return job
     return JobRef(fields=plain_fields(resolved)) if resolved.is_plain else None
 
 
-def make_plan(job: Job, strategy: Strategy, workers: int) -> RunPlan:
+def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
     """What the coordinator is told of a job, whoever carries it out."""
     point = job.checkpoint_point
-    return RunPlan(
+    return RunSpec(
         strategy=strategy,
         workers=workers,
         clip=job.clip,
@@ -214,7 +214,7 @@ def make_plan(job: Job, strategy: Strategy, workers: int) -> RunPlan:
     )
 
 
-def run_script(
+def run_local_script(
     script: Path, args: list[str], strategy: Strategy, options: RunOptions
 ) -> dict[str, Any]:
     """Run a user's own loop on local processes."""
@@ -222,7 +222,7 @@ def run_script(
     if not script.is_file():
         raise UsageError(f"script {script} does not exist: name a Python file")
     strategy.check_workers(options.workers)
-    plan = RunPlan(strategy=strategy, workers=options.workers, own_loop=True)
+    plan = RunSpec(strategy=strategy, workers=options.workers, custom_loop=True)
     facts = {"model": script.stem, "data": "own loop", "seed": 0, "script": str(script)}
     template = {"script": str(script.resolve()), "script_args": tuple(args)}
     return _run(plan, facts, template, None, options, started_wall_s)
@@ -238,7 +238,7 @@ def plain_fields(job: Job) -> dict[str, Any]:
 
 
 def _run(
-    plan: RunPlan,
+    plan: RunSpec,
     facts: dict[str, Any],
     template: dict[str, Any],
     live: bytes | None,
@@ -248,8 +248,11 @@ def _run(
     folder = RunFolder(options.out)
     fresh = not options.out.exists()
     checkpoint, memory = (None, None)
-    if options.start_from is not None:
-        checkpoint, memory = str(options.start_from.resolve()), read_memory(options.start_from)
+    if options.from_checkpoint is not None:
+        checkpoint, memory = (
+            str(options.from_checkpoint.resolve()),
+            read_coordinator_state(options.from_checkpoint),
+        )
     elif options.resume:
         checkpoint, memory = find_checkpoint(folder, facts)
     folder.prepare(force=options.force, resume=options.resume)
@@ -265,17 +268,17 @@ def _run(
         "threads": options.threads_each,
         "pin": options.pin,
         "timeout_s": options.timeout_s,
-        "troubles": [t.to_plain() for t in options.troubles],
+        "troubles": [t.to_plain() for t in options.slowdowns],
         "predicted": options.predicted,
         "job": facts,
         "labels": dict(options.labels),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
-        "machine": machine(),
+        "machine": machine_info(),
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
-    keeper = NoteKeeper(writer, options.show)
+    keeper = EventLog(writer, options.on_event)
     keeper.started(config)
     template = {
         **template,
@@ -284,17 +287,17 @@ def _run(
         "pin": options.pin,
         "checkpoint": checkpoint,
         "keep_checkpoints": options.keep_checkpoints,
-        "troubles": tuple(t.to_plain() for t in options.troubles),
+        "slowdowns": tuple(t.to_plain() for t in options.slowdowns),
         "telemetry": options.telemetry,
         "profile_epoch": options.profile_epoch,
     }
     watch = None
     if options.telemetry:
-        watch = Watch(
+        watch = LiveMonitor(
             config, writer, metrics_port=options.metrics_port, metrics_file=folder.metrics
         )
 
-    async def supervise() -> Outcome:
+    async def supervise() -> RunOutcome:
         supervisor = Supervisor(
             plan=plan,
             launcher=options.launcher,
@@ -305,7 +308,7 @@ def _run(
             started_wall_s=started_wall_s,
             show=keeper.note,
             memory=memory,
-            show_output=plan.own_loop,
+            show_output=plan.custom_loop,
             watch=watch,
         )
         return await supervisor.run()
@@ -326,7 +329,7 @@ def _run(
         leave_nothing()
         raise
     trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
-    if outcome.usage and trained == 0 and (fresh or earlier is not None):
+    if outcome.is_usage_error and trained == 0 and (fresh or earlier is not None):
         leave_nothing()
         raise UsageError(outcome.error)
     keeper.ended(outcome.status, outcome.error, outcome.seconds)
@@ -334,17 +337,19 @@ def _run(
     result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     if (way := result["collectives"]) is not None:
-        options.show("way", way)
-    return conclude(result, outcome, folder)
+        options.on_event("way", way)
+    return raise_unless_done(result, outcome, folder)
 
 
-def conclude(result: dict[str, Any], outcome: Outcome, folder: RunFolder) -> dict[str, Any]:
+def raise_unless_done(
+    result: dict[str, Any], outcome: RunOutcome, folder: RunFolder
+) -> dict[str, Any]:
     """The result of a run that is done; raises what its end deserves otherwise."""
     if outcome.status == "done":
         return result
     if outcome.status == "cancelled":
         raise KeyboardInterrupt
-    if outcome.usage:
+    if outcome.is_usage_error:
         raise UsageError(outcome.error)
     text = outcome.error or outcome.status
     if outcome.status == "diverged":
@@ -415,7 +420,7 @@ def find_checkpoint(
     whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
     if not whole:
         return None, None
-    memory = read_memory(whole[-1])
+    memory = read_coordinator_state(whole[-1])
     if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
         raise UsageError(
             f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
@@ -425,10 +430,10 @@ def find_checkpoint(
 
 
 def _word(optimizer: str) -> str:
-    return read_optimizer(optimizer).word
+    return parse_optimizer(optimizer).name
 
 
-def read_memory(checkpoint: Path) -> dict[str, Any]:
+def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
     """What the coordinator remembered when a checkpoint was made."""
     try:
         head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
@@ -450,7 +455,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, Any]:
+def machine_info() -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "cores": usable_cores(),

@@ -17,15 +17,21 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.files import FileDesk
+from paceline.launch.folder_service import FolderService
 from paceline.launch.hub import Hub
-from paceline.launch.launcher import Launcher, Process
-from paceline.launch.watch import Watch
-from paceline.protocol.coordinator import Action, Coordinator, End, Note, RunPlan
-from paceline.protocol.membership import Member
-from paceline.protocol.messages import Failing, Finished, Message, Observed, ServerStop
-from paceline.protocol.pace import Tell, TellServers
-from paceline.telemetry.folder import RunFolder
+from paceline.launch.launcher import LaunchedProcess, Launcher
+from paceline.launch.live_monitor import LiveMonitor
+from paceline.protocol.coordinator import Action, Coordinator, EmitEvent, EndRun, RunSpec
+from paceline.protocol.membership import MemberStatus
+from paceline.protocol.messages import (
+    Message,
+    ProcessFailing,
+    StopServer,
+    TelemetryForwarded,
+    WorkerFinished,
+)
+from paceline.protocol.pace import Send, SendToServers
+from paceline.telemetry.run_folder import RunFolder
 from paceline.worker.assignment import Assignment
 from paceline.worker.main import STACKS_BEGIN, STACKS_END
 
@@ -41,27 +47,27 @@ ORDERLY_S = 10.0
 PROGRESS_S = 0.5
 JUDGE_S = 1.0
 
-Shown = Callable[[str, dict[str, Any]], None]
+OnEvent = Callable[[str, dict[str, Any]], None]
 """Gets notes for people: kind and facts."""
 
 
 @dataclass
-class Failure:
+class ProcessFailure:
     who: str
     text: str
-    weight: int
+    certainty: int
     """2: certainly a cause. 1: an exception of its own. 0: probably a consequence."""
-    usage: bool = False
+    is_usage_error: bool = False
     details: str = ""
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     status: str
     error: str | None
     seconds: float
     coordinator: Coordinator
-    usage: bool = False
+    is_usage_error: bool = False
     details: str = ""
 
 
@@ -69,17 +75,17 @@ class Supervisor:
     def __init__(
         self,
         *,
-        plan: RunPlan,
+        plan: RunSpec,
         launcher: Launcher,
         folder: RunFolder,
         template: dict[str, Any],
         live: bytes | None,
         timeout_s: float,
         started_wall_s: float,
-        show: Shown,
+        show: OnEvent,
         memory: dict[str, Any] | None = None,
         show_output: bool = False,
-        watch: Watch | None = None,
+        watch: LiveMonitor | None = None,
     ) -> None:
         self._plan = plan
         self._launcher = launcher
@@ -90,19 +96,19 @@ class Supervisor:
         self._began = started_wall_s
         self._show = show
         self._show_output = show_output
-        self._watch_live = watch
+        self._monitor = watch
         self._token = secrets.token_hex(32)
         self._coordinator = Coordinator(plan, now=self._now(), memory=memory)
         self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
-        self._processes: list[Process] = []
+        self._processes: list[LaunchedProcess] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        self._failures: list[Failure] = []
+        self._failures: list[ProcessFailure] = []
         self._gone: set[str] = set()
-        self._end: End | None = None
+        self._end: EndRun | None = None
         self._finished: set[str] = set()
         self._ended = asyncio.Event()
-        self._desk = FileDesk(folder, template.get("checkpoint"))
-        self._parents = launcher.seat_servers(plan.servers, plan.workers)
+        self._folder_service = FolderService(folder, template.get("checkpoint"))
+        self._parents = launcher.place_servers(plan.servers, plan.workers)
         self._logs: dict[str, IO[str]] = {}
         self._stacks: dict[str, list[str]] = {}
         self._stacks_open: set[str] = set()
@@ -111,33 +117,33 @@ class Supervisor:
     def _now(self) -> float:
         return time.time() - self._began
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Run to the end; always cleans up, also when cancelled (then the status says so)."""
-        self._end_like_ctrl_c_on_sigterm()
+        self._cancel_on_sigterm()
         try:
-            if self._watch_live is not None:
-                await self._watch_live.start(self._now, self._token)
-                self._tasks.append(asyncio.create_task(self._judge()))
+            if self._monitor is not None:
+                await self._monitor.start(self._now, self._token)
+                self._tasks.append(asyncio.create_task(self._watch_verdicts()))
             await self._start()
             await self._ended.wait()
             if self._end is not None and self._end.status == "done":
-                await self._let_end()
+                await self._shut_down()
         except asyncio.CancelledError:
             self._carry_out(self._coordinator.stop("cancelled", "interrupted by the user"))
         finally:
             await self._clean_up()
         assert self._end is not None
         chief = self._main_failure()
-        return Outcome(
+        return RunOutcome(
             status=self._end.status,
             error=self._end.error,
             seconds=self._now(),
             coordinator=self._coordinator,
-            usage=self._end.usage or bool(chief and chief.usage),
+            is_usage_error=self._end.usage or bool(chief and chief.is_usage_error),
             details=chief.details if chief else "",
         )
 
-    def _end_like_ctrl_c_on_sigterm(self) -> None:
+    def _cancel_on_sigterm(self) -> None:
         """A batch system ends a job by SIGTERM: cancelled, with its result written."""
         task = asyncio.current_task()
         if task is not None and threading.current_thread() is threading.main_thread():
@@ -155,7 +161,7 @@ class Supervisor:
         except PacelineError as error:
             usage = isinstance(error, UsageError)
             details = getattr(error, "details", "")
-            self._fail(Failure("supervisor", str(error), 2, usage, details=details))
+            self._fail(ProcessFailure("supervisor", str(error), 2, usage, details=details))
             return
         self._tasks.append(asyncio.create_task(self._watch_deadlines()))
 
@@ -186,42 +192,44 @@ class Supervisor:
     # ---- what comes in ------------------------------------------------------------------------
 
     def _on_message(self, who: str, message: Message) -> None:
-        if isinstance(message, Failing):
+        if isinstance(message, ProcessFailing):
             weight = {"usage": 2, "own": 1, "peer": 0}[message.blame]
-            text = f"{self._name(who)} failed{self._at_step(who)}: {message.error}"
+            text = f"{self._display_name(who)} failed{self._at_step(who)}: {message.error}"
             if message.blame == "usage":
                 text = message.error
             self._fail(
-                Failure(who, text, weight, message.blame == "usage", details=message.traceback)
+                ProcessFailure(
+                    who, text, weight, message.blame == "usage", details=message.traceback
+                )
             )
             return
-        if isinstance(message, Observed):
-            if self._watch_live is not None:
-                self._watch_live.take(who, message.event)
+        if isinstance(message, TelemetryForwarded):
+            if self._monitor is not None:
+                self._monitor.record(who, message.event)
             return
-        if isinstance(message, Finished):
+        if isinstance(message, WorkerFinished):
             self._finished.add(who)
         try:
-            taken, answer = self._desk.serve(who, message, self._now())
+            taken, answer = self._folder_service.handle(who, message, self._now())
             if answer is not None:
-                self._hub.tell(who, answer)
+                self._hub.send(who, answer)
             if taken:
                 return
             self._carry_out(self._coordinator.handle(message, self._now()))
             self._show_progress()
         except Exception as error:
             # Our own fault, or a full disk: no worker must be blamed for it.
-            self._fail_here(error)
+            self._fail_supervisor(error)
 
-    def _fail_here(self, error: Exception) -> None:
+    def _fail_supervisor(self, error: Exception) -> None:
         text = f"the supervisor failed: {type(error).__name__}: {error}"
         details = "" if isinstance(error, OSError) else traceback.format_exc()
-        self._fail(Failure("supervisor", text, 2, details=details))
+        self._fail(ProcessFailure("supervisor", text, 2, details=details))
 
     def _on_gone(self, who: str) -> None:
         self._gone.add(who)
-        if self._watch_live is not None:
-            self._watch_live.look()
+        if self._monitor is not None:
+            self._monitor.sample_now()
         if self._ended.is_set() or not who.startswith("server"):
             return  # A worker's end is told by its process, with its exit status.
         if not any(f.who == who for f in self._failures):
@@ -232,16 +240,16 @@ class Supervisor:
         parent = self._parents[int(who.split("-")[1])]
         if parent is None:
             return  # Its process tells.
-        told = [f.weight for f in self._failures if f.who == f"worker-{parent}"]
+        told = [f.certainty for f in self._failures if f.who == f"worker-{parent}"]
         weight = 2
         if f"worker-{parent}" in self._gone:
             if not told or max(told) > 0:
                 return  # The worker is the cause.
             weight = 1  # The worker lost a peer: this server, or another that shows soon.
         self._fail(
-            Failure(
+            ProcessFailure(
                 who,
-                f"{self._name(who)} (beside worker {parent}) went away without a word "
+                f"{self._display_name(who)} (beside worker {parent}) went away without a word "
                 f"after {self._coordinator.history.updates} updates: it was killed or crashed",
                 weight,
             )
@@ -261,7 +269,7 @@ class Supervisor:
         try:
             self._log(who, line)
         except OSError as error:
-            self._fail_here(error)
+            self._fail_supervisor(error)
         if self._show_output:
             self._show("output", {"who": who, "line": line})
 
@@ -273,13 +281,13 @@ class Supervisor:
         self._logs[who].write(line + "\n")
         self._logs[who].flush()
 
-    async def _judge(self) -> None:
+    async def _watch_verdicts(self) -> None:
         """Say what limits the run as soon as it can be told."""
-        assert self._watch_live is not None
+        assert self._monitor is not None
         while True:
             await asyncio.sleep(JUDGE_S)
             try:
-                for event in self._watch_live.judge(self._now()):
+                for event in self._monitor.changed_verdicts(self._now()):
                     self._show("verdict", event.to_plain())
             except Exception as error:
                 # A rule that fails must not end a run that goes well.
@@ -289,14 +297,14 @@ class Supervisor:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Tell):
-                self._hub.tell(f"worker-{action.worker}", action.message)
-            elif isinstance(action, TellServers):
+            if isinstance(action, Send):
+                self._hub.send(f"worker-{action.worker}", action.message)
+            elif isinstance(action, SendToServers):
                 for server in range(action.servers):
-                    self._hub.tell(f"server-{server}", action.message)
-            elif isinstance(action, Note):
+                    self._hub.send(f"server-{server}", action.message)
+            elif isinstance(action, EmitEvent):
                 self._show(action.kind, {**action.facts, "t": self._now()})
-            elif isinstance(action, End):
+            elif isinstance(action, EndRun):
                 self._end = action
                 self._ended.set()
 
@@ -315,43 +323,44 @@ class Supervisor:
             "loss": history.tally.loss,
             "strategy": str(strategy),
         }
-        if self._watch_live is not None:
-            self._watch_live.live.progress = facts
+        if self._monitor is not None:
+            self._monitor.live.progress = facts
         self._show("progress", facts)
 
     # ---- failures -----------------------------------------------------------------------------
 
-    async def _watch(self, process: Process) -> None:
+    async def _watch(self, process: LaunchedProcess) -> None:
         how = await process.wait()
-        if self._ended.is_set() or (how is None and process.who in self._finished):
+        if self._ended.is_set() or (how is None and process.process_name in self._finished):
             return  # Done before the others: worker 0 may still be saving the model.
         # Its last words may still be on their way through the control connection.
         await asyncio.sleep(0.1)
-        told = [f for f in self._failures if f.who == process.who]
+        told = [f for f in self._failures if f.who == process.process_name]
         if self._ended.is_set() or told:
             return
         text = (
-            f"{self._name(process.who)} ({process.place}) ended"
-            f"{self._at_step(process.who)}: {how or 'exit status 0 before the run was over'}"
+            f"{self._display_name(process.process_name)} ({process.location}) ended"
+            f"{self._at_step(process.process_name)}: "
+            f"{how or 'exit status 0 before the run was over'}"
         )
-        last = self._last_lines(process.who)
-        self._fail(Failure(process.who, text, 2, details=last))
+        last = self._last_lines(process.process_name)
+        self._fail(ProcessFailure(process.process_name, text, 2, details=last))
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: ProcessFailure) -> None:
         first = not self._failures
         self._failures.append(failure)
-        if failure.weight == 2:
-            self._conclude()
+        if failure.certainty == 2:
+            self._end_with_cause()
         elif first:
-            asyncio.get_running_loop().call_later(GRACE_S, self._conclude)
+            asyncio.get_running_loop().call_later(GRACE_S, self._end_with_cause)
 
-    def _conclude(self) -> None:
+    def _end_with_cause(self) -> None:
         chief = self._main_failure()
         if chief is not None and not self._ended.is_set():
             self._carry_out(self._coordinator.stop("failed", chief.text))
 
-    def _main_failure(self) -> Failure | None:
-        return max(self._failures, key=lambda f: f.weight, default=None)
+    def _main_failure(self) -> ProcessFailure | None:
+        return max(self._failures, key=lambda f: f.certainty, default=None)
 
     async def _watch_deadlines(self) -> None:
         while True:
@@ -359,7 +368,7 @@ class Supervisor:
             if not self._find_stuck():
                 continue
             for process in self._processes:
-                process.ask_stacks()
+                process.request_stacks()
             await asyncio.sleep(min(STACKS_S, self._timeout_s))
             stuck = self._find_stuck()
             if not stuck:
@@ -370,18 +379,20 @@ class Supervisor:
                 for w, _ in stuck
             ]
             text = f"{named} made no progress for {self._timeout_s:g} s: stopped at the deadline"
-            self._fail(Failure(f"worker-{stuck[0][0]}", text, 2, details="\n\n".join(stacks)))
+            self._fail(
+                ProcessFailure(f"worker-{stuck[0][0]}", text, 2, details="\n\n".join(stacks))
+            )
             return
 
-    def _find_stuck(self) -> list[tuple[int, Member]]:
+    def _find_stuck(self) -> list[tuple[int, MemberStatus]]:
         now = self._now()
         return [
             (worker, member)
-            for worker, member in self._coordinator.members.stuck(now, self._timeout_s)
+            for worker, member in self._coordinator.members.find_stuck(now, self._timeout_s)
             if member.phase != "startup" or now - member.since > STARTUP_S
         ]
 
-    def _name(self, who: str) -> str:
+    def _display_name(self, who: str) -> str:
         return who.replace("-", " ")
 
     def _at_step(self, who: str) -> str:
@@ -398,18 +409,18 @@ class Supervisor:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    async def _let_end(self) -> None:
+    async def _shut_down(self) -> None:
         """The run is done: servers are told, workers know; all get a moment to leave in order."""
         for server in range(self._plan.servers):
-            self._hub.tell(f"server-{server}", ServerStop())
+            self._hub.send(f"server-{server}", StopServer())
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
         await asyncio.wait(ends, timeout=ORDERLY_S)
 
     async def _clean_up(self) -> None:
         for process in self._processes:
             process.kill()
-        if self._watch_live is not None:
-            await self._watch_live.stop()
+        if self._monitor is not None:
+            await self._monitor.stop()
         await self._hub.close()
         for task in self._tasks:
             task.cancel()
@@ -418,6 +429,6 @@ class Supervisor:
             await asyncio.wait(ends, timeout=ORDERLY_S)
         await self._launcher.close()
         await asyncio.sleep(0)
-        self._desk.close()
+        self._folder_service.close()
         for log in self._logs.values():
             log.close()

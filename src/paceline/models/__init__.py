@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from paceline.models.catalog import Entry, Kind, check_classes, check_input_shape, find, names
+from paceline.models.catalog import Kind, ModelInfo, check_classes, check_input_shape, find, names
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "Kind", "build", "find", "names"]
+__all__ = ["Kind", "ModelInfo", "build", "find", "names"]
 
 
 def build(name: str, *, input_shape: Sequence[int], classes: int) -> torch.nn.Module:

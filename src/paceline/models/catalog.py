@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError, suggest_name
 
 Kind = Literal["image", "vector-or-image", "text"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModelInfo:
     """One model: `factory` is "module:callable", called with shape, classes and `options`."""
 
     name: str
@@ -28,17 +28,17 @@ _MLP = "paceline.models.mlp:MLP"
 _RESNET_V1 = "paceline.models.resnet:ResNetV1"
 
 
-def _mlp(name: str, *hidden: int) -> Entry:
+def _mlp(name: str, *hidden: int) -> ModelInfo:
     widths = "-".join(map(str, hidden))
     text = f"perceptron, ReLU, hidden layers {widths}; flattens any input"
-    return Entry(name, "vector-or-image", _MLP, text, {"hidden": hidden})
+    return ModelInfo(name, "vector-or-image", _MLP, text, {"hidden": hidden})
 
 
-def _resnet_v1(depth: int) -> Entry:
+def _resnet_v1(depth: int) -> ModelInfo:
     text = f"CIFAR ResNet v1 of depth {depth}: three stages of basic blocks, 16/32/64 filters"
     # Two convolutions a block, three stages, plus the stem and the final dense layer.
     options = {"blocks_per_stage": (depth - 2) // 6}
-    return Entry(f"resnet{depth}", "image", _RESNET_V1, text, options)
+    return ModelInfo(f"resnet{depth}", "image", _RESNET_V1, text, options)
 
 
 _ENTRIES = {
@@ -47,14 +47,14 @@ _ENTRIES = {
         _mlp("mlp-128", 128),
         _mlp("mlp-300-100", 300, 100),
         _mlp("mlp-wide", 4096, 2048),
-        Entry(
+        ModelInfo(
             "cnn-small",
             "image",
             "paceline.models.cnn:SmallCNN",
             "one 3x3 convolution of 32 filters, max pooling, dense 64",
             min_side_pixels=4,
         ),
-        Entry(
+        ModelInfo(
             "cnn-keras",
             "image",
             "paceline.models.cnn:KerasCNN",
@@ -62,14 +62,14 @@ _ENTRIES = {
             min_side_pixels=6,
         ),
         *(_resnet_v1(depth) for depth in (8, 20, 32, 50, 56)),
-        Entry(
+        ModelInfo(
             "resnet56v2",
             "image",
             "paceline.models.resnet:ResNetV2",
             "CIFAR ResNet v2 of depth 56: pre-activation bottlenecks, 64/128/256 outputs, L2",
             {"blocks_per_stage": 6, "l2": 1e-4},
         ),
-        Entry(
+        ModelInfo(
             "densenet-bc-40-12",
             "image",
             "paceline.models.densenet:DenseNetBC",
@@ -77,7 +77,7 @@ _ENTRIES = {
             {"depth": 40, "growth": 12, "reduction": 0.5, "dropout": 0.1},
             min_side_pixels=4,
         ),
-        Entry(
+        ModelInfo(
             "char-transformer",
             "text",
             "paceline.models.transformer:CharTransformer",
@@ -92,15 +92,15 @@ def names() -> list[str]:
     return list(_ENTRIES)
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> ModelInfo:
     """The entry called `name`, or a UsageError that names the nearest one."""
     try:
         return _ENTRIES[name]
     except KeyError:
-        raise UsageError(f"unknown model {name!r}: {nearest(name, _ENTRIES)}") from None
+        raise UsageError(f"unknown model {name!r}: {suggest_name(name, _ENTRIES)}") from None
 
 
-def check_input_shape(entry: Entry, input_shape: Sequence[int]) -> tuple[int, ...]:
+def check_input_shape(entry: ModelInfo, input_shape: Sequence[int]) -> tuple[int, ...]:
     """The shape as a tuple of ints, or a UsageError if the model cannot take such samples."""
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1:
@@ -118,7 +118,7 @@ def check_input_shape(entry: Entry, input_shape: Sequence[int]) -> tuple[int, ..
     return shape
 
 
-def check_classes(entry: Entry, classes: int) -> None:
+def check_classes(entry: ModelInfo, classes: int) -> None:
     """Refuse a model without outputs."""
     if classes < 1:
         raise UsageError(
@@ -127,7 +127,7 @@ def check_classes(entry: Entry, classes: int) -> None:
         )
 
 
-def _check_image_shape(entry: Entry, shape: tuple[int, ...]) -> None:
+def _check_image_shape(entry: ModelInfo, shape: tuple[int, ...]) -> None:
     if len(shape) != 3:
         raise UsageError(
             f"input shape {shape} does not fit model {entry.name!r}: it reads images as "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from paceline.models.weights import init_glorot
+from paceline.models.initializers import init_glorot
 
 
 class SmallCNN(nn.Module):

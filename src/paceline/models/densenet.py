@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.weights import init_he
+from paceline.models.initializers import init_he
 
 DENSE_BLOCKS = 3
 BOTTLENECK_FACTOR = 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.weights import init_he
+from paceline.models.initializers import init_he
 
 STEM_FILTERS = 16
 STAGES = 3

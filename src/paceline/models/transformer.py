@@ -38,7 +38,7 @@ class Attention(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, each normalised before and added to the stream."""
 
     def __init__(self, width: int, *, heads: int, dropout: float) -> None:
@@ -76,7 +76,7 @@ class CharTransformer(nn.Module):
         self.positions = nn.Embedding(self.context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(
-            *(Block(width, heads=heads, dropout=dropout) for _ in range(layers))
+            *(TransformerBlock(width, heads=heads, dropout=dropout) for _ in range(layers))
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=False)

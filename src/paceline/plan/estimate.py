@@ -15,28 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.pool import Host, Pool
-from paceline.plan.cost import (
-    EVALUATING,
+from paceline.plan.cost_model import (
+    FORWARD_FRACTION,
     Workload,
     coded_bytes,
-    compute_on,
+    endpoint_s,
     exchanged_bytes,
-    exposed_of,
     exposed_s,
+    exposed_without_layers_s,
+    fill_buckets,
     network_s,
-    own_s,
-    plan_buckets,
-    with_stand_in,
+    step_time_on,
+    with_measured_gradient_size,
 )
-from paceline.plan.split import Machine, lay_out, sliced_s
+from paceline.plan.split import StageHost, estimate_pipeline, tensor_step_s
 from paceline.specs.strategy import (
     AllReduce,
     DiLoCo,
     Grouped,
     LocalSgd,
+    ModelParallel,
     ParameterServer,
-    Pipeline,
-    Split,
+    PipelineParallel,
     Strategy,
 )
 
@@ -55,20 +55,20 @@ class Correction:
 
     factor: float
     """Actual over predicted."""
-    doubt: float | None
+    relative_error: float | None
     """How far they lay around it; None while they are too few."""
 
 
-class Machines:
+class PoolArrays:
     """A pool as arrays, one place a machine; worked out once for a job."""
 
     def __init__(self, pool: Pool, work: Workload) -> None:
-        work = with_stand_in(work, pool.hosts[0])
+        work = with_measured_gradient_size(work, pool.hosts[0])
         self.corrections: Mapping[str, Correction] = {}
         """By kind of run, as `kind_of` has it."""
         self.pool, self.work = pool, work
         self.hosts: list[Host] = list(pool.hosts)
-        costs = [compute_on(h, work, pool) for h in self.hosts]
+        costs = [step_time_on(h, work, pool) for h in self.hosts]
         self.fixed = np.array([c.fixed_s for c in costs])
         self.per_sample = np.array([c.per_sample_s for c in costs])
         self.update = np.array([c.update_s for c in costs])
@@ -78,12 +78,12 @@ class Machines:
         self.idle_w = np.array([h.watts.idle if h.watts else UNKNOWN_WATTS[0] for h in self.hosts])
         self.busy_w = np.array([h.watts.busy if h.watts else UNKNOWN_WATTS[1] for h in self.hosts])
         self.price = np.array([h.price_per_hour or 0.0 for h in self.hosts])
-        self.room = np.array(
+        self.memory_bytes = np.array(
             [math.inf if h.memory_gb is None else h.memory_gb * 1e9 for h in self.hosts]
         )
         needed = work.bytes * (2 + work.slots) + BASE_MEMORY
         self.needed_gb = needed / 1e9
-        self.fits = self.room >= needed
+        self.fits = self.memory_bytes >= needed
 
     @property
     def speed(self) -> Floats:
@@ -114,27 +114,27 @@ class Estimate:
         return {"time": self.seconds, "energy": self.joules, "cost": self.price}[objective]
 
 
-def kind_of(strategy: Strategy, machines: int) -> str:
+def correction_key(strategy: Strategy, machines: int) -> str:
     """Runs that go wrong alike: by the strategy's word; all are the same on one machine."""
-    return strategy.word if machines > 1 else "single"
+    return strategy.name if machines > 1 else "single"
 
 
-def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
+def estimate(machines: PoolArrays, chosen: Ints, strategy: Strategy) -> Estimate:
     """What training on these machines, one worker on each, would take."""
     work = machines.work
     if isinstance(strategy, ParameterServer | Grouped):
         step_s, busy, staleness = _served(machines, chosen, strategy)
-    elif isinstance(strategy, Split):
+    elif isinstance(strategy, ModelParallel):
         step_s, busy, staleness = _split(machines, chosen, strategy)
     else:
         step_s, busy, staleness = _planned(machines, chosen, strategy)
-    correction = machines.corrections.get(kind_of(strategy, len(chosen)))
+    correction = machines.corrections.get(correction_key(strategy, len(chosen)))
     if correction is not None:
         step_s *= correction.factor
     rate = work.batch / step_s
     evaluated = work.evaluated.get("val", 0) * work.epochs + work.evaluated.get("test", 0)
     slowest = float(machines.per_sample[chosen].max())
-    evaluation_s = EVALUATING * evaluated / len(chosen) * slowest
+    evaluation_s = FORWARD_FRACTION * evaluated / len(chosen) * slowest
     seconds = work.samples * work.epochs / rate + evaluation_s
     busy_share = np.clip(busy / step_s, 0.0, 1.0)
     watts = machines.idle_w[chosen] + busy_share * (
@@ -143,8 +143,8 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
     # Machines drift from probe to probe; what is not measured is known worse.
     known = all("any" in h.measured or work.model in h.measured for h in _pick(machines, chosen))
     doubt = 0.10 if known else 0.35
-    if correction is not None and correction.doubt is not None:
-        doubt = correction.doubt
+    if correction is not None and correction.relative_error is not None:
+        doubt = correction.relative_error
     return Estimate(
         strategy=str(strategy),
         machines=tuple(int(i) for i in chosen),
@@ -158,11 +158,11 @@ def estimate(machines: Machines, chosen: Ints, strategy: Strategy) -> Estimate:
     )
 
 
-def _pick(machines: Machines, chosen: Ints) -> list[Host]:
+def _pick(machines: PoolArrays, chosen: Ints) -> list[Host]:
     return [machines.hosts[int(i)] for i in chosen]
 
 
-def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[float, Floats, float]:
+def _planned(machines: PoolArrays, chosen: Ints, strategy: Strategy) -> tuple[float, Floats, float]:
     """A global batch in lock-step, or with meetings every few steps."""
     work, count = machines.work, len(chosen)
     shares = _shares(machines, chosen, strategy)
@@ -179,22 +179,22 @@ def _planned(machines: Machines, chosen: Ints, strategy: Strategy) -> tuple[floa
         return slowest + update + exchange / between, compute, 0.0
     slowest = _slowest(compute, machines.cv[chosen])
     bucket = strategy.bucket_mb * (1 << 20) if isinstance(strategy, AllReduce) else 25 << 20
-    buckets = plan_buckets(machines.work, bucket)
+    buckets = fill_buckets(machines.work, bucket)
     if buckets:
         each = [(b.ready, _allreduce(machines, chosen, b.share * nbytes)) for b in buckets]
         exposed = exposed_s(slowest, each)
     else:
-        exposed = exposed_of(exchange, slowest, nbytes, bucket)
+        exposed = exposed_without_layers_s(exchange, slowest, nbytes, bucket)
     return slowest + exposed + update, compute, 0.0
 
 
-def places_of(machines: Machines, chosen: Ints) -> list[Machine]:
+def stage_hosts(machines: PoolArrays, chosen: Ints) -> list[StageHost]:
     """The chosen machines as places for stages."""
     return [
-        Machine(
+        StageHost(
             fixed_s=float(machines.fixed[i]),
             per_sample_s=float(machines.per_sample[i]),
-            room=float(machines.room[i]) - BASE_MEMORY,
+            memory_bytes=float(machines.memory_bytes[i]) - BASE_MEMORY,
             bytes_per_s=float(machines.bandwidth[i]),
             latency_s=float(machines.latency[i]) + machines.pool.hop_ms / 1e3,
         )
@@ -202,27 +202,29 @@ def places_of(machines: Machines, chosen: Ints) -> list[Machine]:
     ]
 
 
-def has_room(machines: Machines, chosen: Ints, strategy: Pipeline) -> bool:
+def fits_in_memory(machines: PoolArrays, chosen: Ints, strategy: PipelineParallel) -> bool:
     """Some cut leaves every stage with no more than its machine has room for."""
-    places = places_of(machines, chosen)
-    return lay_out(machines.work, strategy, places, machines.work.batch) is not None
+    places = stage_hosts(machines, chosen)
+    return estimate_pipeline(machines.work, strategy, places, machines.work.batch) is not None
 
 
-def _split(machines: Machines, chosen: Ints, strategy: Split) -> tuple[float, Floats, float]:
+def _split(
+    machines: PoolArrays, chosen: Ints, strategy: ModelParallel
+) -> tuple[float, Floats, float]:
     """Replicas of the model, each over as many machines as it has parts."""
-    work, parts = machines.work, strategy.parts
+    work, parts = machines.work, strategy.model_parts
     replicas = len(chosen) // parts
     rows = work.batch / replicas
     steps, busy = [], np.zeros(len(chosen))
     for first in range(0, len(chosen), parts):
-        places = places_of(machines, chosen[first : first + parts])
-        if isinstance(strategy, Pipeline):
-            stages = lay_out(work, strategy, places, rows)
+        places = stage_hosts(machines, chosen[first : first + parts])
+        if isinstance(strategy, PipelineParallel):
+            stages = estimate_pipeline(work, strategy, places, rows)
             assert stages is not None, "ask has_room first"
             steps.append(stages.step_s)
             busy[first : first + parts] = stages.computing
         else:
-            steps.append(sliced_s(work, strategy, places, rows))
+            steps.append(tensor_step_s(work, strategy, places, rows))
             busy[first : first + parts] = [
                 m.fixed_s + rows * m.per_sample_s / parts for m in places
             ]
@@ -231,7 +233,7 @@ def _split(machines: Machines, chosen: Ints, strategy: Split) -> tuple[float, Fl
     return max(steps) + update + exchange, busy, 0.0
 
 
-def _shares(machines: Machines, chosen: Ints, strategy: Strategy) -> Floats:
+def _shares(machines: PoolArrays, chosen: Ints, strategy: Strategy) -> Floats:
     batch = machines.work.batch
     if not (isinstance(strategy, AllReduce) and strategy.balance == "auto"):
         return np.full(len(chosen), batch / len(chosen))
@@ -261,17 +263,17 @@ def _expected_largest(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def _allreduce(machines: Machines, chosen: Ints, nbytes: float) -> float:
+def _allreduce(machines: PoolArrays, chosen: Ints, nbytes: float) -> float:
     pool, count = machines.pool, len(chosen)
     latency, bandwidth = (
         float(machines.latency[chosen].max()) + pool.hop_ms / 1e3,
         float(machines.bandwidth[chosen].min()),
     )
-    return network_s(pool, count, nbytes, latency, bandwidth) + own_s(pool, count, nbytes)
+    return network_s(pool, count, nbytes, latency, bandwidth) + endpoint_s(pool, count, nbytes)
 
 
 def _served(
-    machines: Machines, chosen: Ints, strategy: ParameterServer | Grouped
+    machines: PoolArrays, chosen: Ints, strategy: ParameterServer | Grouped
 ) -> tuple[float, Floats, float]:
     """Everybody at its own pace, unless servers, their links or the coordinator are full."""
     pool, work, count = machines.pool, machines.work, len(chosen)

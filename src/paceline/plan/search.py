@@ -10,8 +10,8 @@ import numpy as np
 
 from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
-from paceline.plan.estimate import Estimate, Ints, Machines, estimate, has_room
-from paceline.specs.strategy import Pipeline, Strategy, read_strategy
+from paceline.plan.estimate import Estimate, Ints, PoolArrays, estimate, fits_in_memory
+from paceline.specs.strategy import PipelineParallel, Strategy, parse_strategy
 
 OBJECTIVES = ("time", "energy", "cost")
 CANDIDATES = (
@@ -34,14 +34,14 @@ CLIMB_UP_TO = 32
 
 
 @dataclass(frozen=True)
-class Wish:
+class Objective:
     """What to make small, and what must not be exceeded."""
 
     weights: Mapping[str, float]
     deadline_s: float | None = None
     budget: float | None = None
 
-    def allows(self, found: Estimate) -> bool:
+    def is_met_by(self, found: Estimate) -> bool:
         late = self.deadline_s is not None and found.seconds > self.deadline_s
         dear = self.budget is not None and found.price > self.budget
         return not (late or dear)
@@ -51,7 +51,7 @@ class Wish:
         return sum(w * found.value(o) / max(best[o], 1e-12) for o, w in self.weights.items())
 
 
-def read_wish(text: str, deadline_s: float | None, budget: float | None) -> Wish:
+def parse_objective(text: str, deadline_s: float | None, budget: float | None) -> Objective:
     """`time`, or `time=0.7,energy=0.3`; raises UsageError."""
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -67,27 +67,27 @@ def read_wish(text: str, deadline_s: float | None, budget: float | None) -> Wish
     for name, limit in (("--deadline", deadline_s), ("--budget", budget)):
         if limit is not None and not limit > 0:
             raise UsageError(f"{name} is {limit:g}: a number above 0 is needed")
-    return Wish(weights, deadline_s, budget)
+    return Objective(weights, deadline_s, budget)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     chosen: Estimate
-    others: list[Estimate]
+    runners_up: list[Estimate]
     """Runners-up: the best of each other strategy, and on one machine."""
     frontier: list[Estimate]
     """Choices that no other beats in time, energy and cost at once."""
-    alone: Estimate | None
+    best_single: Estimate | None
     """The best single machine; None where the model fits on none."""
 
 
 def search(
-    machines: Machines,
-    wish: Wish,
+    machines: PoolArrays,
+    wish: Objective,
     strategies: Sequence[str] = CANDIDATES,
     *,
     may_be_alone: bool = True,
-) -> Found:
+) -> SearchResult:
     """Raises UsageError when no machine fits the model, or nothing keeps within the limits.
 
     `may_be_alone`: whether one machine is an answer, where there are several to choose from.
@@ -101,7 +101,7 @@ def search(
             )
     if not len(usable):
         return _search_split(machines, wish)
-    specs = [read_strategy(s) for s in strategies]
+    specs = [parse_strategy(s) for s in strategies]
     tried: dict[tuple[str, bytes], Estimate] = {}
 
     def look(chosen: Ints, spec: Strategy) -> Estimate:
@@ -110,7 +110,7 @@ def search(
             tried[key] = estimate(machines, chosen, spec)
         return tried[key]
 
-    single = read_strategy("single")
+    single = parse_strategy("single")
     for index in usable if len(usable) <= ALL_SIZES_UP_TO else _extremes(machines, usable):
         look(np.array([index]), single)
     for order in _orders(machines, usable):
@@ -123,14 +123,14 @@ def search(
         for spec in specs:
             mine = [e for (text, _), e in tried.items() if text == str(spec)]
             if mine:
-                mine.sort(key=lambda e: (not wish.allows(e), wish.score(e, best)))
+                mine.sort(key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
                 # The best start may lead to the top of a smaller hill.
                 for start in mine[:STARTS]:
-                    _climb(machines, usable, spec, start, wish, best, look)
+                    _hill_climb(machines, usable, spec, start, wish, best, look)
     allowed = [
         e
         for e in tried.values()
-        if wish.allows(e) and (may_be_alone or len(e.machines) > 1 or len(usable) == 1)
+        if wish.is_met_by(e) and (may_be_alone or len(e.machines) > 1 or len(usable) == 1)
     ]
     if not allowed:
         quickest = min(tried.values(), key=lambda e: e.seconds)
@@ -140,25 +140,28 @@ def search(
             f"the cheapest costs {cheapest.price:.2f}"
         )
     ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
-    return Found(
-        ranked[0], _runners_up(ranked), _frontier(list(tried.values())), _alone(tried, wish, best)
+    return SearchResult(
+        ranked[0],
+        _runners_up(ranked),
+        _frontier(list(tried.values())),
+        _best_single_host(tried, wish, best),
     )
 
 
-def _search_split(machines: Machines, wish: Wish) -> Found:
+def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
     """The model fits on no machine: the best pipeline over two or more of them.
 
     Raises UsageError when it does not fit on all of them together either.
     """
     tried: list[Estimate] = []
-    order = np.lexsort((-machines.speed, -machines.room))[:SPLIT_UP_TO]
+    order = np.lexsort((-machines.speed, -machines.memory_bytes))[:SPLIT_UP_TO]
     layers = sum(len(shape) > 1 for shape in machines.work.shapes)
     for parts in range(2, min(len(order), layers) + 1):
         for chosen in combinations(sorted(int(i) for i in order), parts):
             for micro in MICRO:
                 if machines.work.batch % micro == 0:
-                    spec = Pipeline(stages=parts, micro=micro, cut="auto")
-                    if has_room(machines, np.array(chosen), spec):
+                    spec = PipelineParallel(stages=parts, micro=micro, cut="auto")
+                    if fits_in_memory(machines, np.array(chosen), spec):
                         tried.append(estimate(machines, np.array(chosen), spec))
         if tried and len(order) > ALL_SPLITS_UP_TO:
             break  # more parts only help where fewer do not fit
@@ -168,7 +171,7 @@ def _search_split(machines: Machines, wish: Wish) -> Found:
             f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, the largest has "
             f"{largest:g} GB, and no pipeline over {len(order)} of them has room for it either"
         )
-    allowed = [e for e in tried if wish.allows(e)]
+    allowed = [e for e in tried if wish.is_met_by(e)]
     if not allowed:
         quickest = min(tried, key=lambda e: e.seconds)
         raise UsageError(
@@ -177,10 +180,10 @@ def _search_split(machines: Machines, wish: Wish) -> Found:
         )
     best = {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
     ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
-    return Found(ranked[0], ranked[1:4], _frontier(tried), None)
+    return SearchResult(ranked[0], ranked[1:4], _frontier(tried), None)
 
 
-def search_strategy(machines: Machines, wish: Wish) -> Found:
+def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
     """The best strategy on all of these machines; raises UsageError as `search` does."""
     everybody = np.arange(len(machines.hosts))
     unfit = np.flatnonzero(~machines.fits)
@@ -190,18 +193,18 @@ def search_strategy(machines: Machines, wish: Wish) -> Found:
             f"machine {host.host} does not fit the model: it needs {machines.needed_gb:.1f} GB, "
             f"the machine has {host.memory_gb:g} GB; --select auto leaves such machines out"
         )
-    alone = [estimate(machines, np.array([i]), read_strategy("single")) for i in everybody]
+    alone = [estimate(machines, np.array([i]), parse_strategy("single")) for i in everybody]
     tried = [
         estimate(machines, everybody, spec)
-        for spec in map(read_strategy, CANDIDATES)
+        for spec in map(parse_strategy, CANDIDATES)
         if _possible(spec, len(everybody), machines.work.batch)
     ] or alone
-    allowed = [e for e in tried if wish.allows(e)]
+    allowed = [e for e in tried if wish.is_met_by(e)]
     if not allowed:
         raise UsageError("nothing on these machines keeps within the limits: use --select auto")
     best = {o: min(e.value(o) for e in [*tried, *alone]) for o in OBJECTIVES}
     ranked = sorted(allowed, key=lambda e: wish.score(e, best))
-    return Found(
+    return SearchResult(
         ranked[0],
         _runners_up(ranked),
         _frontier(tried),
@@ -209,7 +212,7 @@ def search_strategy(machines: Machines, wish: Wish) -> Found:
     )
 
 
-def choose_by_speed(pool: Pool) -> tuple[list[Host], str]:
+def choose_hosts_by_speed(pool: Pool) -> tuple[list[Host], str]:
     """Machines for a program of which nothing is known but that its processes keep in step.
 
     Each computes as much as the slowest, so a machine is worth having only if all together are then
@@ -236,7 +239,7 @@ def choose_by_speed(pool: Pool) -> tuple[list[Host], str]:
     return chosen, why
 
 
-def seat_servers(machines: Machines, chosen: Sequence[int], servers: int) -> list[int]:
+def choose_server_hosts(machines: PoolArrays, chosen: Sequence[int], servers: int) -> list[int]:
     """Which machines serve parameters: those with the best links, as the cost model has it.
 
     Empty where all links are alike: then servers go round the machines.
@@ -252,7 +255,7 @@ def _possible(spec: Strategy, size: int, batch: int) -> bool:
     return 2 <= size <= batch and spec.servers_for(size) <= size
 
 
-def _orders(machines: Machines, usable: Ints) -> Iterator[Ints]:
+def _orders(machines: PoolArrays, usable: Ints) -> Iterator[Ints]:
     """Ways to line machines up, so that the best few of them come first."""
     speed = machines.speed[usable]
     yield usable[np.argsort(-speed, kind="stable")]
@@ -270,7 +273,7 @@ def _sizes(most: int) -> list[int]:
     return [int(s) for s in steps]
 
 
-def _extremes(machines: Machines, usable: Ints) -> Ints:
+def _extremes(machines: PoolArrays, usable: Ints) -> Ints:
     """Of very many machines, those that can be the best one alone."""
     speed = machines.speed[usable]
     keys = (-speed, machines.busy_w[usable] / speed, machines.price[usable] / speed)
@@ -281,12 +284,12 @@ def _extremes(machines: Machines, usable: Ints) -> Ints:
 Look = Callable[[Ints, Strategy], Estimate]
 
 
-def _climb(
-    machines: Machines,
+def _hill_climb(
+    machines: PoolArrays,
     usable: Ints,
     spec: Strategy,
     start: Estimate,
-    wish: Wish,
+    wish: Objective,
     best: Mapping[str, float],
     look: Look,
 ) -> None:
@@ -305,9 +308,9 @@ def _climb(
         ]
         if not found:
             return
-        step = min(found, key=lambda e: (not wish.allows(e), wish.score(e, best)))
-        if (not wish.allows(step), wish.score(step, best)) >= (
-            not wish.allows(now),
+        step = min(found, key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
+        if (not wish.is_met_by(step), wish.score(step, best)) >= (
+            not wish.is_met_by(now),
             wish.score(now, best),
         ):
             return
@@ -333,8 +336,8 @@ def _frontier(tried: list[Estimate]) -> list[Estimate]:
     return kept
 
 
-def _alone(
-    tried: Mapping[tuple[str, bytes], Estimate], wish: Wish, best: Mapping[str, float]
+def _best_single_host(
+    tried: Mapping[tuple[str, bytes], Estimate], wish: Objective, best: Mapping[str, float]
 ) -> Estimate:
     single = [e for e in tried.values() if len(e.machines) == 1]
     return min(single, key=lambda e: wish.score(e, best))

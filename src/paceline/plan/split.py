@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.plan.cost import Workload
-from paceline.specs.cuts import Layer, Place, cost_of, cut_for
-from paceline.specs.strategy import Pipeline, Split
+from paceline.plan.cost_model import Workload
+from paceline.specs.cuts import LayerCost, StageBudget, partition_layers, stage_cost
+from paceline.specs.strategy import ModelParallel, PipelineParallel
 
 FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Machine:
+class StageHost:
     """What a stage is put on."""
 
     fixed_s: float
     per_sample_s: float
-    room: float
+    memory_bytes: float
     """Bytes for state; infinite where nobody said."""
     bytes_per_s: float
     latency_s: float
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineEstimate:
     """A cut, and what a step of it takes."""
 
     seconds: tuple[float, ...]
@@ -40,19 +40,19 @@ class Stages:
 
 def layer_shares(work: Workload) -> list[float]:
     """The share of a step's computing that belongs to each parameter, in the model's order."""
-    if len(work.ready) != len(work.shapes):
+    if len(work.gradient_ready) != len(work.shapes):
         return [math.prod(shape) / max(1, work.parameters) for shape in work.shapes]
     shares, before = [], FORWARD_SHARE
-    for ready in reversed(work.ready):
+    for ready in reversed(work.gradient_ready):
         shares.append(max(0.0, ready - before))
         before = max(before, ready)
     total = sum(shares) or 1.0
     return [share / total for share in reversed(shares)]
 
 
-def lay_out(
-    work: Workload, strategy: Pipeline, machines: Sequence[Machine], rows: float
-) -> Stages | None:
+def estimate_pipeline(
+    work: Workload, strategy: PipelineParallel, machines: Sequence[StageHost], rows: float
+) -> PipelineEstimate | None:
     """A pipeline over these machines, in their order; None where no cut fits their memory.
 
     Raises UsageError for more stages than there are layers.
@@ -66,25 +66,29 @@ def lay_out(
     each = rows / micro
     shares = layer_shares(work)
     state = [math.prod(s) * work.item_bytes * (2 + work.slots) for s in work.shapes]
-    passed = work.passed if len(work.passed) == len(work.shapes) else (0.0,) * len(work.shapes)
+    passed = (
+        work.input_bytes_per_sample
+        if len(work.input_bytes_per_sample) == len(work.shapes)
+        else (0.0,) * len(work.shapes)
+    )
     even = strategy.cut == "even"
     layers = [
-        Layer("", share, int(size), 0, int(each * entering))
+        LayerCost("", share, int(size), 0, int(each * entering))
         for share, size, entering in zip(shares, state, passed, strict=True)
     ]
     places = [
-        Place(
+        StageBudget(
             # An even cut looks at parameters alone.
             [float(size) for size in state]
             if even
             else [share * (m.fixed_s + each * m.per_sample_s) for share in shares],
-            m.room,
+            m.memory_bytes,
             0,
             math.inf if even else m.bytes_per_s,
         )
         for m in machines
     ]
-    starts = cut_for(layers, places)
+    starts = partition_layers(layers, places)
     if starts is None:
         return None
     edges = [*starts, len(layers)]
@@ -93,12 +97,14 @@ def lay_out(
         start, stop = edges[stage], edges[stage + 1]
         alone = machine.fixed_s + each * machine.per_sample_s
         times = [share * alone for share in shares]
-        place = Place(times, math.inf, 0, machine.bytes_per_s)
+        place = StageBudget(times, math.inf, 0, machine.bytes_per_s)
         hops = 2 * machine.latency_s * ((stage > 0) + (stop < len(layers)))
-        seconds.append(cost_of(layers, place, start, stop) + hops)
+        seconds.append(stage_cost(layers, place, start, stop) + hops)
         computing.append(micro * sum(times[start:stop]))
         held.append(float(sum(state[start:stop])))
-    return Stages(tuple(seconds), tuple(computing), pipeline_s(seconds, micro), tuple(held))
+    return PipelineEstimate(
+        tuple(seconds), tuple(computing), pipeline_s(seconds, micro), tuple(held)
+    )
 
 
 def pipeline_s(stages: Sequence[float], micro: int) -> float:
@@ -106,21 +112,27 @@ def pipeline_s(stages: Sequence[float], micro: int) -> float:
     return sum(stages) + (micro - 1) * max(stages)
 
 
-def bubble(stages: int, micro: int) -> float:
+def bubble_fraction(stages: int, micro: int) -> float:
     """The share of a step that equal stages wait."""
     return (stages - 1) / (micro + stages - 1)
 
 
-def sliced_s(work: Workload, strategy: Split, machines: Sequence[Machine], rows: float) -> float:
+def tensor_step_s(
+    work: Workload, strategy: ModelParallel, machines: Sequence[StageHost], rows: float
+) -> float:
     """A step of layers in slices: each machine its part, and an exchange in every layer."""
-    parts = strategy.parts
+    parts = strategy.model_parts
     slowest = max(m.fixed_s + rows * m.per_sample_s / parts for m in machines)
     if parts == 1:
         return slowest
     latency = max(m.latency_s for m in machines)
     rate = min(m.bytes_per_s for m in machines)
     layers = sum(len(shape) > 1 for shape in work.shapes)
-    entering = sum(n for n, shape in zip(work.passed, work.shapes, strict=False) if len(shape) > 1)
+    entering = sum(
+        n
+        for n, shape in zip(work.input_bytes_per_sample, work.shapes, strict=False)
+        if len(shape) > 1
+    )
     # Outputs are gathered going forward, gradients of inputs added up going back.
     nbytes = 3 * rows * entering * (parts - 1) / parts
     return slowest + nbytes / rate + 4 * layers * (parts - 1) * latency

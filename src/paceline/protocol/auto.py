@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.protocol.history import History
-from paceline.protocol.pulse import Window
-from paceline.protocol.switch import Decision
+from paceline.protocol.switch_policy import SwitchDecision
+from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.schedule import Schedule
 
 FIRST, SECOND = 0, 1
@@ -16,7 +16,7 @@ PUBLISHED_STALENESS = 4.0
 
 
 @dataclass(frozen=True)
-class Horizon:
+class RunHorizon:
     """How long the run is, which learning rate is in force where, and what the switch risks."""
 
     samples_per_epoch: int
@@ -62,67 +62,67 @@ class AutoPolicy:
     MARGIN = 0.05
     """So much the switch must have come too early, by what is known since, to be taken back."""
 
-    def __init__(self, horizon: Horizon) -> None:
+    def __init__(self, horizon: RunHorizon) -> None:
         self._horizon = horizon
 
     def next_stop(self, history: History) -> int | None:
         return None
 
-    def decide(self, history: History) -> Decision | None:
+    def decide(self, history: History) -> SwitchDecision | None:
         if history.phase == FIRST:
-            return self._consider_leaving(history)
-        return self._consider_going_back(history)
+            return self._decide_in_first(history)
+        return self._decide_in_second(history)
 
     # ---- under the first strategy -------------------------------------------------------------
 
-    def _consider_leaving(self, history: History) -> Decision | None:
-        windows = history.pulse.latest(FIRST, self.WINDOWS)
+    def _decide_in_first(self, history: History) -> SwitchDecision | None:
+        windows = history.throughput.latest(FIRST, self.WINDOWS)
         if len(windows) < self.WINDOWS:
             return None
-        figures = self.weigh(history, windows)
+        figures = self.evaluate(history, windows)
         gain, progress, needed = figures["gain"], figures["progress"], figures["safe_from"]
         saved = f"auto: would save {100 * gain:.0f} % of the remaining time"
         if gain < self.LEAST_GAIN:
             why = f"{saved}, less than {100 * self.LEAST_GAIN:g} %: stays"
-            return Decision(FIRST, why, "no gain", figures=figures)
-        lesson = self._lesson(history, gain)
+            return SwitchDecision(FIRST, why, "no gain", measurements=figures)
+        lesson = self._failed_before(history, gain)
         if lesson is not None:
             why = f"{saved}, but {lesson}: stays until then"
-            return Decision(FIRST, why, "failed before", figures=figures)
+            return SwitchDecision(FIRST, why, "failed before", measurements=figures)
         if self._on_hold(history):
-            return Decision(FIRST, f"{saved}, but switched only lately: stays", "on hold")
+            return SwitchDecision(FIRST, f"{saved}, but switched only lately: stays", "on hold")
         where = (
             f"{saved}; at {100 * progress:.0f} % of the run, safe from {100 * needed:.0f} % "
             f"(learning rate x{figures['lr_factor']:.3g}, staleness {figures['staleness']:.3g}, "
             f"{self._describe_noise(history)})"
         )
         if progress >= needed:
-            return Decision(SECOND, where, "gain", figures=figures, keep=True)
+            return SwitchDecision(SECOND, where, "gain", measurements=figures, snapshot=True)
         if self._probe_pays(history, windows, figures):
             why = f"{saved} by what is measured here: a short probe"
-            return Decision(SECOND, why, "probe", figures=figures, keep=True)
-        return Decision(FIRST, f"{where}: stays", "too early", figures=figures)
+            return SwitchDecision(SECOND, why, "probe", measurements=figures, snapshot=True)
+        return SwitchDecision(FIRST, f"{where}: stays", "too early", measurements=figures)
 
-    def weigh(self, history: History, windows: list[Window]) -> dict[str, Any]:
+    def evaluate(self, history: History, windows: list[ThroughputWindow]) -> dict[str, Any]:
         """The figures that a decision rests on."""
         now, other = self.rates(history, windows)
         gain = 1 - now / other if other > 0 else 0.0
         return {
             "rate": round(now, 3),
             "other_rate": round(other, 3),
-            "other_measured": bool(history.pulse.of_phase(SECOND)),
+            "other_measured": bool(history.throughput.windows_of_phase(SECOND)),
             "gain": round(gain, 6),
             "progress": round(self._horizon.progress(history.samples), 6),
             "safe_from": round(self.safe_from(history, gain), 6),
             "lr_factor": round(self._horizon.lr_factor(history.samples), 6),
             "staleness": round(self._staleness(history), 3),
-            "noise_scale": history.pulse.noise.scale,
+            "noise_scale": history.throughput.noise.scale,
         }
 
-    def rates(self, history: History, windows: list[Window]) -> tuple[float, float]:
+    def rates(self, history: History, windows: list[ThroughputWindow]) -> tuple[float, float]:
         """Samples a second under the first strategy, and under the second, real or predicted."""
         now = _mean_rate(windows)
-        real = history.pulse.of_phase(SECOND)
+        real = history.throughput.windows_of_phase(SECOND)
         if real:
             return now, _mean_rate(real[-self.WINDOWS :])
         newest = windows[-1]
@@ -132,7 +132,7 @@ class AutoPolicy:
     def safe_from(self, history: History, gain: float) -> float:
         """The share of the run after which the switch is taken to be safe."""
         factor = min(1.0, self._horizon.lr_factor(history.samples))
-        noise = history.pulse.noise.scale
+        noise = history.throughput.noise.scale
         ratio = 0.0 if noise is None else min(2.0, noise / self._horizon.batch)
         eased = (1 - 0.4 * max(0.0, gain)) / (1 + 0.25 * ratio)
         return float(self.SAFE_AT * factor**0.5 * eased * self._stale(history))
@@ -143,11 +143,13 @@ class AutoPolicy:
     def _staleness(self, history: History) -> float:
         """Measured once there is something to measure, expected until then."""
         count = sum(history.staleness.values())
-        if not count or not history.pulse.of_phase(SECOND):
+        if not count or not history.throughput.windows_of_phase(SECOND):
             return self._horizon.staleness
         return sum(s * n for s, n in history.staleness.items()) / count
 
-    def _probe_pays(self, history: History, windows: list[Window], figures: dict[str, Any]) -> bool:
+    def _probe_pays(
+        self, history: History, windows: list[ThroughputWindow], figures: dict[str, Any]
+    ) -> bool:
         """Only once, and where what it may save is worth the seconds it takes."""
         progress, needed = figures["progress"], figures["safe_from"]
         if figures["other_measured"] or progress < self.PROBE_FROM:
@@ -158,7 +160,7 @@ class AutoPolicy:
         return bool(saved_s >= self.PROBE_PAYS * self.PROBE_WINDOWS * window_s)
 
     def _describe_noise(self, history: History) -> str:
-        noise = history.pulse.noise.scale
+        noise = history.throughput.noise.scale
         if noise is None:
             return "noise scale unknown"
         return f"noise scale {noise:.0f} beside a batch of {self._horizon.batch}"
@@ -170,7 +172,7 @@ class AutoPolicy:
         since = history.samples - history.switches[-1]["samples"]
         return self._horizon.progress(since) < self.HOLD
 
-    def _lesson(self, history: History, gain: float) -> str | None:
+    def _failed_before(self, history: History, gain: float) -> str | None:
         """What earlier attempts after which the loss rose say against another one now.
 
         After one, no easing by noise or learning rate counts any more; after two, only half the
@@ -191,9 +193,9 @@ class AutoPolicy:
 
     # ---- under the second strategy ------------------------------------------------------------
 
-    def _consider_going_back(self, history: History) -> Decision | None:
-        windows = history.pulse.latest(SECOND, self.WINDOWS)
-        before = history.pulse.of_phase(FIRST)[-self.WINDOWS :]
+    def _decide_in_second(self, history: History) -> SwitchDecision | None:
+        windows = history.throughput.latest(SECOND, self.WINDOWS)
+        before = history.throughput.windows_of_phase(FIRST)[-self.WINDOWS :]
         if len(windows) < self.PROBE_WINDOWS or not before:
             return None
         now, was = _mean_loss(windows), _mean_loss(before)
@@ -202,7 +204,7 @@ class AutoPolicy:
             why = (
                 f"auto: the loss rose from {was:.4g} to {now:.4g}: goes on from the weights before"
             )
-            return Decision(FIRST, why, "regressed", figures=figures, restore=True)
+            return SwitchDecision(FIRST, why, "regressed", measurements=figures, restore=True)
         fast, slow = _mean_rate(windows), _mean_rate(before)
         gain = 1 - slow / fast if fast > 0 else 0.0
         progress, needed = self._horizon.progress(history.samples), self.safe_from(history, gain)
@@ -216,19 +218,19 @@ class AutoPolicy:
         speeds = f"{fast:.0f} samples/s, {slow:.0f} before"
         if progress < needed - self.MARGIN:
             why = f"auto: {speeds}; at {100 * progress:.0f} % of the run too early to stay"
-            return Decision(FIRST, why, "probed", figures=figures)
+            return SwitchDecision(FIRST, why, "probed", measurements=figures)
         if len(windows) < self.WINDOWS:
             return None
         if gain < -self.LEAST_GAIN:
-            return Decision(FIRST, f"auto: slower, {speeds}", "slower", figures=figures)
-        return Decision(SECOND, f"auto: {speeds}: stays", "holds", figures=figures)
+            return SwitchDecision(FIRST, f"auto: slower, {speeds}", "slower", measurements=figures)
+        return SwitchDecision(SECOND, f"auto: {speeds}: stays", "holds", measurements=figures)
 
 
-def _mean_rate(windows: list[Window]) -> float:
+def _mean_rate(windows: list[ThroughputWindow]) -> float:
     return sum(w.rate for w in windows) / len(windows)
 
 
-def _mean_loss(windows: list[Window]) -> float | None:
+def _mean_loss(windows: list[ThroughputWindow]) -> float | None:
     """None where a loop does not tell its loss."""
     known = [w.loss for w in windows if w.loss is not None]
     return sum(known) / len(known) if len(known) == len(windows) else None

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.protocol.value import value
-from paceline.specs.sync import Asp, Bsp, Dssp, Gba, KAsync, Ssp, Sync
+from paceline.protocol.record import record
+from paceline.specs.sync import Asp, Bsp, Dssp, Gba, KAsync, Ssp, SyncMode
 
 
-@value
+@record
 class Push:
     """A gradient that has been computed, waiting to become (part of) an update."""
 
@@ -28,7 +28,7 @@ class Push:
 
 
 @dataclass
-class Verdict:
+class ClockDecision:
     """`updates`: each a list of pushes applied as one. `release`: workers that may go on."""
 
     updates: list[list[Push]] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Verdict:
 
 
 class Clock(Protocol):
-    in_rounds: bool
+    synchronous: bool
     """Workers are released all together and share one global batch."""
 
     def begin(self) -> None: ...
 
-    def pushed(self, push: Push, now: float) -> Verdict: ...
+    def on_push(self, push: Push, now: float) -> ClockDecision: ...
 
-    def flush(self) -> Verdict: ...
+    def flush(self) -> ClockDecision: ...
 
     def lag(self, worker: int) -> int: ...
 
@@ -79,10 +79,10 @@ class WorkerCounts:
         return [w for w, count in enumerate(self._count) if count == self._low]
 
 
-class _Counting:
+class _CountingClock:
     """What all clocks share: the counts, and nothing held back."""
 
-    in_rounds = False
+    synchronous = False
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -94,40 +94,40 @@ class _Counting:
     def lag(self, worker: int) -> int:
         return self._counts.lag(worker)
 
-    def flush(self) -> Verdict:
-        return Verdict()
+    def flush(self) -> ClockDecision:
+        return ClockDecision()
 
 
-class AspClock(_Counting):
+class AspClock(_CountingClock):
     """Apply at once, let the worker go on at once."""
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         self._counts.advance(push.worker)
-        return Verdict(updates=[[push]], release=[push.worker])
+        return ClockDecision(updates=[[push]], release=[push.worker])
 
 
-class BspClock(_Counting):
+class BspClock(_CountingClock):
     """One update a round, made of every worker's gradient in the order of the workers."""
 
-    in_rounds = True
+    synchronous = True
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._waiting: dict[int, Push] = {}
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         assert push.worker not in self._waiting, "a worker pushed twice in one round"
         self._counts.advance(push.worker)
         self._waiting[push.worker] = push
         if len(self._waiting) < self._workers:
-            return Verdict()
+            return ClockDecision()
         # A fixed order of summation makes the weights independent of who came first.
         together = [self._waiting[w] for w in sorted(self._waiting)]
         self._waiting = {}
-        return Verdict(updates=[together], release=[p.worker for p in together])
+        return ClockDecision(updates=[together], release=[p.worker for p in together])
 
 
-class SspClock(_Counting):
+class SspClock(_CountingClock):
     """A worker goes on while its lag is at most `bound`; else it waits for the slowest.
 
     With a bound of 0 nobody can go on before all have pushed, so nothing is lost by applying a
@@ -141,29 +141,29 @@ class SspClock(_Counting):
         self._held: list[int] = []
         self._round: list[Push] = []
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         risen = self._counts.advance(push.worker)
         self._held.append(push.worker)
         if self._bound == 0:
             self._round.append(push)
-            return self.flush() if risen else Verdict()
+            return self.flush() if risen else ClockDecision()
         if not risen:
             # Nobody who waits has come nearer to the slowest: only this worker is in question.
             if self.lag(push.worker) > self._bound:
-                return Verdict(updates=[[push]])
+                return ClockDecision(updates=[[push]])
             self._held.pop()
-            return Verdict(updates=[[push]], release=[push.worker])
+            return ClockDecision(updates=[[push]], release=[push.worker])
         released = [w for w in self._held if self.lag(w) <= self._bound]
         self._held = [w for w in self._held if self.lag(w) > self._bound]
-        return Verdict(updates=[[push]], release=released)
+        return ClockDecision(updates=[[push]], release=released)
 
-    def flush(self) -> Verdict:
+    def flush(self) -> ClockDecision:
         pushes = sorted(self._round, key=lambda p: p.worker)
         released, self._held, self._round = sorted(self._held), [], []
-        return Verdict(updates=[[p] for p in pushes], release=released)
+        return ClockDecision(updates=[[p] for p in pushes], release=released)
 
 
-class DsspClock(_Counting):
+class DsspClock(_CountingClock):
     """SSP whose bound moves between `low` and `high` with the workers' measured speed.
 
     Past the low bound the fastest worker is granted the number of extra steps after which it is
@@ -185,7 +185,7 @@ class DsspClock(_Counting):
         # The time across a stop in training says nothing of a worker's speed.
         self._pushes = [0] * self._workers
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         worker = push.worker
         risen = self._counts.advance(worker)
         if self._pushes[worker]:
@@ -200,7 +200,7 @@ class DsspClock(_Counting):
             released.append(worker)
         else:
             self._held.append(worker)
-        return Verdict(updates=[[push]], release=released)
+        return ClockDecision(updates=[[push]], release=released)
 
     def _may_go_on(self, worker: int) -> bool:
         lag = self.lag(worker)
@@ -247,12 +247,12 @@ class DsspClock(_Counting):
             waits.append((nearest, steps))
         return min(waits)[1]
 
-    def flush(self) -> Verdict:
+    def flush(self) -> ClockDecision:
         released, self._held = sorted(self._held), []
-        return Verdict(release=released)
+        return ClockDecision(release=released)
 
 
-class KAsyncClock(_Counting):
+class KAsyncClock(_CountingClock):
     """An update of the first `k` gradients that come; their workers go on with it."""
 
     def __init__(self, workers: int, k: int) -> None:
@@ -260,19 +260,19 @@ class KAsyncClock(_Counting):
         self._k = k
         self._waiting: list[Push] = []
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         self._counts.advance(push.worker)
         self._waiting.append(push)
-        return self.flush() if len(self._waiting) >= self._k else Verdict()
+        return self.flush() if len(self._waiting) >= self._k else ClockDecision()
 
-    def flush(self) -> Verdict:
+    def flush(self) -> ClockDecision:
         together, self._waiting = sorted(self._waiting, key=lambda p: p.worker), []
         if not together:
-            return Verdict()
-        return Verdict(updates=[together], release=[p.worker for p in together])
+            return ClockDecision()
+        return ClockDecision(updates=[together], release=[p.worker for p in together])
 
 
-class GbaClock(_Counting):
+class GbaClock(_CountingClock):
     """Nobody waits, yet an update is always worth a global batch of samples."""
 
     def __init__(self, workers: int) -> None:
@@ -280,22 +280,22 @@ class GbaClock(_Counting):
         self._buffer: list[Push] = []
         self._shares = 0.0
 
-    def pushed(self, push: Push, now: float) -> Verdict:
+    def on_push(self, push: Push, now: float) -> ClockDecision:
         self._counts.advance(push.worker)
         self._buffer.append(push)
         self._shares += push.share
-        verdict = Verdict(release=[push.worker])
+        verdict = ClockDecision(release=[push.worker])
         # Shares are rounded fractions: a whole batch may add up to a little less than 1.
         if self._shares >= 1 - 1e-9:
             verdict.updates = self.flush().updates
         return verdict
 
-    def flush(self) -> Verdict:
+    def flush(self) -> ClockDecision:
         together, self._buffer, self._shares = self._buffer, [], 0.0
-        return Verdict(updates=[together] if together else [])
+        return ClockDecision(updates=[together] if together else [])
 
 
-def make_clock(sync: Sync, workers: int) -> Clock:
+def make_clock(sync: SyncMode, workers: int) -> Clock:
     if isinstance(sync, Asp):
         return AspClock(workers)
     if isinstance(sync, Bsp):

@@ -14,39 +14,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import SpecError
-from paceline.protocol.history import History, Tally
+from paceline.protocol.block_plan import layout_fingerprint, layout_to_checkpoint
+from paceline.protocol.history import EpochTotals, History
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
-    Advanced,
-    Diverging,
-    Enter,
-    Entered,
-    EpochOver,
+    CheckpointWritten,
+    EnterPhase,
+    EpochEnd,
+    EpochEndReply,
     Evaluate,
     Evaluated,
-    Finish,
-    Finished,
+    FinishRun,
+    GradientPushed,
     Heartbeat,
+    LossDiverged,
     Message,
-    Onward,
-    Pushed,
+    PhaseEntered,
     Quiesce,
     Quiesced,
-    Ready,
-    Reduced,
-    Resumed,
-    Save,
-    Saved,
+    SaveCheckpoint,
     ServerReady,
+    ShardSqNorm,
+    StepsApplied,
+    TrainingResumed,
+    WorkerFinished,
+    WorkerReady,
 )
-from paceline.protocol.pace import Order, Pace, Tell, make_pace
-from paceline.protocol.policies import make_policy
-from paceline.protocol.shards import fingerprint, to_memory
-from paceline.protocol.switch import Decision, Policy, Stay
+from paceline.protocol.pace import OutgoingMessage, Pace, Send, make_pace
+from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.switch_policy import NeverSwitch, SwitchDecision, SwitchPolicy
 from paceline.specs.schedule import Constant, Schedule
+from paceline.specs.stop_condition import StopCondition
 from paceline.specs.strategy import Grouped, Single, Strategy
-from paceline.specs.until import Until
 
 WINDOW_BATCHES = 8
 """A window of the pulse holds at least so many global batches."""
@@ -55,18 +55,18 @@ MOST_DECISIONS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunSpec:
     """What the coordinator is told before the run; the rest it learns from the workers."""
 
     strategy: Strategy
     workers: int
     clip: float | None = None
-    until: Until | None = None
+    until: StopCondition | None = None
     patience: int | None = None
     checkpoint_epochs: int | None = None
     checkpoint_samples: int | None = None
     schedule: Schedule = field(default_factory=Constant)
-    own_loop: bool = False
+    custom_loop: bool = False
     save_model: bool = True
 
     @property
@@ -75,7 +75,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class Note:
+class EmitEvent:
     """Something to write into the run folder and to show: kind, and plain facts."""
 
     kind: str
@@ -83,24 +83,24 @@ class Note:
 
 
 @dataclass(frozen=True)
-class End:
+class EndRun:
     status: str
     error: str | None = None
     usage: bool = False
     """The user's mistake, which showed only when the data was known."""
 
 
-Action = Order | Note | End
+Action = OutgoingMessage | EmitEvent | EndRun
 _Script = Generator[None, list[Any], None]
 
 
-_TRAINING = (Pushed, Advanced)
+_TRAINING = (GradientPushed, StepsApplied)
 
 
 class Coordinator:
     """Events in through `handle`, actions out; `history` can be read at any time."""
 
-    def __init__(self, plan: RunPlan, *, now: float, memory: dict[str, Any] | None = None) -> None:
+    def __init__(self, plan: RunSpec, *, now: float, memory: dict[str, Any] | None = None) -> None:
         self.plan = plan
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than it had.
@@ -114,22 +114,22 @@ class Coordinator:
         self._now = now
         self._actions: list[Action] = []
         self._servers: dict[int, tuple[str, int]] = {}
-        self._awaited: type[Message] | None = Ready
+        self._awaited: type[Message] | None = WorkerReady
         self._answers: dict[int, Any] = {}
         self._answered: dict[int, Message] = {}
         """Each worker's last answer: one that comes a second time is no new one."""
         self._last_step: dict[int, int] = {}
         self._pace: Pace | None = None
         self._resumed: dict[int, float] = {}
-        self._policy: Policy = Stay()
+        self._policy: SwitchPolicy = NeverSwitch()
         self._probed: tuple[float, ...] = ()
         self._batch = 0
-        self._decision: Decision | None = None
-        self._fallback: int | None = None
+        self._decision: SwitchDecision | None = None
+        self._rollback_phase: int | None = None
         """The phase whose state the workers keep, while a switch is on trial."""
         self._ended = False
-        self._script = self._conduct()
-        next(self._script)
+        self._sequence = self._run_sequence()
+        next(self._sequence)
 
     def handle(self, event: Message, now: float) -> list[Action]:
         """Take one report; what comes back is to be carried out in this order."""
@@ -140,24 +140,26 @@ class Coordinator:
         if isinstance(event, _TRAINING):
             self._on_training(event)
         elif isinstance(event, Heartbeat):
-            self.members.heard(event.worker, event.step, event.phase, event.turn, now)
-        elif isinstance(event, Reduced):
+            self.members.on_heartbeat(
+                event.worker, event.step, event.phase, event.phase_changes, now
+            )
+        elif isinstance(event, ShardSqNorm):
             # Servers may still be at the last update when the workers have drained.
             assert self._pace is not None
             self._actions.extend(self._pace.on_report(event, now))
-        elif isinstance(event, Diverging):
+        elif isinstance(event, LossDiverged):
             self._on_diverging(event)
-        elif isinstance(event, Resumed):
+        elif isinstance(event, TrainingResumed):
             self._on_resumed(event)
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
-            self._go_on_if_answered()
+            self._resume_if_all_answered()
         elif self._is_repeated_answer(event):
             pass
         elif self._awaited is not None and isinstance(event, self._awaited):
             worker: int = event.worker  # type: ignore[attr-defined]
             self._answers[worker] = self._answered[worker] = event
-            self._go_on_if_answered()
+            self._resume_if_all_answered()
         else:
             self._end("failed", f"an unexpected {type(event).__name__} message from a worker")
         return self._actions
@@ -177,52 +179,52 @@ class Coordinator:
 
     # ---- training: the hot path ---------------------------------------------------------------
 
-    def _is_repeated(self, event: Advanced | Pushed) -> bool:
+    def _is_repeated(self, event: StepsApplied | GradientPushed) -> bool:
         """Heard before, and come again late: it must not be counted twice."""
         # A push names the step it came from; planned work says how many are done.
-        done = event.step + 1 if type(event) is Pushed else event.step
+        done = event.step + 1 if type(event) is GradientPushed else event.step
         if done <= self._last_step.get(event.worker, -1):
             return True
         self._last_step[event.worker] = done
         return False
 
-    def _on_training(self, event: Advanced | Pushed) -> None:
+    def _on_training(self, event: StepsApplied | GradientPushed) -> None:
         pace = self._pace
         if self._is_repeated(event):
             return
         if pace is None or pace.drained:
             self._end("failed", f"a {type(event).__name__} message while no work was handed out")
             return
-        self.members.reached(event.worker, event.step)
+        self.members.set_step(event.worker, event.step)
         self.history.tally.add(event.measured)
         self._actions += pace.on_report(event, self._now)
         if event.measured.norms is not None:
-            self.history.pulse.noise.heard(*event.measured.norms)
-        closed = self.history.pulse.heard(event.worker, event.measured, self._now)
+            self.history.throughput.noise.add(*event.measured.norms)
+        closed = self.history.throughput.add(event.worker, event.measured, self._now)
         if closed and not pace.drained and self._decision is None:
-            self._follow(self._policy.decide(self.history), pace)
+            self._apply_decision(self._policy.decide(self.history), pace)
         if pace.drained:
             self._resume([])
 
-    def _follow(self, decision: Decision | None, pace: Pace) -> None:
+    def _apply_decision(self, decision: SwitchDecision | None, pace: Pace) -> None:
         """A rule has decided in the middle of a stretch of work."""
         decision = self._record(decision)
         if decision is None:
             return
-        if decision.leave_out is not None:
-            pace.leave_out(decision.leave_out)
-            self.history.left_out.add(decision.leave_out)
-            self.history.pulse.leave_out(decision.leave_out)
+        if decision.exclude_worker is not None:
+            pace.exclude_worker(decision.exclude_worker)
+            self.history.excluded_workers.add(decision.exclude_worker)
+            self.history.throughput.leave_out(decision.exclude_worker)
         else:
             self._decision = decision
-            pace.cut_short()
+            pace.stop_early()
 
-    def _record(self, decision: Decision | None) -> Decision | None:
+    def _record(self, decision: SwitchDecision | None) -> SwitchDecision | None:
         """Write a decision down; what comes back is there to be carried out."""
         if decision is None:
             return None
         history = self.history
-        stays = decision.phase == history.phase and decision.leave_out is None
+        stays = decision.phase == history.phase and decision.exclude_worker is None
         last = history.decisions[-1]["cause"] if history.decisions else None
         # A rule that stays says so at every window: once is enough.
         if not stays or (decision.cause != last and len(history.decisions) < MOST_DECISIONS):
@@ -233,31 +235,31 @@ class Coordinator:
                 "chosen": str(self.plan.strategy.phases[decision.phase]),
                 "cause": decision.cause,
                 "reason": decision.reason,
-                "figures": dict(decision.figures),
+                "figures": dict(decision.measurements),
             }
             history.decisions.append(row)
-            self._note("decision", row=row)
+            self._emit("decision", row=row)
         return None if stays else decision
 
-    def _on_diverging(self, event: Diverging) -> None:
+    def _on_diverging(self, event: LossDiverged) -> None:
         reason = self._describe_divergence(event)
         pace = self._pace
-        if self._fallback is None or pace is None or pace.drained:
+        if self._rollback_phase is None or pace is None or pace.drained:
             self._end("diverged", reason)
         elif self._decision is None or not self._decision.restore:
-            self._follow(self._give_up(reason), pace)
+            self._apply_decision(self._roll_back(reason), pace)
 
-    def _give_up(self, reason: str) -> Decision:
+    def _roll_back(self, reason: str) -> SwitchDecision:
         """The strategy on trial has spoilt the weights."""
-        assert self._fallback is not None
+        assert self._rollback_phase is not None
         reason = f"{reason.partition(': lower')[0]}: goes on from the weights before the switch"
-        return Decision(self._fallback, reason, "diverged", restore=True)
+        return SwitchDecision(self._rollback_phase, reason, "diverged", restore=True)
 
     # ---- the sequence of a run ----------------------------------------------------------------
 
-    def _conduct(self) -> _Script:
+    def _run_sequence(self) -> _Script:
         facts = yield  # every worker is ready, every server listens
-        ready: Ready = facts[0]
+        ready: WorkerReady = facts[0]
         for other in facts[1:]:
             if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
                 self._end(
@@ -271,7 +273,7 @@ class Coordinator:
         self._probed = tuple(f.speed for f in facts)
         self._batch = ready.batch
         try:
-            policy = self._policy = make_policy(
+            policy = self._policy = make_switch_policy(
                 self.plan.strategy,
                 workers=self.plan.workers,
                 samples_per_epoch=ready.samples,
@@ -291,7 +293,7 @@ class Coordinator:
                 usage=True,
             )
             return
-        why = self._why_not_resumed(ready, position)
+        why = self._resume_error(ready, position)
         if why is not None:
             self._end("failed", why, usage=True)
             return
@@ -303,7 +305,7 @@ class Coordinator:
             left=self._left if position else None,
         )
         last_saved = history.samples
-        self._note("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
+        self._emit("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
         # A run resumed right at a switch point switches now.
         yield from self._enter(ready, ledger, self._record(policy.decide(history)))
 
@@ -311,9 +313,11 @@ class Coordinator:
             stop = self._next_stop(ready, ledger, policy.next_stop(history), last_saved)
             yield from self._train(ledger, stop)
             epoch_ended = ledger.frontier == ready.samples
-            replies: list[Quiesced] = yield from self._ask(Quiesce(self._pace_version()), Quiesced)
+            replies: list[Quiesced] = yield from self._ask_all_workers(
+                Quiesce(self._pace_version()), Quiesced
+            )
             giving_up = self._decision is not None and self._decision.restore
-            if not giving_up and not self._replicas_agree(replies):
+            if not giving_up and not self._check_replicas(replies):
                 return
             if epoch_ended:
                 yield from self._close_epoch(ready, replies[0].lr)
@@ -325,14 +329,16 @@ class Coordinator:
                 # At once: what there is now must not become a checkpoint or the result.
                 yield from self._enter(ready, ledger, self._decision)
                 self._decision = None
-            reason = self._why_finished(ready) if epoch_ended else None
+            reason = self._stop_reason(ready) if epoch_ended else None
             if self._checkpoint_due(ready, epoch_ended, last_saved, reason):
                 yield from self._save(ledger)
                 last_saved = history.samples
             if reason is not None:
                 break
             if epoch_ended:
-                wishes: list[Onward] = yield from self._ask(EpochOver(history.epoch - 1), Onward)
+                wishes: list[EpochEndReply] = yield from self._ask_all_workers(
+                    EpochEnd(history.epoch - 1), EpochEndReply
+                )
                 if len({w.more for w in wishes}) > 1:
                     self._end("failed", "some workers' loops ended, others want another epoch")
                     return
@@ -349,7 +355,7 @@ class Coordinator:
         assert self._pace is not None
         began = self._now
         history = self.history
-        history.pulse.begin(
+        history.throughput.begin(
             self.plan.workers,
             history.phase,
             self._now,
@@ -359,16 +365,18 @@ class Coordinator:
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
             yield
-        history.pulse.end(self._now)
+        history.throughput.end(self._now)
         history.train_seconds += self._now - began
 
     def _idle_workers(self) -> frozenset[int]:
         """Workers that the strategy in force gives no work."""
         if isinstance(self._strategy(), Single):
             return frozenset(range(1, self.plan.workers))
-        return frozenset(self.history.left_out)
+        return frozenset(self.history.excluded_workers)
 
-    def _enter(self, ready: Ready, ledger: Ledger, decision: Decision | None) -> _Script:
+    def _enter(
+        self, ready: WorkerReady, ledger: Ledger, decision: SwitchDecision | None
+    ) -> _Script:
         """Bring the strategy of a phase into force on all workers."""
         history = self.history
         before, phase_before = self._strategy(), history.phase
@@ -376,17 +384,17 @@ class Coordinator:
         if decision is not None:
             self._flush_switch()
             history.phase = decision.phase
-            history.left_out = set()
+            history.excluded_workers = set()
         strategy = self._strategy()
         needed = strategy.servers_for(self.plan.workers)
         servers = tuple(self._servers[i] for i in range(needed))
         groups = self._divide(strategy)
         keep, restore = False, False
         if decision is not None:
-            keep, restore = decision.keep, decision.restore and self._fallback is not None
-            self._fallback = phase_before if keep else None
-        question = Enter(history.phase, servers, decision is not None, groups, keep, restore)
-        yield from self._ask(question, Entered)
+            keep, restore = decision.snapshot, decision.restore and self._rollback_phase is not None
+            self._rollback_phase = phase_before if keep else None
+        question = EnterPhase(history.phase, servers, decision is not None, groups, keep, restore)
+        yield from self._ask_all_workers(question, PhaseEntered)
         self._pace = make_pace(
             strategy,
             groups=groups,
@@ -408,21 +416,21 @@ class Coordinator:
                 "reason": decision.reason,
             }
             history.switches.append(row)
-        self._note(
+        self._emit(
             "phase",
             strategy=str(strategy),
             samples=history.samples,
-            lr=strategy.lr_note(self.plan.workers),
+            lr=strategy.lr_description(self.plan.workers),
         )
 
     def _divide(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
         if not isinstance(strategy, Grouped):
             return ()
-        windows = self.history.pulse.windows
+        windows = self.history.throughput.windows
         speeds = windows[-1].speeds if windows else self._probed
-        return strategy.divide(self.plan.workers, speeds)
+        return strategy.worker_groups(self.plan.workers, speeds)
 
-    def _close_epoch(self, ready: Ready, lr: float) -> _Script:
+    def _close_epoch(self, ready: WorkerReady, lr: float) -> _Script:
         history = self.history
         row: dict[str, Any] = {
             "epoch": history.epoch + 1,
@@ -438,9 +446,9 @@ class Coordinator:
         if "val" in ready.splits:
             row["val_loss"], row["val_acc"] = yield from self._evaluate("val")
         row["seconds"] = self._now
-        history.tally = Tally()
+        history.tally = EpochTotals()
         history.rows.append(row)
-        self._note("epoch", row=row)
+        self._emit("epoch", row=row)
         if row["val_loss"] is not None and not math.isfinite(row["val_loss"]):
             # The last update ruined the weights: they must not become a checkpoint.
             reason = (
@@ -448,15 +456,15 @@ class Coordinator:
                 f"{row['epoch']} (step {self.members.last_step(0)} of worker 0): "
                 "lower the learning rate, add warm-up or clip gradients"
             )
-            if self._fallback is None:
+            if self._rollback_phase is None:
                 self._end("diverged", reason)
             elif self._decision is None or not self._decision.restore:
-                self._decision = self._record(self._give_up(reason))
+                self._decision = self._record(self._roll_back(reason))
 
     def _evaluate(
         self, split: str
     ) -> Generator[None, list[Any], tuple[float | None, float | None]]:
-        parts: list[Evaluated] = yield from self._ask(Evaluate(split), Evaluated)
+        parts: list[Evaluated] = yield from self._ask_all_workers(Evaluate(split), Evaluated)
         count = sum(p.count for p in parts)
         losses = [p.loss_sum for p in parts if p.loss_sum is not None]
         if len(losses) < len(parts):
@@ -466,9 +474,9 @@ class Coordinator:
         right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None
 
-    def _why_not_resumed(self, ready: Ready, position: int) -> str | None:
+    def _resume_error(self, ready: WorkerReady, position: int) -> str | None:
         """In the middle of an epoch only who reads in the same blocks knows what is left of it."""
-        now = fingerprint(ready.layout) if ready.layout is not None else None
+        now = layout_fingerprint(ready.layout) if ready.layout is not None else None
         if not position or now == self._layout_before:
             return None
         return (
@@ -481,24 +489,28 @@ class Coordinator:
         name = f"{self.history.samples:012d}"
         memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
         if ledger.layout is not None:
-            memory["shards"] = to_memory(ledger.layout, ledger.left())
-        saved: list[Saved] = yield from self._ask(Save(name, memory), Saved)
-        self._note("checkpoint", samples=self.history.samples, path=saved[0].path)
+            memory["shards"] = layout_to_checkpoint(ledger.layout, ledger.remaining_rows())
+        saved: list[CheckpointWritten] = yield from self._ask_all_workers(
+            SaveCheckpoint(name, memory), CheckpointWritten
+        )
+        self._emit("checkpoint", samples=self.history.samples, path=saved[0].path)
 
-    def _finish(self, ready: Ready, reason: str | None) -> _Script:
+    def _finish(self, ready: WorkerReady, reason: str | None) -> _Script:
         history = self.history
         if "test" in ready.splits:
             self.final["test_loss"], self.final["test_acc"] = yield from self._evaluate("test")
-        ended: list[Finished] = yield from self._ask(Finish(self.plan.save_model), Finished)
+        ended: list[WorkerFinished] = yield from self._ask_all_workers(
+            FinishRun(self.plan.save_model), WorkerFinished
+        )
         self.totals = {f.worker: f.totals for f in ended}
         self._flush_switch()
-        self._note("finished", reason=reason, samples=history.samples)
+        self._emit("finished", reason=reason, samples=history.samples)
         self._end("done", None)
 
     # ---- decisions ----------------------------------------------------------------------------
 
     def _next_stop(
-        self, ready: Ready, ledger: Ledger, switch_at: int | None, last_saved: int
+        self, ready: WorkerReady, ledger: Ledger, switch_at: int | None, last_saved: int
     ) -> int:
         """The position of this epoch to run to: always the end of a global batch."""
         epoch_start = self.history.epoch * ready.samples
@@ -511,7 +523,7 @@ class Coordinator:
         return min(ready.samples, -(-stop // ready.batch) * ready.batch)
 
     def _checkpoint_due(
-        self, ready: Ready, epoch_ended: bool, last_saved: int, ending: str | None
+        self, ready: WorkerReady, epoch_ended: bool, last_saved: int, ending: str | None
     ) -> bool:
         plan = self.plan
         if ending is not None:
@@ -521,19 +533,19 @@ class Coordinator:
         every = plan.checkpoint_epochs
         return bool(every and epoch_ended and self.history.epoch % every == 0)
 
-    def _why_finished(self, ready: Ready) -> str | None:
+    def _stop_reason(self, ready: WorkerReady) -> str | None:
         history, plan = self.history, self.plan
-        if plan.until is not None and plan.until.met_by(history.value_of(plan.until.figure)):
+        if plan.until is not None and plan.until.is_met(history.value_of(plan.until.metric)):
             return f"until {plan.until}"
         if plan.patience is not None:
             best = history.best_row_index("val_loss", lower_is_better=True)
             if best is not None and len(history.rows) - 1 - best >= plan.patience:
                 return f"no better val_loss for {plan.patience} epochs"
-        if ready.epochs is not None and not plan.own_loop and history.epoch >= ready.epochs:
+        if ready.epochs is not None and not plan.custom_loop and history.epoch >= ready.epochs:
             return f"{ready.epochs} epochs"
         return None
 
-    def _replicas_agree(self, replies: list[Quiesced]) -> bool:
+    def _check_replicas(self, replies: list[Quiesced]) -> bool:
         odd = [r.worker for r in replies if r.checksum != replies[0].checksum]
         if odd:
             self._end(
@@ -543,11 +555,11 @@ class Coordinator:
             )
         return not odd
 
-    def _describe_divergence(self, event: Diverging) -> str:
+    def _describe_divergence(self, event: LossDiverged) -> str:
         loss = "NaN" if math.isnan(event.loss) else f"{event.loss:g}"
         return (
             f"diverged: the loss is {loss} at step {event.step} of worker {event.worker} "
-            f"({event.why}): lower the learning rate, add warm-up or clip gradients"
+            f"({event.reason}): lower the learning rate, add warm-up or clip gradients"
         )
 
     # ---- plumbing -----------------------------------------------------------------------------
@@ -558,15 +570,15 @@ class Coordinator:
     def _pace_version(self) -> int:
         return self._pace.version if self._pace is not None else 0
 
-    def _ask(
+    def _ask_all_workers(
         self, question: Message, answer: type[Message]
     ) -> Generator[None, list[Any], list[Any]]:
         self._awaited, self._answers = answer, {}
-        self._actions.extend(Tell(w, question) for w in range(self.plan.workers))
+        self._actions.extend(Send(w, question) for w in range(self.plan.workers))
         replies = yield
         return replies
 
-    def _go_on_if_answered(self) -> None:
+    def _resume_if_all_answered(self) -> None:
         if len(self._answers) == self.plan.workers and len(self._servers) == self.plan.servers:
             answers = [self._answers[w] for w in sorted(self._answers)]
             self._awaited, self._answers = None, {}
@@ -574,11 +586,11 @@ class Coordinator:
 
     def _resume(self, answers: list[Any]) -> None:
         try:
-            self._script.send(answers)
+            self._sequence.send(answers)
         except StopIteration:
             assert self._ended, "the run's sequence ended without an end"
 
-    def _on_resumed(self, event: Resumed) -> None:
+    def _on_resumed(self, event: TrainingResumed) -> None:
         self._resumed[event.worker] = event.pause_s
         if len(self._resumed) == self.plan.workers:
             self._flush_switch()
@@ -589,11 +601,11 @@ class Coordinator:
             row = self.history.switches[-1]
             row["pause_s"] = round(max(self._resumed.values()), 6)
             self._resumed = {}
-            self._note("switch", row=row)
+            self._emit("switch", row=row)
 
-    def _note(self, kind: str, **facts: Any) -> None:
-        self._actions.append(Note(kind, facts))
+    def _emit(self, kind: str, **facts: Any) -> None:
+        self._actions.append(EmitEvent(kind, facts))
 
     def _end(self, status: str, error: str | None, *, usage: bool = False) -> None:
         self._ended = True
-        self._actions.append(End(status, error, usage))
+        self._actions.append(EndRun(status, error, usage))

@@ -8,13 +8,13 @@ EXPLODES_AT = 1000.0
 """A loss this many times the first one (or 1, if that is larger) counts as diverged."""
 
 
-class LossWatch:
+class DivergenceDetector:
     """One worker's losses, from its first on."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def look(self, loss: float) -> str | None:
+    def check(self, loss: float) -> str | None:
         """Why this loss means that training has diverged; None where it does not."""
         if not math.isfinite(loss):
             return "it is not a finite number"

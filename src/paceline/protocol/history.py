@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.protocol.messages import Measured
-from paceline.protocol.pulse import Pulse
+from paceline.protocol.messages import StepStats
+from paceline.protocol.throughput import ThroughputMonitor
 
 
 @dataclass
-class Tally:
+class EpochTotals:
     """Sums over the training steps of the current epoch."""
 
     samples: int = 0
@@ -22,7 +22,7 @@ class Tally:
     told: bool = True
     classes: bool = True
 
-    def add(self, measured: Measured) -> None:
+    def add(self, measured: StepStats) -> None:
         self.samples += measured.samples
         self.predictions += measured.predictions
         self.correct += measured.correct or 0
@@ -50,7 +50,7 @@ class History:
     updates: int = 0
     phase: int = 0
     epoch: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: EpochTotals = field(default_factory=EpochTotals)
     rows: list[dict[str, Any]] = field(default_factory=list)
     switches: list[dict[str, Any]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -59,13 +59,13 @@ class History:
     """What rules said, with their figures; staying only where the reason is a new one."""
     phase_samples: dict[int, int] = field(default_factory=dict)
     """Samples trained under each phase so far."""
-    left_out: set[int] = field(default_factory=set)
+    excluded_workers: set[int] = field(default_factory=set)
     """Workers that sit out while the strategy in force lasts."""
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    throughput: ThroughputMonitor = field(default_factory=ThroughputMonitor, compare=False)
     train_seconds: float = 0.0
     """Wall time of training alone: start-up, evaluation, saving and switching apart."""
 
-    def trained(self, samples: int) -> None:
+    def add_samples(self, samples: int) -> None:
         """Samples were applied under the strategy in force."""
         self.samples += samples
         self.phase_samples[self.phase] = self.phase_samples.get(self.phase, 0) + samples
@@ -104,7 +104,7 @@ class History:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> History:
         values = dict(plain)
-        values["tally"] = Tally(**values["tally"])
+        values["tally"] = EpochTotals(**values["tally"])
         values["staleness"] = Counter({int(k): int(v) for k, v in values["staleness"]})
         values["phase_samples"] = {int(k): int(v) for k, v in values["phase_samples"]}
         values["rows"] = list(values["rows"])

@@ -5,15 +5,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from paceline.protocol.shards import Allotment, EpochPlan, Layout, Piece, Pieces
-from paceline.protocol.value import value
+from paceline.protocol.block_plan import (
+    BlockDealer,
+    BlockLayout,
+    EpochBlockPlan,
+    RowRange,
+    RowRanges,
+)
+from paceline.protocol.record import record
 
-EVERYBODY = -1
+ALL_WORKERS = -1
 """Holder of a block that all workers compute together."""
 
 
-@value
-class Entry:
+@record
+class LeaseEntry:
     id: int
     holder: int
     lo: int
@@ -34,8 +40,8 @@ class Ledger:
         *,
         epoch: int = 0,
         position: int = 0,
-        layout: Layout | None = None,
-        left: Sequence[Piece] | None = None,
+        layout: BlockLayout | None = None,
+        left: Sequence[RowRange] | None = None,
     ) -> None:
         """`layout`: the blocks that workers read; `left`: what an epoch begun before has left."""
         self.samples = samples
@@ -44,16 +50,16 @@ class Ledger:
         self.begin_epoch(epoch, position, left)
 
     def begin_epoch(
-        self, epoch: int, position: int = 0, left: Sequence[Piece] | None = None
+        self, epoch: int, position: int = 0, left: Sequence[RowRange] | None = None
     ) -> None:
         assert 0 <= position <= self.samples
         self._allotment = None
-        self._drawn: dict[int, list[Piece]] = {}
+        self._drawn: dict[int, list[RowRange]] = {}
         if self.layout is not None:
-            self._allotment = Allotment(EpochPlan(self.layout, epoch), left)
+            self._allotment = BlockDealer(EpochBlockPlan(self.layout, epoch), left)
         self.epoch = epoch
         self._next = position
-        self._out: dict[int, Entry] = {}
+        self._out: dict[int, LeaseEntry] = {}
         self._returned: list[tuple[int, int]] = []
         self._done_after: dict[int, int] = {}
         self._frontier = position
@@ -72,7 +78,7 @@ class Ledger:
     def outstanding(self) -> int:
         return len(self._out)
 
-    def take(self, holder: int, count: int, limit: int) -> Entry | None:
+    def take(self, holder: int, count: int, limit: int) -> LeaseEntry | None:
         """Lease up to `count` positions below `limit`, returned ones first; None if none."""
         assert count > 0
         if self._returned and self._returned[0][0] < limit:
@@ -89,13 +95,13 @@ class Ledger:
         self._next = hi if hi < last else last
         return self._lease(holder, lo, self._next)
 
-    def _lease(self, holder: int, lo: int, hi: int) -> Entry:
-        entry = Entry(self._next_id, holder, lo, hi)
+    def _lease(self, holder: int, lo: int, hi: int) -> LeaseEntry:
+        entry = LeaseEntry(self._next_id, holder, lo, hi)
         self._next_id += 1
         self._out[entry.id] = entry
         return entry
 
-    def acknowledge(self, lease_id: int, holder: int) -> Entry:
+    def acknowledge(self, lease_id: int, holder: int) -> LeaseEntry:
         """The lease's samples are applied; raises KeyError if `holder` does not hold it."""
         entry = self._drop(lease_id, holder)
         if self._drawn:
@@ -108,28 +114,28 @@ class Ledger:
             self._frontier = self._done_after.pop(self._frontier)
         return entry
 
-    def give_back(self, lease_id: int, holder: int) -> None:
+    def return_lease(self, lease_id: int, holder: int) -> None:
         """The lease was not worked on: its positions are leased anew."""
         entry = self._drop(lease_id, holder)
         if self._allotment is not None:
-            self._allotment.give_back(tuple(self._drawn.pop(lease_id, ())))
+            self._allotment.return_rows(tuple(self._drawn.pop(lease_id, ())))
         heapq.heappush(self._returned, (entry.lo, entry.hi))
 
-    def forget_holder(self, holder: int) -> None:
+    def return_all_of(self, holder: int) -> None:
         """A worker is gone: everything it held is leased anew."""
         for lease_id in sorted(e.id for e in self._out.values() if e.holder == holder):
-            self.give_back(lease_id, holder)
+            self.return_lease(lease_id, holder)
         if self._allotment is not None:
-            self._allotment.forget(holder)
+            self._allotment.drop_worker(holder)
 
     # ---- data that is read in blocks ----------------------------------------------------------
 
     @property
-    def deals(self) -> bool:
+    def deals_rows(self) -> bool:
         """Whether leases say which rows they are of; otherwise the epoch's order does."""
         return self._allotment is not None
 
-    def draw(self, lease_id: int, worker: int, count: int) -> Pieces:
+    def draw_rows(self, lease_id: int, worker: int, count: int) -> RowRanges:
         """The places behind `count` positions of a lease, for one worker."""
         if self._allotment is None or not count:
             return ()
@@ -137,15 +143,15 @@ class Ledger:
         self._drawn.setdefault(lease_id, []).extend(pieces)
         return pieces
 
-    def ahead(self, worker: int) -> Pieces:
-        return self._allotment.ahead(worker) if self._allotment is not None else ()
+    def lookahead(self, worker: int) -> RowRanges:
+        return self._allotment.lookahead(worker) if self._allotment is not None else ()
 
-    def left(self) -> list[Piece]:
+    def remaining_rows(self) -> list[RowRange]:
         """Places not drawn yet; with no lease out, those not done yet."""
         assert self._allotment is not None
-        return self._allotment.left()
+        return self._allotment.remaining()
 
-    def _drop(self, lease_id: int, holder: int) -> Entry:
+    def _drop(self, lease_id: int, holder: int) -> LeaseEntry:
         entry = self._out.get(lease_id)
         if entry is None or entry.holder != holder:
             raise KeyError(f"worker {holder} does not hold lease {lease_id}")

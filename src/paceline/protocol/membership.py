@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WAITING = frozenset({"comm_exposed", "wait"})
+WAITING_PHASES = frozenset({"comm_exposed", "wait"})
 """Phases in which a worker waits for others: stuck there, it is a victim and not the cause."""
 
 
 @dataclass
-class Member:
+class MemberStatus:
     step: int = 0
     phase: str = "startup"
-    turn: int = 0
+    phase_changes: int = 0
     since: float = 0.0
 
 
@@ -20,28 +20,28 @@ class Membership:
     """Fed by heartbeats; a worker that stays in one phase too long is stuck."""
 
     def __init__(self, workers: int, now: float) -> None:
-        self._members = [Member(since=now) for _ in range(workers)]
+        self._members = [MemberStatus(since=now) for _ in range(workers)]
 
     def begin(self, now: float) -> None:
         """Processes are started only now: what came before was not theirs."""
         for member in self._members:
             member.since = now
 
-    def heard(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
+    def on_heartbeat(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
         member = self._members[worker]
-        since = now if turn != member.turn else member.since
-        self._members[worker] = Member(step, phase, turn, since)
+        since = now if turn != member.phase_changes else member.since
+        self._members[worker] = MemberStatus(step, phase, turn, since)
 
-    def reached(self, worker: int, step: int) -> None:
+    def set_step(self, worker: int, step: int) -> None:
         self._members[worker].step = step
 
     def last_step(self, worker: int) -> int:
         return self._members[worker].step
 
-    def stuck(self, now: float, deadline_s: float) -> list[tuple[int, Member]]:
+    def find_stuck(self, now: float, deadline_s: float) -> list[tuple[int, MemberStatus]]:
         """Workers past the deadline; those that hold up the others, if they can be told apart."""
         late = [(w, m) for w, m in enumerate(self._members) if now - m.since > deadline_s]
-        causes = [(w, m) for w, m in late if m.phase not in WAITING]
+        causes = [(w, m) for w, m in late if m.phase not in WAITING_PHASES]
         if causes:
             return causes
         # Waiting is only a fault when nobody else is still at work within the deadline.

@@ -10,18 +10,18 @@ import dataclasses
 from typing import Any
 
 from paceline.errors import WireError
-from paceline.protocol.shards import Layout, Pieces
-from paceline.protocol.value import value
+from paceline.protocol.block_plan import BlockLayout, RowRanges
+from paceline.protocol.record import record
 
 Plain = dict[str, Any]
 
 
-@value
+@record
 class Message:
     """Base of everything that crosses a control connection."""
 
 
-@value
+@record
 class Lease:
     """Positions [lo, hi) of an epoch's seeded order, a part of the global batch [start, stop)."""
 
@@ -31,9 +31,9 @@ class Lease:
     stop: int
     lo: int
     hi: int
-    pieces: Pieces = ()
+    row_ranges: RowRanges = ()
     """The places of the rows, where workers read in blocks; else positions tell them."""
-    ahead: Pieces = ()
+    next_ranges: RowRanges = ()
     """Places that will come next, as things stand."""
 
     @property
@@ -48,23 +48,23 @@ class Lease:
 # ---- coordinator to worker -------------------------------------------------------------------
 
 
-@value
-class Steps(Message):
+@record
+class PlannedSteps(Message):
     """Work planned ahead: the global batches of [start, stop), each split among all workers."""
 
     epoch: int
     start: int
     stop: int
     batch: int
-    weights: tuple[int, ...] | None
+    batch_weights: tuple[int, ...] | None
     """Shares of a batch in proportion to these; None is an even split."""
-    pieces: Pieces = ()
+    pieces: RowRanges = ()
     """The places behind this worker's shares, one after another, where it reads in blocks."""
-    ahead: Pieces = ()
+    ahead: RowRanges = ()
 
 
-@value
-class Go(Message):
+@record
+class LeaseGranted(Message):
     """Answer to a push: version to pull at least, the next lease, and how stale the push was."""
 
     version: int
@@ -72,8 +72,8 @@ class Go(Message):
     staleness: int
 
 
-@value
-class Enter(Message):
+@record
+class EnterPhase(Message):
     """Take up the strategy of this phase, importing the exported state."""
 
     phase: int
@@ -82,47 +82,47 @@ class Enter(Message):
     """False at the start of a run: there is no pause to measure then."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Workers that act as one, where the strategy has such."""
-    keep: bool = False
+    snapshot: bool = False
     """Keep a copy of the state that is handed over: the switch is a trial."""
     restore: bool = False
     """The trial failed: take up that copy in place of the state as it is now."""
 
 
-@value
+@record
 class Quiesce(Message):
     """No work is in flight any more: export the state, servers having applied `version`."""
 
     version: int
 
 
-@value
+@record
 class Evaluate(Message):
     split: str
 
 
-@value
-class Save(Message):
+@record
+class SaveCheckpoint(Message):
     """Write a checkpoint of the exported state, with the coordinator's own memory beside it."""
 
     name: str
-    memory: Plain
+    coordinator_state: Plain
 
 
-@value
-class EpochOver(Message):
+@record
+class EpochEnd(Message):
     epoch: int
 
 
-@value
-class Finish(Message):
+@record
+class FinishRun(Message):
     save_model: bool
 
 
 # ---- worker to coordinator -------------------------------------------------------------------
 
 
-@value
-class Ready(Message):
+@record
+class WorkerReady(Message):
     """A worker stands ready; the facts must be the same on every worker."""
 
     worker: int
@@ -133,14 +133,14 @@ class Ready(Message):
     """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
     speed: float = 0.0
     """Samples a second in a short probe; 0 where no strategy needs to know."""
-    layout: Layout | None = None
+    layout: BlockLayout | None = None
     """The blocks of the training data, where workers read it in blocks."""
     clip: float | None = None
     """Largest norm of the gradient, where the script says it and not the plan."""
 
 
-@value
-class Measured(Message):
+@record
+class StepStats(Message):
     """Sums over the steps since the last report; `loss` is None where the loop does not tell."""
 
     samples: int
@@ -157,19 +157,19 @@ class Measured(Message):
     """Now and then: own samples, own gradient's squared norm, all samples, the mean's."""
 
 
-@value
-class Advanced(Message):
+@record
+class StepsApplied(Message):
     """All planned work up to `position` of the epoch is applied here."""
 
     worker: int
     epoch: int
     position: int
     step: int
-    measured: Measured
+    measured: StepStats
 
 
-@value
-class Pushed(Message):
+@record
+class GradientPushed(Message):
     """A gradient is on its way to every shard under this handle, computed on version `base`."""
 
     worker: int
@@ -178,30 +178,30 @@ class Pushed(Message):
     samples: int
     base: int
     step: int
-    measured: Measured
+    measured: StepStats
 
 
-@value
-class Entered(Message):
+@record
+class PhaseEntered(Message):
     worker: int
 
 
-@value
-class Resumed(Message):
+@record
+class TrainingResumed(Message):
     """The first forward after a switch begins; drain and evaluation are not in the pause."""
 
     worker: int
     pause_s: float
 
 
-@value
+@record
 class Quiesced(Message):
     worker: int
     checksum: str
     lr: float
 
 
-@value
+@record
 class Evaluated(Message):
     worker: int
     loss_sum: float | None
@@ -211,57 +211,57 @@ class Evaluated(Message):
     """Predictions made; for text more than samples."""
 
 
-@value
-class Saved(Message):
+@record
+class CheckpointWritten(Message):
     worker: int
     path: str
 
 
-@value
-class Onward(Message):
+@record
+class EpochEndReply(Message):
     """Answer to EpochOver: does this worker's loop want another epoch?"""
 
     worker: int
     more: bool
 
 
-@value
-class Finished(Message):
+@record
+class WorkerFinished(Message):
     """The last word of a worker, with its totals."""
 
     worker: int
     totals: Plain
 
 
-@value
-class Diverging(Message):
+@record
+class LossDiverged(Message):
     worker: int
     step: int
     loss: float
-    why: str
+    reason: str
 
 
-@value
+@record
 class Heartbeat(Message):
     """Sent every second by a thread of its own: what the worker is doing, and since when."""
 
     worker: int
     step: int
     phase: str
-    turn: int
+    phase_changes: int
     """Changes whenever the worker goes from one phase to the next."""
 
 
-@value
-class Observed(Message):
+@record
+class TelemetryForwarded(Message):
     """An event of telemetry, as it is written into the run folder; for those who watch live."""
 
-    who: str
+    process_name: str
     event: Plain
 
 
-@value
-class Failing(Message):
+@record
+class ProcessFailing(Message):
     """A process is about to end because of an exception.
 
     `blame` is "usage" for the user's mistake, "peer" when another process caused it, else "own".
@@ -276,50 +276,50 @@ class Failing(Message):
 # ---- a run folder that a process cannot reach by itself -----------------------------------------
 
 
-@value
-class Noted(Message):
+@record
+class EventLine(Message):
     """A line for the sender's own file of events."""
 
     line: str
 
 
-@value
-class FilePart(Message):
+@record
+class FileChunk(Message):
     """The next bytes of a file of a checkpoint (`NAME/FILE`), or of the model (`model`)."""
 
     path: str
     data: bytes
 
 
-@value
-class FilesDone(Message):
+@record
+class FilesComplete(Message):
     """All of a checkpoint, or of the model, has been sent: it takes its place now."""
 
     path: str
     keep: int
 
 
-@value
-class FileAsked(Message):
+@record
+class FileRequest(Message):
     """A piece of a file of the checkpoint that the run begins from."""
 
     name: str
     offset: int
 
 
-@value
-class FileGiven(Message):
+@record
+class FileResponse(Message):
     data: bytes
     size: int
 
 
-@value
-class AgeAsked(Message):
+@record
+class RunClockRequest(Message):
     pass
 
 
-@value
-class AgeGiven(Message):
+@record
+class RunClockResponse(Message):
     """Seconds since the run began, by the supervisor's clock."""
 
     seconds: float
@@ -328,15 +328,15 @@ class AgeGiven(Message):
 # ---- servers ---------------------------------------------------------------------------------
 
 
-@value
+@record
 class ServerReady(Message):
     server: int
     host: str
     port: int
 
 
-@value
-class Part(Message):
+@record
+class GradientRef(Message):
     """One gradient of an update, with its weight in the sum."""
 
     worker: int
@@ -344,18 +344,18 @@ class Part(Message):
     weight: float
 
 
-@value
-class Apply(Message):
+@record
+class ApplyUpdate(Message):
     """Make version `version` out of the parts; `clip` is the largest norm of the whole gradient."""
 
     version: int
-    parts: tuple[Part, ...]
+    parts: tuple[GradientRef, ...]
     lr_scale: float
     clip: float | None
 
 
-@value
-class Reduced(Message):
+@record
+class ShardSqNorm(Message):
     """A shard's share of the squared norm of an update that is to be clipped."""
 
     server: int
@@ -363,26 +363,26 @@ class Reduced(Message):
     square: float
 
 
-@value
-class Clip(Message):
+@record
+class ClipFactor(Message):
     version: int
     factor: float
 
 
-@value
-class ServerStop(Message):
+@record
+class StopServer(Message):
     pass
 
 
 KINDS: dict[str, type[Message]] = {c.__name__: c for c in Message.__subclasses__()}
-_NESTED: dict[str, Any] = {"lease": Lease, "measured": Measured, "layout": Layout}
+_NESTED: dict[str, Any] = {"lease": Lease, "measured": StepStats, "layout": BlockLayout}
 
 
-def to_plain(message: Message) -> Plain:
+def message_to_wire(message: Message) -> Plain:
     return {"kind": type(message).__name__, **dataclasses.asdict(message)}
 
 
-def from_plain(plain: object) -> Message:
+def message_from_wire(plain: object) -> Message:
     kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
     if not isinstance(plain, dict) or not isinstance(kind, str) or kind not in KINDS:
         raise WireError(f"a message of unknown kind {kind!r}: is the peer of another version?")
@@ -402,8 +402,8 @@ def _restore(cls: type[Message], name: str, value: Any) -> Any:
     nested = _NESTED.get(name)
     if nested is not None and isinstance(value, dict):
         return nested(**{k: _freeze(v) for k, v in value.items()})
-    if cls is Apply and name == "parts":
-        return tuple(Part(**part) for part in value)
+    if cls is ApplyUpdate and name == "parts":
+        return tuple(GradientRef(**part) for part in value)
     return _freeze(value)
 
 

@@ -11,25 +11,25 @@ from collections import Counter
 from itertools import pairwise
 from typing import Protocol
 
+from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.clock import Push, make_clock
 from paceline.protocol.history import History
-from paceline.protocol.ledger import EVERYBODY, Entry, Ledger
+from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
 from paceline.protocol.messages import (
-    Advanced,
-    Apply,
-    Clip,
-    Go,
+    ApplyUpdate,
+    ClipFactor,
+    GradientPushed,
+    GradientRef,
     Lease,
-    Measured,
+    LeaseGranted,
     Message,
-    Part,
-    Pushed,
-    Reduced,
-    Steps,
+    PlannedSteps,
+    ShardSqNorm,
+    StepsApplied,
+    StepStats,
     split_batch,
 )
-from paceline.protocol.shards import Piece, join
-from paceline.protocol.value import value
+from paceline.protocol.record import record
 from paceline.specs.strategy import AllReduce, Grouped, ParameterServer, Strategy
 from paceline.specs.sync import Gba
 
@@ -40,21 +40,21 @@ FIRST_PLAN_BATCHES = 8
 """How far to plan before the workers' speed is known."""
 
 
-@value
-class Tell:
+@record
+class Send:
     worker: int
     message: Message
 
 
-@value
-class TellServers:
+@record
+class SendToServers:
     """To the servers that the strategy in force uses: the first `servers` of those launched."""
 
     servers: int
     message: Message
 
 
-Order = Tell | TellServers
+OutgoingMessage = Send | SendToServers
 
 
 class Pace(Protocol):
@@ -63,22 +63,22 @@ class Pace(Protocol):
     version: int
     """What servers must have applied before the state can be exported."""
 
-    def run_to(self, stop: int, now: float) -> list[Order]:
+    def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         """Hand out the epoch's positions up to `stop`."""
         ...
 
-    def on_report(self, report: Message, now: float) -> list[Order]: ...
+    def on_report(self, report: Message, now: float) -> list[OutgoingMessage]: ...
 
-    def cut_short(self) -> None:
+    def stop_early(self) -> None:
         """Hand out no more than must be, up to the end of a global batch, and then drain."""
         ...
 
-    def leave_out(self, worker: int) -> None:
+    def exclude_worker(self, worker: int) -> None:
         """Give this worker no more work, where the strategy can do without it."""
         ...
 
 
-class Balance:
+class SpeedBalancer:
     """Shares in proportion to the workers' measured speed, kept current while they work."""
 
     MEMORY = 0.5
@@ -87,7 +87,7 @@ class Balance:
     def __init__(self, workers: int) -> None:
         self._speed: list[float | None] = [None] * workers
 
-    def heard(self, worker: int, measured: Measured) -> None:
+    def update(self, worker: int, measured: StepStats) -> None:
         if measured.samples and measured.busy_s > 0:
             fresh = measured.samples / measured.busy_s
             old = self._speed[worker]
@@ -118,22 +118,22 @@ class PlannedPace:
         weights: tuple[int, ...] | None = None,
         balance: bool = False,
     ) -> None:
-        self._balance = Balance(workers) if balance else None
+        self._balance = SpeedBalancer(workers) if balance else None
         self._workers = workers
         self._batch = batch
         self._ledger = ledger
         self._history = history
         self._weights = weights
-        self._out: set[int] = set()
+        self._excluded: set[int] = set()
         self.drained = True
         self.drain_s = 0.0
 
-    def run_to(self, stop: int, now: float) -> list[Order]:
+    def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         start = self._ledger.frontier
         self._stop = stop
-        self._blocks: list[Entry] = []
+        self._blocks: list[LeaseEntry] = []
         self._at = [start] * self._workers
-        self._there = Counter({start: self._workers})
+        self._workers_at = Counter({start: self._workers})
         """How many workers stand at each position: the slowest is found without asking all."""
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
@@ -143,75 +143,77 @@ class PlannedPace:
         self.drained = False
         return self._plan()
 
-    def _plan(self) -> list[Order]:
-        orders: list[Order] = []
+    def _plan(self) -> list[OutgoingMessage]:
+        orders: list[OutgoingMessage] = []
         while self._planned < self._stop and self._planned - self._slowest < self._ahead:
             # Two blocks within the horizon: one is worked on while the next lies ready.
             batches = max(1, self._ahead // (2 * self._batch))
-            entry = self._ledger.take(EVERYBODY, batches * self._batch, self._stop)
+            entry = self._ledger.take(ALL_WORKERS, batches * self._batch, self._stop)
             assert entry is not None
             self._blocks.append(entry)
             self._planned = entry.hi
             weights = self._shares()
-            steps = Steps(self._ledger.epoch, entry.lo, entry.hi, self._batch, weights)
-            orders.extend(Tell(w, s) for w, s in enumerate(self._deal(entry, steps)))
+            steps = PlannedSteps(self._ledger.epoch, entry.lo, entry.hi, self._batch, weights)
+            orders.extend(Send(w, s) for w, s in enumerate(self._assign_rows(entry, steps)))
         return orders
 
-    def _deal(self, entry: Entry, steps: Steps) -> list[Steps]:
+    def _assign_rows(self, entry: LeaseEntry, steps: PlannedSteps) -> list[PlannedSteps]:
         """The same steps for everybody; with each worker's own rows where they read in blocks."""
-        if not self._ledger.deals:
+        if not self._ledger.deals_rows:
             return [steps] * self._workers
-        drawn: list[list[Piece]] = [[] for _ in range(self._workers)]
+        drawn: list[list[RowRange]] = [[] for _ in range(self._workers)]
         # Batch by batch, so that it does not matter how many are planned at a time.
         for start in range(entry.lo, entry.hi, self._batch):
             count = min(self._batch, entry.hi - start)
-            cuts = split_batch(count, self._workers, steps.weights)
+            cuts = split_batch(count, self._workers, steps.batch_weights)
             for worker, (lo, hi) in enumerate(pairwise(cuts)):
-                drawn[worker].extend(self._ledger.draw(entry.id, worker, hi - lo))
+                drawn[worker].extend(self._ledger.draw_rows(entry.id, worker, hi - lo))
         return [
-            dataclasses.replace(steps, pieces=join(pieces), ahead=self._ledger.ahead(worker))
+            dataclasses.replace(
+                steps, pieces=merge_ranges(pieces), ahead=self._ledger.lookahead(worker)
+            )
             for worker, pieces in enumerate(drawn)
         ]
 
     def _shares(self) -> tuple[int, ...] | None:
         weights = self._balance.weights() if self._balance else self._weights
-        if not self._out:
+        if not self._excluded:
             return weights
         base = weights or (1,) * self._workers
-        return tuple(0 if w in self._out else share for w, share in enumerate(base))
+        return tuple(0 if w in self._excluded else share for w, share in enumerate(base))
 
-    def cut_short(self) -> None:
+    def stop_early(self) -> None:
         self._stop = self._planned
 
-    def leave_out(self, worker: int) -> None:
-        if len(self._out) + 1 < self._workers:
-            self._out.add(worker)
+    def exclude_worker(self, worker: int) -> None:
+        if len(self._excluded) + 1 < self._workers:
+            self._excluded.add(worker)
 
-    def _move(self, worker: int, position: int) -> None:
+    def _advance_worker(self, worker: int, position: int) -> None:
         before = self._at[worker]
         self._at[worker] = position
-        self._there[before] -= 1
-        if not self._there[before]:
-            del self._there[before]
-        self._there[position] += 1
+        self._workers_at[before] -= 1
+        if not self._workers_at[before]:
+            del self._workers_at[before]
+        self._workers_at[position] += 1
 
-    def on_report(self, report: Message, now: float) -> list[Order]:
-        if not isinstance(report, Advanced):
+    def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
+        if not isinstance(report, StepsApplied):
             raise AssertionError(f"{type(report).__name__} under planned work")
-        self._move(report.worker, report.position)
+        self._advance_worker(report.worker, report.position)
         if self._balance is not None:
-            self._balance.heard(report.worker, report.measured)
+            self._balance.update(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
             self._first_idle = now
-        slowest = min(self._there)
+        slowest = min(self._workers_at)
         if slowest == self._slowest:
             return []
         batches_before = -(-self._slowest // self._batch)
         self._history.updates += -(-slowest // self._batch) - batches_before
-        self._history.trained(slowest - self._slowest)
+        self._history.add_samples(slowest - self._slowest)
         self._slowest = slowest
         while self._blocks and self._blocks[0].hi <= slowest:
-            self._ledger.acknowledge(self._blocks.pop(0).id, EVERYBODY)
+            self._ledger.acknowledge(self._blocks.pop(0).id, ALL_WORKERS)
         if slowest == self._stop:
             self.drained = True
             self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
@@ -223,7 +225,7 @@ class PlannedPace:
         return self._plan()
 
 
-class ServerPace:
+class PushPace:
     """Parameter servers: every push is answered with an order to the shards and the next lease.
 
     Workers push in units: each by itself, or a group as one, its first worker for all of it.
@@ -241,8 +243,8 @@ class ServerPace:
         units: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self._spec = spec
-        self._units = units or tuple((w,) for w in range(workers))
-        self._unit_of = {w: u for u, members in enumerate(self._units) for w in members}
+        self._push_units = units or tuple((w,) for w in range(workers))
+        self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
         self._workers = workers
         self._servers = spec.servers_for(workers)
         self._batch = batch
@@ -250,27 +252,27 @@ class ServerPace:
         self._history = history
         # A single gradient is clipped by the worker that knows the whole of it.
         self._clip = clip if spec.sync.aggregates else None
-        self._clock = make_clock(spec.sync, len(self._units))
+        self._clock = make_clock(spec.sync, len(self._push_units))
         cuts = split_batch(batch, workers)
-        self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._units]
+        self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._push_units]
         # A unit that computes ahead holds two leases at a time.
         self._leases: dict[tuple[int, int], Lease] = {}
-        self._came: dict[int, dict[int, Pushed]] = {}
+        self._came: dict[int, dict[int, GradientPushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
-        self._last_staleness = [-1] * len(self._units)
+        self._last_staleness = [-1] * len(self._push_units)
         self.version = 0
         self.drained = True
         self.drain_s = 0.0
 
-    def run_to(self, stop: int, now: float) -> list[Order]:
+    def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         self._stop = stop
         self._first_idle: float | None = None
         self.drained = False
         self._clock.begin()
         ahead = 2 if self._spec.overlap else 1
-        return self._go_on(list(range(len(self._units))) * ahead, now)
+        return self._grant_or_drain(list(range(len(self._push_units))) * ahead, now)
 
-    def _go_on(self, units: list[int], now: float) -> list[Order]:
+    def _grant_or_drain(self, units: list[int], now: float) -> list[OutgoingMessage]:
         """Grant leases; when nobody is at work any more, give up what the clock holds back."""
         orders = self._grant(units, now)
         while not self._leases:
@@ -283,14 +285,14 @@ class ServerPace:
             orders.extend(self._grant(verdict.release, now))
         return orders
 
-    def _grant(self, units: list[int], now: float) -> list[Order]:
+    def _grant(self, units: list[int], now: float) -> list[OutgoingMessage]:
         """The next lease for each of these units, as far as there is work left."""
-        orders: list[Order] = []
-        if self._clock.in_rounds and units:
-            entry = self._ledger.take(EVERYBODY, self._batch, self._stop)
+        orders: list[OutgoingMessage] = []
+        if self._clock.synchronous and units:
+            entry = self._ledger.take(ALL_WORKERS, self._batch, self._stop)
             if entry is not None:
-                orders.extend(self._hand_out(entry, tuple(range(self._workers))))
-        elif not self._clock.in_rounds:
+                orders.extend(self._lease_to_unit(entry, tuple(range(self._workers))))
+        elif not self._clock.synchronous:
             history = self._history
             for unit in units:
                 entry = self._ledger.take(unit, self._lease_size(unit), self._stop)
@@ -298,11 +300,11 @@ class ServerPace:
                     lag = self._clock.lag(unit)
                     if lag > history.max_lag:
                         history.max_lag = lag
-                    members = self._units[unit]
-                    if len(members) == 1 and not self._ledger.deals:
-                        orders.append(self._hand_whole(entry, members[0], unit))
+                    members = self._push_units[unit]
+                    if len(members) == 1 and not self._ledger.deals_rows:
+                        orders.append(self._lease_to_one(entry, members[0], unit))
                     else:
-                        orders.extend(self._hand_out(entry, members))
+                        orders.extend(self._lease_to_unit(entry, members))
         if units and not orders and self._first_idle is None:
             self._first_idle = now
         return orders
@@ -313,18 +315,18 @@ class ServerPace:
         rest = self._stop - self._ledger.leased_up_to - share
         return share + rest if 0 < rest < share // 2 else share
 
-    def _hand_whole(self, entry: Entry, worker: int, unit: int) -> Order:
+    def _lease_to_one(self, entry: LeaseEntry, worker: int, unit: int) -> OutgoingMessage:
         """An entry of the ledger for one worker alone."""
         lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
         self._leases[worker, entry.id] = lease
-        return Tell(worker, Go(self.version, lease, self._last_staleness[unit]))
+        return Send(worker, LeaseGranted(self.version, lease, self._last_staleness[unit]))
 
-    def _hand_out(self, entry: Entry, members: tuple[int, ...]) -> list[Order]:
+    def _lease_to_unit(self, entry: LeaseEntry, members: tuple[int, ...]) -> list[OutgoingMessage]:
         """Share one entry of the ledger among workers that act together."""
-        orders: list[Order] = []
+        orders: list[OutgoingMessage] = []
         cuts = split_batch(entry.hi - entry.lo, len(members))
         for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
-            pieces = self._ledger.draw(entry.id, worker, hi - lo)
+            pieces = self._ledger.draw_rows(entry.id, worker, hi - lo)
             lease = Lease(
                 entry.id,
                 self._ledger.epoch,
@@ -333,18 +335,18 @@ class ServerPace:
                 entry.lo + lo,
                 entry.lo + hi,
                 pieces,
-                self._ledger.ahead(worker),
+                self._ledger.lookahead(worker),
             )
             self._leases[worker, lease.id] = lease
             staleness = self._last_staleness[self._unit_of[worker]]
-            orders.append(Tell(worker, Go(self.version, lease, staleness)))
+            orders.append(Send(worker, LeaseGranted(self.version, lease, staleness)))
         return orders
 
-    def cut_short(self) -> None:
+    def stop_early(self) -> None:
         ahead = -(-self._ledger.leased_up_to // self._batch) * self._batch
         self._stop = min(self._stop, ahead)
 
-    def leave_out(self, worker: int) -> None:
+    def exclude_worker(self, worker: int) -> None:
         return  # A slow worker holds nobody up here.
 
     def _share_of_batch(self, lo: int, hi: int) -> float:
@@ -365,9 +367,9 @@ class ServerPace:
             lo = stop
         return share
 
-    def on_report(self, report: Message, now: float) -> list[Order]:
-        if not isinstance(report, Pushed):
-            if isinstance(report, Reduced):
+    def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
+        if not isinstance(report, GradientPushed):
+            if isinstance(report, ShardSqNorm):
                 return self._on_reduced(report)
             raise AssertionError(f"{type(report).__name__} under a parameter server")
         lease = self._leases.pop((report.worker, report.lease), None)
@@ -375,30 +377,30 @@ class ServerPace:
             return []  # Said twice, or of a lease that is no longer this worker's.
         unit = self._unit_of[report.worker]
         chief, samples = report, report.samples
-        if len(self._units[unit]) > 1:
+        if len(self._push_units[unit]) > 1:
             came = self._came.setdefault(unit, {})
             came[report.worker] = report
-            if len(came) < len(self._units[unit]):
+            if len(came) < len(self._push_units[unit]):
                 return []
             del self._came[unit]
-            chief = came[self._units[unit][0]]
+            chief = came[self._push_units[unit][0]]
             samples = sum(p.samples for p in came.values())
-        in_rounds = self._clock.in_rounds
+        in_rounds = self._clock.synchronous
         lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
         push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
-        verdict = self._clock.pushed(push, now)
-        orders: list[Order] = [self._update(pushes) for pushes in verdict.updates]
+        verdict = self._clock.on_push(push, now)
+        orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
         if not in_rounds:
             self._ledger.acknowledge(lease.id, unit)
         elif verdict.updates:
-            self._ledger.acknowledge(lease.id, EVERYBODY)
+            self._ledger.acknowledge(lease.id, ALL_WORKERS)
         if verdict.release or not self._leases:
-            orders += self._go_on(verdict.release, now)
+            orders += self._grant_or_drain(verdict.release, now)
         return orders
 
-    def _update(self, pushes: list[Push]) -> Order:
-        if len(pushes) == 1 and pushes[0].samples and not self._clock.in_rounds:
-            return self._update_by_one(pushes[0])
+    def _update(self, pushes: list[Push]) -> OutgoingMessage:
+        if len(pushes) == 1 and pushes[0].samples and not self._clock.synchronous:
+            return self._single_push_update(pushes[0])
         samples = sum(p.samples for p in pushes)
         used = [p for p in pushes if p.samples]
         stale = [self.version - p.base for p in used]
@@ -407,34 +409,34 @@ class ServerPace:
             self._history.staleness[staleness] += 1
         self.version += 1
         self._history.updates += 1
-        self._history.trained(samples)
+        self._history.add_samples(samples)
         decay = [self._decay_of(s) for s in stale]
         parts = tuple(
-            Part(self._units[p.worker][0], p.handle, d * p.samples / samples)
+            GradientRef(self._push_units[p.worker][0], p.handle, d * p.samples / samples)
             for p, d in zip(used, decay, strict=True)
         )
         # In rounds the shares are of one batch and make it whole, whatever their rounding.
-        share = 1.0 if self._clock.in_rounds else sum(p.share for p in pushes)
-        scale = self._spec.scale_of(share, max(stale))
-        return TellServers(self._servers, Apply(self.version, parts, scale, self._clip))
+        share = 1.0 if self._clock.synchronous else sum(p.share for p in pushes)
+        scale = self._spec.lr_scale_for(share, max(stale))
+        return SendToServers(self._servers, ApplyUpdate(self.version, parts, scale, self._clip))
 
-    def _update_by_one(self, push: Push) -> Order:
+    def _single_push_update(self, push: Push) -> OutgoingMessage:
         """The same for a single gradient, which is what asynchronous servers do all the time."""
         staleness = self.version - push.base
         self._last_staleness[push.worker] = staleness
         self._history.staleness[staleness] += 1
         self.version += 1
         self._history.updates += 1
-        self._history.trained(push.samples)
-        part = Part(self._units[push.worker][0], push.handle, self._decay_of(staleness))
-        scale = self._spec.scale_of(push.share, staleness)
-        return TellServers(self._servers, Apply(self.version, (part,), scale, self._clip))
+        self._history.add_samples(push.samples)
+        part = GradientRef(self._push_units[push.worker][0], push.handle, self._decay_of(staleness))
+        scale = self._spec.lr_scale_for(push.share, staleness)
+        return SendToServers(self._servers, ApplyUpdate(self.version, (part,), scale, self._clip))
 
     def _decay_of(self, staleness: int) -> float:
         sync = self._spec.sync
         return sync.weight_of(staleness) if isinstance(sync, Gba) else 1.0
 
-    def _on_reduced(self, report: Reduced) -> list[Order]:
+    def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:
         squares = self._squares.setdefault(report.version, {})
         squares[report.server] = report.square
         if len(squares) < self._servers:
@@ -445,7 +447,7 @@ class ServerPace:
         norm = sum(squares[s] for s in sorted(squares)) ** 0.5
         # The same formula as torch.nn.utils.clip_grad_norm_.
         factor = min(1.0, self._clip / (norm + 1e-6))
-        return [TellServers(self._servers, Clip(report.version, factor))]
+        return [SendToServers(self._servers, ClipFactor(report.version, factor))]
 
 
 def make_pace(
@@ -459,7 +461,7 @@ def make_pace(
     groups: tuple[tuple[int, ...], ...] = (),
 ) -> Pace:
     if isinstance(strategy, Grouped):
-        return ServerPace(
+        return PushPace(
             spec=ParameterServer(servers=strategy.servers, lr_scale=strategy.lr_scale),
             workers=workers,
             batch=batch,
@@ -469,7 +471,7 @@ def make_pace(
             units=groups,
         )
     if isinstance(strategy, ParameterServer):
-        return ServerPace(
+        return PushPace(
             spec=strategy,
             workers=workers,
             batch=batch,
@@ -482,6 +484,6 @@ def make_pace(
         batch=batch,
         ledger=ledger,
         history=history,
-        weights=strategy.weights_for(workers),
+        weights=strategy.batch_weights(workers),
         balance=isinstance(strategy, AllReduce) and strategy.balance == "auto",
     )

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from paceline.errors import SpecError
-from paceline.protocol.auto import FIRST, SECOND, AutoPolicy, Horizon
+from paceline.protocol.auto import FIRST, SECOND, AutoPolicy, RunHorizon
 from paceline.protocol.history import History
-from paceline.protocol.pulse import Window, find_straggler
-from paceline.protocol.switch import Decision, Policy, Stay, place_points
+from paceline.protocol.switch_policy import (
+    NeverSwitch,
+    SwitchDecision,
+    SwitchPolicy,
+    resolve_switch_points,
+)
+from paceline.protocol.throughput import ThroughputWindow, find_straggler
+from paceline.specs.expression import format_expression
 from paceline.specs.schedule import Schedule
 from paceline.specs.strategy import Strategy, Switch
-from paceline.specs.text import write
-from paceline.specs.when import Auto, Plateau, Straggler
+from paceline.specs.when import OnGain, OnPlateau, OnStraggler
 
 
 class PlateauPolicy:
     """Compares the mean validation loss of two neighbouring windows of epochs."""
 
-    def __init__(self, rule: Plateau) -> None:
+    def __init__(self, rule: OnPlateau) -> None:
         self._rule = rule
 
     def next_stop(self, history: History) -> int | None:
         return None
 
-    def decide(self, history: History) -> Decision | None:
+    def decide(self, history: History) -> SwitchDecision | None:
         rule = self._rule
         if history.phase != FIRST:
             return None
@@ -37,19 +42,19 @@ class PlateauPolicy:
             gains.append((before - now) / max(abs(before), 1e-12))
         if max(gains) >= rule.tolerance:
             return None
-        return Decision(
+        return SwitchDecision(
             SECOND,
             f"plateau: val_loss improved by {100 * max(gains):.2f} % at most in {rule.patience} "
             f"epochs, below {100 * rule.tolerance:g} %",
             "plateau",
-            figures={"improvements": gains},
+            measurements={"improvements": gains},
         )
 
 
 class StragglerPolicy:
     """greedy: the second strategy while a straggler lasts. elastic: the straggler sits out."""
 
-    def __init__(self, rule: Straggler, horizon: Horizon) -> None:
+    def __init__(self, rule: OnStraggler, horizon: RunHorizon) -> None:
         self._rule = rule
         self._horizon = horizon
 
@@ -61,35 +66,39 @@ class StragglerPolicy:
     def _quota_samples(self) -> int:
         return round(self._rule.quota * self._horizon.total)
 
-    def decide(self, history: History) -> Decision | None:
+    def decide(self, history: History) -> SwitchDecision | None:
         rule = self._rule
         if history.samples_under(FIRST) >= self._quota_samples():
             if history.phase == SECOND:
                 return None
-            return Decision(
+            return SwitchDecision(
                 SECOND, f"the first strategy has had its {100 * rule.quota:g} %", "quota"
             )
-        windows = history.pulse.latest(history.phase, rule.windows)
+        windows = history.throughput.latest(history.phase, rule.windows)
         if len(windows) < rule.windows:
             return None
         slow = find_straggler(windows, rule.windows)
-        if slow is not None and slow not in history.left_out and history.phase == FIRST:
+        if slow is not None and slow not in history.excluded_workers and history.phase == FIRST:
             reason = f"worker {slow} computes {_times_slower(windows[-1], slow):.1f}x slower"
             figures = {"speeds": windows[-1].speeds}
             if rule.policy == "elastic":
-                return Decision(FIRST, f"{reason}: it sits out", "straggler", slow, figures=figures)
-            return Decision(SECOND, f"{reason} than the median", "straggler", figures=figures)
+                return SwitchDecision(
+                    FIRST, f"{reason}: it sits out", "straggler", slow, measurements=figures
+                )
+            return SwitchDecision(
+                SECOND, f"{reason} than the median", "straggler", measurements=figures
+            )
         if slow is None and history.phase == SECOND and rule.policy == "greedy":
-            return Decision(FIRST, f"no straggler in {rule.windows} windows", "calm")
+            return SwitchDecision(FIRST, f"no straggler in {rule.windows} windows", "calm")
         return None
 
 
-def _times_slower(window: Window, worker: int) -> float:
+def _times_slower(window: ThroughputWindow, worker: int) -> float:
     median = sorted(window.speeds)[len(window.speeds) // 2]
     return median / window.speeds[worker]
 
 
-def make_policy(
+def make_switch_policy(
     strategy: Strategy,
     *,
     workers: int,
@@ -97,24 +106,24 @@ def make_policy(
     epochs: int | None,
     batch: int,
     schedule: Schedule,
-) -> Policy:
+) -> SwitchPolicy:
     """The policy of a strategy; raises SpecError for one that cannot be followed in this run."""
     if not isinstance(strategy, Switch):
-        return Stay()
-    names = [f"at={write(p.to_value())}" for p in strategy.at]
+        return NeverSwitch()
+    names = [f"at={format_expression(p.to_value())}" for p in strategy.at]
     points = [p.resolve(samples_per_epoch, epochs) for p in strategy.at]
     rule = strategy.when
-    if isinstance(rule, Plateau):
+    if isinstance(rule, OnPlateau):
         return PlateauPolicy(rule)
     if rule is not None:
         if epochs is None:
             raise SpecError(f"when={rule} needs the length of the run: pass epochs= to prepare()")
         total = samples_per_epoch * epochs
         staleness = strategy.phases[SECOND].expected_staleness(workers)
-        horizon = Horizon(samples_per_epoch, total, batch, schedule, staleness)
-        if isinstance(rule, Straggler):
+        horizon = RunHorizon(samples_per_epoch, total, batch, schedule, staleness)
+        if isinstance(rule, OnStraggler):
             return StragglerPolicy(rule, horizon)
-        if isinstance(rule, Auto):
+        if isinstance(rule, OnGain):
             return AutoPolicy(horizon)
         drops = schedule.drops(per_epoch=samples_per_epoch, total=total)
         if len(drops) < len(strategy.phases) - 1:
@@ -124,6 +133,6 @@ def make_policy(
             )
         points = [round(d) for d in drops[: len(strategy.phases) - 1]]
         names = ["lr_drop"] * len(points)
-    return place_points(
+    return resolve_switch_points(
         names, points, samples_per_epoch=samples_per_epoch, epochs=epochs, batch=batch
     )

@@ -12,9 +12,9 @@ from html import escape
 from typing import Any
 
 from paceline.report.comparison import as_mapping
-from paceline.report.formats import format_number, format_seconds
-from paceline.report.phases import average_phases
-from paceline.report.runs import Run
+from paceline.report.number_format import format_number, format_seconds
+from paceline.report.phase_times import average_phases
+from paceline.report.run_loader import ReportRun
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES
 
@@ -44,7 +44,7 @@ LOG_AXIS_RATIO = 30.0
 """A loss that falls by more than this is drawn on a logarithmic axis."""
 
 
-def clean(text: object) -> str:
+def escape_plotly(text: object) -> str:
     return escape(str(text), quote=False)
 
 
@@ -59,7 +59,7 @@ def style_strategies(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def draw_curves(runs: Sequence[Run], measure: str, *, against: str) -> Figure | None:
+def draw_curves(runs: Sequence[ReportRun], measure: str, *, against: str) -> Figure | None:
     """A measure of the history against `epochs` or `seconds`; None when no run has a value.
 
     One colour a strategy. With several seeds each is a thin line under the bold mean; the mean at
@@ -82,7 +82,7 @@ def draw_curves(runs: Sequence[Run], measure: str, *, against: str) -> Figure | 
             bold = len(group) == 1
             traces.append(make_line(run, xs, ys, colour=colour, dash=dash, bold=bold))
             for switch in run.switches:
-                x = run.place_switch(switch)[axis]
+                x = run.locate_switch(switch)[axis]
                 traces.append(make_switch_marker(run, switch, x, interpolate(xs, ys, x), colour))
                 shapes.append(make_switch_line(x, colour, bold=bold))
                 marks.setdefault(label, []).append((x, describe_switch(switch)))
@@ -118,10 +118,10 @@ def list_log_ticks(values: Sequence[float]) -> list[float]:
 
 
 def make_line(
-    run: Run, xs: list[float], ys: list[float], *, colour: str, dash: str, bold: bool
+    run: ReportRun, xs: list[float], ys: list[float], *, colour: str, dash: str, bold: bool
 ) -> dict[str, Any]:
     seed = run.result.get("seed")
-    text = clean(run.label) + (f", seed {clean(seed)}" if seed is not None else "")
+    text = escape_plotly(run.label) + (f", seed {escape_plotly(seed)}" if seed is not None else "")
     return {
         "type": "scatter",
         "mode": "lines+markers" if bold or len(xs) == 1 else "lines",
@@ -136,7 +136,7 @@ def make_line(
 
 
 def make_mean_line(
-    runs: Sequence[Run], measure: str, axis: int, *, colour: str, dash: str
+    runs: Sequence[ReportRun], measure: str, axis: int, *, colour: str, dash: str
 ) -> dict[str, Any]:
     """The mean of the runs at each epoch that all of them reached."""
     by_epoch: dict[float, list[tuple[float, float, float]]] = {}
@@ -147,7 +147,7 @@ def make_mean_line(
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": f"{clean(runs[0].label)}, mean of {len(runs)} seeds",
+        "name": f"{escape_plotly(runs[0].label)}, mean of {len(runs)} seeds",
         "x": [sum(p[axis] for p in group) / len(group) for group in whole] or [0.0],
         "y": [sum(p[2] for p in group) / len(group) for group in whole] or [None],
         "line": {"color": colour, "dash": dash, "width": 2.5},
@@ -161,7 +161,7 @@ def describe_switch(switch: Mapping[str, Any]) -> str:
 
 
 def make_switch_marker(
-    run: Run, switch: Mapping[str, Any], x: float, y: float, colour: str
+    run: ReportRun, switch: Mapping[str, Any], x: float, y: float, colour: str
 ) -> dict[str, Any]:
     """A diamond on the run's own curve, which tells all about the switch when pointed at."""
     words = [
@@ -174,10 +174,10 @@ def make_switch_marker(
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": f"{clean(run.label)}, switch",
+        "name": f"{escape_plotly(run.label)}, switch",
         "x": [x],
         "y": [y],
-        "text": ["<br>".join(clean(word) for word in words if word)],
+        "text": ["<br>".join(escape_plotly(word) for word in words if word)],
         "marker": {"color": colour, "size": 9, "symbol": "diamond-open", "line": {"width": 2}},
         "hovertemplate": "%{text}<extra>%{fullData.name}</extra>",
     }
@@ -222,7 +222,7 @@ def make_switch_labels(
                 "y": 0.02,
                 "yref": "paper",
                 "yanchor": "bottom",
-                "text": clean(text if len(text) <= 40 else text[:39] + "…"),
+                "text": escape_plotly(text if len(text) <= 40 else text[:39] + "…"),
                 "textangle": -90,
                 "showarrow": False,
                 "font": {"size": 11},
@@ -231,7 +231,7 @@ def make_switch_labels(
     return labels
 
 
-def draw_phases(runs: Sequence[Run]) -> list[tuple[str, int, Figure]]:
+def draw_phases(runs: Sequence[ReportRun]) -> list[tuple[str, int, Figure]]:
     """Where the time went: for each strategy its label, how many runs, and bars a worker.
 
     All share one time axis, so that the lengths of bars compare across strategies.
@@ -261,7 +261,7 @@ def draw_bars(phases: Mapping[str, Mapping[str, float]], longest_s: float) -> Fi
                 "orientation": "h",
                 "name": phase,
                 "x": seconds,
-                "y": [clean(worker) for worker in workers],
+                "y": [escape_plotly(worker) for worker in workers],
                 "marker": {
                     "color": colour,
                     "pattern": {
@@ -286,7 +286,7 @@ def draw_bars(phases: Mapping[str, Mapping[str, float]], longest_s: float) -> Fi
     return {"data": traces, "layout": layout}
 
 
-def draw_staleness(runs: Sequence[Run]) -> Figure | None:
+def draw_staleness(runs: Sequence[ReportRun]) -> Figure | None:
     """Share of updates by staleness, one colour a strategy; None when every update was fresh."""
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = style_strategies(labels)
@@ -300,7 +300,7 @@ def draw_staleness(runs: Sequence[Run]) -> Figure | None:
         traces.append(
             {
                 "type": "bar",
-                "name": clean(label),
+                "name": escape_plotly(label),
                 "x": lags,
                 "y": [counts[lag] / total for lag in lags],
                 "customdata": [counts[lag] for lag in lags],
@@ -326,7 +326,7 @@ def draw_staleness(runs: Sequence[Run]) -> Figure | None:
     return {"data": traces, "layout": layout}
 
 
-def count_staleness(runs: Sequence[Run]) -> dict[int, float]:
+def count_staleness(runs: Sequence[ReportRun]) -> dict[int, float]:
     counts: dict[int, float] = {}
     for run in runs:
         histogram = as_mapping(as_mapping(run.result.get("staleness")).get("histogram"))

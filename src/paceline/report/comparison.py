@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.report.stats import as_finite, measure_spread
-from paceline.telemetry.folder import write_json
+from paceline.report.stats import as_finite, mean_and_std
+from paceline.telemetry.run_folder import write_json
 
 MEASURES = (
     "seconds",
@@ -97,14 +97,14 @@ def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]
     entry["runs_done"] = len(done)
     entry["runs_failed"] = len(runs) - len(done)
     for measure in MEASURES:
-        entry[measure] = measure_spread(run.get(measure) for run in done)
-    entry["staleness_mean"] = measure_spread(
+        entry[measure] = mean_and_std(run.get(measure) for run in done)
+    entry["staleness_mean"] = mean_and_std(
         as_mapping(run.get("staleness")).get("mean") for run in done
     )
-    entry["bytes_sent"] = measure_spread(run.get("bytes_sent") for run in done)
-    entry["bytes_over_uncoded"] = measure_spread(compare_bytes(run) for run in done)
-    entry["switch_pause_s"] = measure_spread(sum_switches(run, "pause_s") for run in done)
-    entry["switch_drain_s"] = measure_spread(sum_switches(run, "drain_s") for run in done)
+    entry["bytes_sent"] = mean_and_std(run.get("bytes_sent") for run in done)
+    entry["bytes_over_uncoded"] = mean_and_std(compare_bytes(run) for run in done)
+    entry["switch_pause_s"] = mean_and_std(sum_switches(run, "pause_s") for run in done)
+    entry["switch_drain_s"] = mean_and_std(sum_switches(run, "drain_s") for run in done)
     entry["runs"] = [
         {
             "dir": run.get("dir"),

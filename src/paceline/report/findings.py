@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.report.comparison import as_mapping
-from paceline.report.formats import format_number, format_percent, format_seconds
-from paceline.report.frontier import choose_measure, find_frontier
-from paceline.report.phases import average_phases
-from paceline.report.runs import Run, list_rows
-from paceline.report.stats import as_finite, measure_spread, weigh_difference
-from paceline.report.target import choose_target, fastest, find_reached
-from paceline.report.tasks import Task
+from paceline.report.number_format import format_number, format_percent, format_seconds
+from paceline.report.pareto import choose_measure, find_frontier
+from paceline.report.phase_times import average_phases
+from paceline.report.run_groups import RunGroup
+from paceline.report.run_loader import ReportRun, rows_or_empty
+from paceline.report.stats import as_finite, compare_means, mean_and_std
+from paceline.report.time_to_accuracy import choose_target_accuracy, fastest, time_to_accuracy_rows
 
 WORTH_A_WORD = 0.05
 """A share of the workers' time below which waiting is not mentioned."""
@@ -25,21 +25,21 @@ UNEVEN = 0.8
 
 
 def list_findings(
-    comparison: dict[str, Any], runs: Sequence[Run], *, target: float | None = None
+    comparison: dict[str, Any], runs: Sequence[ReportRun], *, target: float | None = None
 ) -> list[str]:
     """Plain sentences, most important first; not escaped."""
     entries = comparison["strategies"]
-    task = Task(name="", runs=list(runs), comparison=comparison)
+    task = RunGroup(name="", runs=list(runs), comparison=comparison)
     return [
         *describe_failures(comparison),
         *describe_fastest(entries),
         *describe_accuracy(entries),
         *describe_target(task, target),
         *describe_frontier(task),
-        *describe_verdicts(entries, runs),
+        *sentences_on_verdicts(entries, runs),
         *describe_waiting(entries, runs),
         *describe_switches(entries),
-        *describe_staleness(entries, runs),
+        *sentences_on_staleness(entries, runs),
         *describe_cautions(entries, runs),
     ]
 
@@ -79,7 +79,7 @@ def describe_alone(entry: dict[str, Any]) -> str:
 
 def compare_time(best: dict[str, Any], other: dict[str, Any], *, comparisons: int) -> str:
     a, b = best["seconds"], other["seconds"]
-    difference, sure = weigh_difference(a, b, comparisons=comparisons)
+    difference, sure = compare_means(a, b, comparisons=comparisons)
     amount = f"{format_seconds(-difference)} ({format_percent(-difference / b['mean'], 1)}) less"
     names = best["label"], other["label"]
     times = format_seconds(a["mean"]), format_seconds(b["mean"])
@@ -114,7 +114,7 @@ def describe_accuracy(entries: Sequence[dict[str, Any]]) -> list[str]:
         return []
     first, rest = known[0], known[1:]
     weighed = [
-        (entry, *weigh_difference(entry[measure], first[measure], comparisons=len(rest)))
+        (entry, *compare_means(entry[measure], first[measure], comparisons=len(rest)))
         for entry in rest
     ]
     base = f"{first['label']} ({format_percent(first[measure]['mean'])})"
@@ -145,19 +145,19 @@ def describe_accuracy(entries: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def describe_target(task: Task, target: float | None) -> list[str]:
+def describe_target(task: RunGroup, target: float | None) -> list[str]:
     """Which strategy had the target first, beside the slowest to have it."""
-    chosen = choose_target(task) if target is None else target
+    chosen = choose_target_accuracy(task) if target is None else target
     if chosen is None or len(task.entries) < 2:
         return []
-    found = find_reached(task, chosen)
+    found = time_to_accuracy_rows(task, chosen)
     word = f"a validation accuracy of {format_percent(chosen, 1)}"
     sentences = []
     ranked = fastest(found)
     if len(ranked) > 1:
         best, last = ranked[0], ranked[-1]
         a, b = best.seconds["mean"], last.seconds["mean"]
-        _, sure = weigh_difference(best.seconds, last.seconds, comparisons=len(ranked) - 1)
+        _, sure = compare_means(best.seconds, last.seconds, comparisons=len(ranked) - 1)
         end = {
             True: "more than the spread of the seeds explains",
             False: "which is within the spread of the seeds",
@@ -173,7 +173,7 @@ def describe_target(task: Task, target: float | None) -> list[str]:
     return sentences
 
 
-def describe_frontier(task: Task) -> list[str]:
+def describe_frontier(task: RunGroup) -> list[str]:
     front = find_frontier(task)
     measured = [e for e in task.entries if e["seconds"]["mean"] is not None]
     if len(measured) < 2 or not front:
@@ -188,14 +188,16 @@ def describe_frontier(task: Task) -> list[str]:
     return [f"By the means, none beats these in both time and {word}: {'; '.join(parts)}."]
 
 
-def describe_verdicts(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
+def sentences_on_verdicts(
+    entries: Sequence[dict[str, Any]], runs: Sequence[ReportRun]
+) -> list[str]:
     """What limited the runs, as their telemetry judged them."""
     found = []
     for entry in entries:
         mine = [run for run in runs if run.label == entry["label"] and run.is_done]
         counts: dict[str, list[str]] = {}
         for run in mine:
-            for verdict in list_rows(run.result.get("verdicts")):
+            for verdict in rows_or_empty(run.result.get("verdicts")):
                 counts.setdefault(str(verdict.get("rule")), []).append(str(verdict.get("text")))
         for rule, texts in counts.items():
             found.append(
@@ -204,7 +206,7 @@ def describe_verdicts(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) ->
     return found
 
 
-def describe_waiting(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
+def describe_waiting(entries: Sequence[dict[str, Any]], runs: Sequence[ReportRun]) -> list[str]:
     """Who waits: the share of the workers' time spent idle, and which worker most and least."""
     parts = []
     for entry in entries:
@@ -239,7 +241,9 @@ def describe_switches(entries: Sequence[dict[str, Any]]) -> list[str]:
     return [f"Switching paused training a run for {'; '.join(parts)}."] if parts else []
 
 
-def describe_staleness(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
+def sentences_on_staleness(
+    entries: Sequence[dict[str, Any]], runs: Sequence[ReportRun]
+) -> list[str]:
     parts = []
     for entry in entries:
         mean = entry["staleness_mean"]["mean"]
@@ -247,7 +251,7 @@ def describe_staleness(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -
             rows = [
                 as_mapping(r.result.get("staleness")) for r in runs if r.label == entry["label"]
             ]
-            most = measure_spread(row.get("max") for row in rows)["max"]
+            most = mean_and_std(row.get("max") for row in rows)["max"]
             end = f", {format_number(most)} at most" if most is not None else ""
             parts.append(f"{format_number(mean)} under {entry['label']}{end}")
     if not parts:
@@ -255,7 +259,7 @@ def describe_staleness(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -
     return [f"Gradients were computed on weights this many updates old: {'; '.join(parts)}."]
 
 
-def describe_cautions(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[str]:
+def describe_cautions(entries: Sequence[dict[str, Any]], runs: Sequence[ReportRun]) -> list[str]:
     """What makes the runs less comparable than a table suggests."""
     found = []
     done = [run.result for run in runs if run.is_done]
@@ -263,13 +267,13 @@ def describe_cautions(entries: Sequence[dict[str, Any]], runs: Sequence[Run]) ->
         kinds = sorted({str(r[name]) for r in done if r.get(name) is not None})
         if len(kinds) > 1:
             found.append(f"The runs are of {words} ({', '.join(kinds)}): compare with care.")
-    counts = measure_spread(r.get("samples") for r in done)
+    counts = mean_and_std(r.get("samples") for r in done)
     if counts["n"] > 1 and counts["min"] != counts["max"]:
         found.append(
             f"The runs did not train on equally many samples ({format_number(counts['min'])} to "
             f"{format_number(counts['max'])}): seconds compare whole runs, not equal work."
         )
-    updates = measure_spread(r.get("updates") for r in done)
+    updates = mean_and_std(r.get("updates") for r in done)
     if updates["n"] > 1 and updates["min"] and updates["max"] / updates["min"] >= UNEQUAL_UPDATES:
         found.append(
             f"The runs did not make equally many updates ({format_number(updates['min'])} to "

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.report import charts, formats, page, table
+from paceline.report import charts, html_page, number_format, summary_table
 from paceline.report.comparison import as_mapping
-from paceline.report.content import Content, Section, make_content
-from paceline.report.runs import UNFINISHED, Run, load_runs
-from paceline.report.stats import as_finite, measure_spread
+from paceline.report.document import ReportDocument, ReportSection, make_content
+from paceline.report.run_loader import UNFINISHED, ReportRun, load_runs
+from paceline.report.stats import as_finite, mean_and_std
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 
@@ -50,7 +50,7 @@ def write_text(out: Path, text: str) -> Path:
     return out
 
 
-def render_report(content: Content) -> str:
+def render_report(content: ReportDocument) -> str:
     figures: list[dict[str, Any]] = []
     runs = content.runs
     body = [*render_header(content), *render_problems(runs)]
@@ -67,10 +67,10 @@ def render_report(content: Content) -> str:
         *render_runs(runs),
         *render_configuration(runs),
     ]
-    return page.render_page(content.title, body, figures)
+    return html_page.render_page(content.title, body, figures)
 
 
-def render_contents(content: Content) -> list[str]:
+def render_contents(content: ReportDocument) -> list[str]:
     links = "".join(
         f'<li><a href="#task-{number}">{escape(section.title)}</a></li>'
         for number, section in enumerate(content.sections)
@@ -78,7 +78,7 @@ def render_contents(content: Content) -> list[str]:
     return [f"<ul>{links}</ul>"]
 
 
-def render_section(section: Section, figures: list[dict[str, Any]]) -> list[str]:
+def render_section(section: ReportSection, figures: list[dict[str, Any]]) -> list[str]:
     runs = section.task.runs
     return [
         *render_summary(section),
@@ -90,20 +90,24 @@ def render_section(section: Section, figures: list[dict[str, Any]]) -> list[str]
     ]
 
 
-def render_sheets(section: Section) -> list[str]:
+def render_sheets(section: ReportSection) -> list[str]:
     parts = []
     for sheet in section.sheets:
         parts.append(f"<h3>{escape(sheet.title)}</h3>")
-        parts.append(page.render_table(sheet.heads, sheet.shown(), words=sheet.words))
+        parts.append(
+            html_page.render_table(sheet.headers, sheet.formatted_rows(), words=sheet.words)
+        )
         if sheet.note:
-            parts.append(page.render_note(sheet.note))
+            parts.append(html_page.render_note(sheet.note))
     return ["<h2>Tables</h2>", *parts] if parts else []
 
 
-def render_frontier(section: Section, figures: list[dict[str, Any]]) -> list[str]:
+def render_frontier(section: ReportSection, figures: list[dict[str, Any]]) -> list[str]:
     named = {name: (heading, figure) for name, heading, figure in section.figures}
     boxes = [
-        place_figure(*named[name], figures) for name in ("frontier", "published") if name in named
+        figure_placeholder(*named[name], figures)
+        for name in ("frontier", "published")
+        if name in named
     ]
     if not boxes:
         return []
@@ -115,12 +119,12 @@ def render_frontier(section: Section, figures: list[dict[str, Any]]) -> list[str
         note += " Dashed: as published; solid: here."
     return [
         "<h2>Accuracy against time</h2>",
-        page.render_note(note),
+        html_page.render_note(note),
         f'<div class="grid">{"".join(boxes)}</div>',
     ]
 
 
-def render_header(content: Content) -> list[str]:
+def render_header(content: ReportDocument) -> list[str]:
     runs = content.runs
     virtual = sum(bool(run.result.get("virtual")) for run in runs)
     badge = ""
@@ -133,7 +137,7 @@ def render_header(content: Content) -> list[str]:
     ]
 
 
-def render_problems(runs: Sequence[Run]) -> list[str]:
+def render_problems(runs: Sequence[ReportRun]) -> list[str]:
     """Failed runs with their error, and incomplete folders with what they lack."""
     found = []
     for run in runs:
@@ -149,55 +153,55 @@ def render_problems(runs: Sequence[Run]) -> list[str]:
         if run.result.get("error"):
             text += f"<pre>{escape(str(run.result['error']))}</pre>"
         if run.missing:
-            text += page.render_list(run.missing)
+            text += html_page.render_list(run.missing)
         found.append(f'<div class="problem">{text}</div>')
     return found
 
 
-def describe_run(run: Run) -> str:
+def describe_run(run: ReportRun) -> str:
     seed = run.result.get("seed")
     return f"{run.name}: {run.label}" + (f", seed {seed}" if seed is not None else "")
 
 
-def render_summary(section: Section) -> list[str]:
+def render_summary(section: ReportSection) -> list[str]:
     comparison = section.task.comparison
-    columns, rows = table.choose_columns(comparison)
-    parts = ["<h2>Summary</h2>", page.render_table(columns, rows, words=("strategy",))]
-    note = table.describe_table(comparison)
+    columns, rows = summary_table.nonempty_columns(comparison)
+    parts = ["<h2>Summary</h2>", html_page.render_table(columns, rows, words=("strategy",))]
+    note = summary_table.describe_table(comparison)
     if note:
-        parts.append(page.render_note(note))
+        parts.append(html_page.render_note(note))
     if section.findings:
-        parts += ["<h2>Findings</h2>", page.render_list(section.findings)]
+        parts += ["<h2>Findings</h2>", html_page.render_list(section.findings)]
     return parts
 
 
-def render_curves(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+def render_curves(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
     boxes = []
     for measure, word in (("val_acc", "Validation accuracy"), ("train_loss", "Training loss")):
         for against in ("epochs", "seconds"):
             figure = charts.draw_curves(runs, measure, against=against)
             if figure is not None:
-                boxes.append(place_figure(f"{word} against {against}", figure, figures))
+                boxes.append(figure_placeholder(f"{word} against {against}", figure, figures))
     parts = ["<h2>Accuracy and loss</h2>"]
     if not boxes:
         return [
             *parts,
-            page.render_note("No run has finished an epoch: there is no curve to draw."),
+            html_page.render_note("No run has finished an epoch: there is no curve to draw."),
         ]
     labels = list(dict.fromkeys(run.label for run in runs))
     entries = [
-        (page.render_line_sample(colour, dash), label)
+        (html_page.render_line_sample(colour, dash), label)
         for label, (colour, dash) in charts.style_strategies(labels).items()
     ]
     if any(run.switches for run in runs):
-        entries.append((page.render_switch_sample(), "switch of strategy"))
-    parts.append(page.render_legend(entries))
+        entries.append((html_page.render_switch_sample(), "switch of strategy"))
+    parts.append(html_page.render_legend(entries))
     if len(runs) > len(labels):
-        parts.append(page.render_note("Thin lines are single seeds, bold lines their mean."))
+        parts.append(html_page.render_note("Thin lines are single seeds, bold lines their mean."))
     return [*parts, f'<div class="grid">{"".join(boxes)}</div>']
 
 
-def place_figure(heading: str, figure: dict[str, Any], figures: list[dict[str, Any]]) -> str:
+def figure_placeholder(heading: str, figure: dict[str, Any], figures: list[dict[str, Any]]) -> str:
     """Reserve the figure's place at its height, so that the page does not jump when drawn."""
     figures.append(figure)
     return (
@@ -207,29 +211,29 @@ def place_figure(heading: str, figure: dict[str, Any], figures: list[dict[str, A
     )
 
 
-def render_phases(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+def render_phases(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
     drawn = charts.draw_phases(runs)
     if not drawn:
         return []
     used = {trace["name"] for _, _, figure in drawn for trace in figure["data"]}
     legend = [
-        (page.render_patch_sample(*style), phase.replace("_", " "))
+        (html_page.render_patch_sample(*style), phase.replace("_", " "))
         for phase, style in charts.PHASE_STYLES.items()
         if phase in used
     ]
     boxes = [
-        place_figure(f"{label} (mean of {n} runs)" if n > 1 else label, figure, figures)
+        figure_placeholder(f"{label} (mean of {n} runs)" if n > 1 else label, figure, figures)
         for label, n, figure in drawn
     ]
     return [
         "<h2>Where the time went</h2>",
-        page.render_note("Seconds of each worker by phase; all strategies on one scale."),
-        page.render_legend(legend),
+        html_page.render_note("Seconds of each worker by phase; all strategies on one scale."),
+        html_page.render_legend(legend),
         f'<div class="grid">{"".join(boxes)}</div>',
     ]
 
 
-def render_staleness(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list[str]:
+def render_staleness(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
     counted = [run.label for run in runs if charts.count_staleness([run])]
     if not counted:
         return []
@@ -238,40 +242,42 @@ def render_staleness(runs: Sequence[Run], figures: list[dict[str, Any]]) -> list
     if figure is None:
         return [
             *parts,
-            page.render_note("No update was stale: all were computed on fresh weights."),
+            html_page.render_note("No update was stale: all were computed on fresh weights."),
         ]
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = charts.style_strategies(labels)
     drawn = {trace["name"] for trace in figure["data"]}
-    shown = [label for label in labels if charts.clean(label) in drawn]
+    shown = [label for label in labels if charts.escape_plotly(label) in drawn]
     parts.append(
-        page.render_legend([(page.render_patch_sample(styles[x][0], ""), x) for x in shown])
+        html_page.render_legend(
+            [(html_page.render_patch_sample(styles[x][0], ""), x) for x in shown]
+        )
     )
     parts.append(
-        place_figure("How many updates old the weights of a gradient were", figure, figures)
+        figure_placeholder("How many updates old the weights of a gradient were", figure, figures)
     )
     fresh = [label for label in dict.fromkeys(counted) if label not in shown]
     if fresh:
-        parts.append(page.render_note(f"Without any staleness: {', '.join(fresh)}."))
+        parts.append(html_page.render_note(f"Without any staleness: {', '.join(fresh)}."))
     return parts
 
 
-def render_switches(runs: Sequence[Run]) -> list[str]:
+def render_switches(runs: Sequence[ReportRun]) -> list[str]:
     rows = []
     for run in runs:
         for switch in run.switches:
-            epoch, at_s = run.place_switch(switch)
+            epoch, at_s = run.locate_switch(switch)
             rows.append(
                 [
                     run.name,
-                    formats.format_number(as_finite(switch.get("samples"))),
+                    number_format.format_number(as_finite(switch.get("samples"))),
                     f"{epoch:.2f}",
-                    formats.format_seconds(at_s),
-                    switch.get("from", formats.NOTHING),
-                    switch.get("to", formats.NOTHING),
-                    formats.format_seconds(as_finite(switch.get("pause_s"))),
-                    formats.format_seconds(as_finite(switch.get("drain_s"))),
-                    switch.get("reason") or formats.NOTHING,
+                    number_format.format_seconds(at_s),
+                    switch.get("from", number_format.NOTHING),
+                    switch.get("to", number_format.NOTHING),
+                    number_format.format_seconds(as_finite(switch.get("pause_s"))),
+                    number_format.format_seconds(as_finite(switch.get("drain_s"))),
+                    switch.get("reason") or number_format.NOTHING,
                 ]
             )
     if not rows:
@@ -279,11 +285,11 @@ def render_switches(runs: Sequence[Run]) -> list[str]:
     columns = ("run", "samples", "epoch", "at", "from", "to", "pause", "drain", "reason")
     return [
         "<h2>Switches</h2>",
-        page.render_table(columns, rows, words=("run", "from", "to", "reason")),
+        html_page.render_table(columns, rows, words=("run", "from", "to", "reason")),
     ]
 
 
-def render_stages(runs: Sequence[Run]) -> list[str]:
+def render_stages(runs: Sequence[ReportRun]) -> list[str]:
     """Mean seconds of each stage a strategy, over the runs that are done, else over all."""
     rows = []
     for label in dict.fromkeys(run.label for run in runs):
@@ -291,20 +297,20 @@ def render_stages(runs: Sequence[Run]) -> list[str]:
         group = [run for run in group if run.is_done] or group
         stages = [as_mapping(run.result.get("stages")) for run in group]
         if any(stages):
-            means = [measure_spread(s.get(name) for s in stages)["mean"] for name in STAGES]
-            whole = measure_spread(run.result.get("seconds") for run in group)["mean"]
-            rows.append([label, *(formats.format_seconds(x) for x in (*means, whole))])
+            means = [mean_and_std(s.get(name) for s in stages)["mean"] for name in STAGES]
+            whole = mean_and_std(run.result.get("seconds") for run in group)["mean"]
+            rows.append([label, *(number_format.format_seconds(x) for x in (*means, whole))])
     if not rows:
         return []
     note = "Mean over the runs that are done, or over all where none is. Stages may leave gaps."
     return [
         "<h2>Stages</h2>",
-        page.render_table(("strategy", *STAGES, "whole run"), rows, words=("strategy",)),
-        page.render_note(note),
+        html_page.render_table(("strategy", *STAGES, "whole run"), rows, words=("strategy",)),
+        html_page.render_note(note),
     ]
 
 
-def render_runs(runs: Sequence[Run]) -> list[str]:
+def render_runs(runs: Sequence[ReportRun]) -> list[str]:
     rows = []
     for run in runs:
         result = run.result
@@ -312,22 +318,25 @@ def render_runs(runs: Sequence[Run]) -> list[str]:
             [
                 run.name,
                 run.label,
-                formats.NOTHING if result.get("seed") is None else result["seed"],
+                number_format.NOTHING if result.get("seed") is None else result["seed"],
                 run.status + (", virtual" if result.get("virtual") else ""),
-                formats.format_seconds(as_finite(result.get("seconds"))),
-                formats.format_percent(as_finite(result.get("test_acc"))),
-                formats.format_percent(as_finite(result.get("val_acc"))),
-                formats.format_number(as_finite(result.get("samples"))),
-                formats.format_bytes(as_finite(result.get("bytes_sent"))),
-                formats.format_bytes(as_finite(result.get("peak_rss_bytes"))),
+                number_format.format_seconds(as_finite(result.get("seconds"))),
+                number_format.format_percent(as_finite(result.get("test_acc"))),
+                number_format.format_percent(as_finite(result.get("val_acc"))),
+                number_format.format_number(as_finite(result.get("samples"))),
+                number_format.format_bytes(as_finite(result.get("bytes_sent"))),
+                number_format.format_bytes(as_finite(result.get("peak_rss_bytes"))),
             ]
         )
     columns = ("run", "strategy", "seed", "status", "seconds", "test acc", "val acc", "samples",
                "bytes sent", "peak memory")  # fmt: skip
-    return ["<h2>Runs</h2>", page.render_table(columns, rows, words=("run", "strategy", "status"))]
+    return [
+        "<h2>Runs</h2>",
+        html_page.render_table(columns, rows, words=("run", "strategy", "status")),
+    ]
 
 
-def render_configuration(runs: Sequence[Run]) -> list[str]:
+def render_configuration(runs: Sequence[ReportRun]) -> list[str]:
     parts = ["<h2>Configuration and versions</h2>"]
     versions = [
         as_mapping(run.result.get("versions")) or as_mapping(run.config.get("versions"))
@@ -339,7 +348,7 @@ def render_configuration(runs: Sequence[Run]) -> list[str]:
         kinds = dict.fromkeys(str(found[name]) for found in versions if name in found)
         rows.append([name, ", ".join(kinds)])
     if rows:
-        parts.append(page.render_table(("name", "version"), rows, words=("name", "version")))
+        parts.append(html_page.render_table(("name", "version"), rows, words=("name", "version")))
     for run in runs:
         if run.config:
             text = json.dumps(run.config, indent=2, ensure_ascii=False)

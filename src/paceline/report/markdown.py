@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.report.content import Content
-from paceline.report.runs import UNFINISHED, Run
-from paceline.report.table import escape_markdown
+from paceline.report.document import ReportDocument
+from paceline.report.run_loader import UNFINISHED, ReportRun
+from paceline.report.summary_table import escape_markdown
 
 
-def render_markdown(content: Content, pictures: dict[str, Path], base: Path) -> str:
+def render_markdown(content: ReportDocument, pictures: dict[str, Path], base: Path) -> str:
     """`pictures`: files by the name of their figure; linked relative to `base`."""
     lines = [f"# {escape_markdown(content.title)}", "", content.facts, ""]
     lines += list_problems(content.runs)
@@ -28,7 +28,7 @@ def render_markdown(content: Content, pictures: dict[str, Path], base: Path) -> 
     return "\n".join(lines).rstrip() + "\n"
 
 
-def list_problems(runs: Sequence[Run]) -> list[str]:
+def list_problems(runs: Sequence[ReportRun]) -> list[str]:
     lines = []
     for run in runs:
         if run.is_done and not run.missing:

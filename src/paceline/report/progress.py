@@ -15,12 +15,12 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
-from paceline.report.formats import (
+from paceline.report.number_format import (
     format_duration,
     format_number,
     format_percent,
     format_seconds,
-    make_one_line,
+    to_single_line,
 )
 from paceline.report.stats import as_finite
 
@@ -48,7 +48,7 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._label = make_one_line(label)
+        self._label = to_single_line(label)
         self._epochs = epochs
         self._samples_total = samples_total
         self._clock = clock
@@ -115,10 +115,10 @@ class Progress:
             self._last_row_s = now
             self._print(f"{self._label}: {self._describe_row(row)}")
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line that stays, above the live line."""
         if not self._quiet:
-            self._print(f"{self._label}: {make_one_line(text)}")
+            self._print(f"{self._label}: {to_single_line(text)}")
 
     def close(self) -> None:
         """Leave the live line as it is and give the terminal back; may be called twice."""
@@ -165,7 +165,7 @@ class Progress:
         if left_s is not None:
             parts.append(f"{format_duration(left_s)} left")
         if "strategy" in facts:
-            parts.append(make_one_line(facts["strategy"]))
+            parts.append(to_single_line(facts["strategy"]))
         return ", ".join(parts) or "starting"
 
     def _describe_row(self, row: Mapping[str, Any]) -> str:
@@ -189,7 +189,7 @@ class Progress:
         if left_s:
             parts.append(f"{format_duration(left_s)} left")
         if "strategy" in self._facts:
-            parts.append(make_one_line(self._facts["strategy"]))
+            parts.append(to_single_line(self._facts["strategy"]))
         return ", ".join(parts)
 
     def _remember_samples(self, now: float, samples: int) -> None:

@@ -17,7 +17,7 @@ def as_finite(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def measure_spread(values: Iterable[object]) -> dict[str, Any]:
+def mean_and_std(values: Iterable[object]) -> dict[str, Any]:
     """Mean, sample standard deviation, min and max of the values that are numbers.
 
     `std` is None with fewer than two values: one seed has no spread, which is not a spread of 0.
@@ -33,15 +33,15 @@ def measure_spread(values: Iterable[object]) -> dict[str, Any]:
     return {"mean": mean, "std": std, "min": min(numbers), "max": max(numbers), "n": n}
 
 
-def weigh_difference(
+def compare_means(
     a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
 ) -> tuple[float, bool | None]:
     """The difference of two means (a - b), and whether the spread of seeds allows to claim it."""
-    difference, _, sure = weigh_claim(a, b, comparisons=comparisons)
+    difference, _, sure = welch_test(a, b, comparisons=comparisons)
     return difference, sure
 
 
-def weigh_claim(
+def welch_test(
     a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
 ) -> tuple[float, float | None, bool | None]:
     """The difference (a - b), how often seeds alone would give one as large, and the verdict.
@@ -57,11 +57,11 @@ def weigh_claim(
         return difference, float(difference == 0), difference != 0
     freedom = (part_a + part_b) ** 2 / (part_a**2 / (a["n"] - 1) + part_b**2 / (b["n"] - 1))
     t = abs(difference) / math.sqrt(part_a + part_b)
-    chance = min(1.0, 2 * integrate_t_tail(t, freedom) * comparisons)
+    chance = min(1.0, 2 * student_t_tail(t, freedom) * comparisons)
     return difference, chance, chance < CHANCE
 
 
-def integrate_t_tail(t: float, freedom: float, *, intervals: int = 400) -> float:
+def student_t_tail(t: float, freedom: float, *, intervals: int = 400) -> float:
     """P(T > t) for Student's T, by Simpson's rule after substituting t = sqrt(freedom) tan(x)."""
     low, high = math.atan(t / math.sqrt(freedom)), math.pi / 2
     width = (high - low) / intervals

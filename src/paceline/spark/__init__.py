@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.spark.engine import SparkEngine
     from paceline.spark.estimator import PacelineEstimator
-    from paceline.spark.functions import run
     from paceline.spark.model import PacelineModel
+    from paceline.spark.run_function import run
 
 _WHERE = {
     "PacelineEstimator": "estimator",
     "PacelineModel": "model",
     "SparkEngine": "engine",
-    "run": "functions",
+    "run": "run_function",
 }
 __all__ = ["PacelineEstimator", "PacelineModel", "SparkEngine", "run"]
 

@@ -58,7 +58,7 @@ class SparkEngine:
             for index in range(len(tickets)):
                 on_lost(index, why)
 
-        self._job = BarrierJob(self._session, len(tickets), make_place(tickets), lost)
+        self._job = BarrierJob(self._session, len(tickets), host_agent_task(tickets), lost)
 
     def end(self) -> None:
         if self._job is not None:
@@ -67,14 +67,14 @@ class SparkEngine:
             self._session.stop()
 
 
-def make_place(tickets: list[str]) -> Callable[[int], str]:
+def host_agent_task(tickets: list[str]) -> Callable[[int], str]:
     """What runs in a task. It travels by value: where Paceline is missing, it can still say so."""
 
     def place(index: int) -> str:
         import socket
 
         try:
-            from paceline.worker.outpost import serve
+            from paceline.worker.outpost import run_host_agent
         except ModuleNotFoundError as error:
             import sys
 
@@ -84,7 +84,7 @@ def make_place(tickets: list[str]) -> Callable[[int], str]:
                 "an environment that has it"
             ) from None
         try:
-            serve(tickets[index], socket.gethostname())
+            run_host_agent(tickets[index], socket.gethostname())
         except Exception as error:
             raise RuntimeError(
                 f"paceline says: executor {socket.gethostname()} cannot reach the driver "
@@ -122,13 +122,13 @@ class BarrierJob:
             self._session.addTag(self._tag)
             frame = self._session.range(0, count, 1, count)
             rows = frame.mapInArrow(
-                make_task(function), "place long, answer string", barrier=True
+                barrier_task(function), "place long, answer string", barrier=True
             ).collect()
             self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["place"])]
         except BaseException as error:
             self.error = error
             if not self._ending:
-                self._on_failure(explain(error))
+                self._on_failure(summarize_spark_error(error))
 
     def end(self) -> None:
         self._ending = True
@@ -142,7 +142,7 @@ class BarrierJob:
         self.thread.join(LEAVE_S)
 
 
-def make_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow
         from pyspark import TaskContext
@@ -225,7 +225,7 @@ def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_
 # ---- after -----------------------------------------------------------------------------------
 
 
-def explain(error: BaseException) -> str:
+def summarize_spark_error(error: BaseException) -> str:
     """Of Spark's pages of stack traces, the line that says what is wrong."""
     text = str(error)
     ours = re.search(re.escape(MARK) + r"(.+)", text)

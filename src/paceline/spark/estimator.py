@@ -20,16 +20,22 @@ from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
 
 from paceline.errors import UsageError
 from paceline.job import JobRef, hash_file
-from paceline.launch.distant import Luggage
-from paceline.launch.outposts import EngineLauncher
+from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.project import read_project
-from paceline.launch.run import RunOptions, new_run_name, run_job
+from paceline.launch.remote_launcher import ProjectBundle
+from paceline.launch.run import RunOptions, new_run_name, run_training
+from paceline.spark.dataframe_export import (
+    FEATURES,
+    LABEL,
+    ExportedDataFrame,
+    TrainingColumns,
+    export_dataframe,
+)
 from paceline.spark.engine import SparkEngine, setting
-from paceline.spark.materialize import FEATURES, LABEL, Wish, Written, materialize
+from paceline.spark.job_archive import pack_job
 from paceline.spark.model import PacelineModel
-from paceline.spark.store import LocalCopy, as_store
-from paceline.spark.travel import pack
-from paceline.specs.strategy import read_strategy
+from paceline.spark.shared_storage import StagedRunFolder, as_store
+from paceline.specs.strategy import parse_strategy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -113,13 +119,13 @@ class PacelineEstimator(
     @keyword_only
     def setParams(self, **params: Any) -> PacelineEstimator:  # noqa: N802
         """Set several Params by name; None leaves one as it is."""
-        from paceline.errors import nearest
+        from paceline.errors import suggest_name
 
         given = self._input_kwargs
         for name in given:
             if not self.hasParam(name):
                 known = [param.name for param in self.params]
-                raise UsageError(f"PacelineEstimator has no {name!r}: {nearest(name, known)}")
+                raise UsageError(f"PacelineEstimator has no {name!r}: {suggest_name(name, known)}")
         try:
             self._set(**given)
         except TypeError as error:
@@ -138,17 +144,17 @@ class PacelineEstimator(
 
     def _fit(self, dataset: DataFrame) -> PacelineModel:
         session = dataset.sparkSession
-        strategy = read_strategy(self.told("strategy"))
+        strategy = parse_strategy(self.told("strategy"))
         workers = self.told("num_workers")
         store = as_store(self.told("store"), setting(session, "spark.master") or "")
         model, loss = self.told("model"), self.told("loss")
         loss = None if loss == CROSS_ENTROPY else loss
-        written = materialize(dataset, self._wish(model, loss), store.url)
-        traveller = pack(model, loss, self._fields(written))
+        written = export_dataframe(dataset, self._wish(model, loss), store.url)
+        traveller = pack_job(model, loss, self._fields(written))
         with tempfile.TemporaryDirectory(prefix="paceline-job-") as folder:
             file = traveller.write(Path(folder))
-            luggage = Luggage(project=read_project(Path(folder)))
-            copy = LocalCopy(store, new_run_name(str(strategy)))
+            luggage = ProjectBundle(project=read_project(Path(folder)))
+            copy = StagedRunFolder(store, new_run_name(str(strategy)))
             with copy as out:
                 result = self._train(
                     JobRef(file=file, hash=hash_file(file)),
@@ -180,12 +186,12 @@ class PacelineEstimator(
     def _train(self, job: JobRef, strategy: Any, options: RunOptions) -> dict[str, Any]:
         from dataclasses import replace
 
-        from paceline.report.show import make_show
+        from paceline.report.terminal import terminal_reporter
 
-        with make_show(str(strategy), quiet=not self.told("verbose")) as show:
-            return run_job(job, strategy, replace(options, show=show))
+        with terminal_reporter(str(strategy), quiet=not self.told("verbose")) as show:
+            return run_training(job, strategy, replace(options, on_event=show))
 
-    def _wish(self, model: Any, loss: Any) -> Wish:
+    def _wish(self, model: Any, loss: Any) -> TrainingColumns:
         validation = self.told("validation")
         if isinstance(validation, int | float) and not 0 <= validation < 1:
             raise UsageError(f"validation is {validation}: a share in [0, 1) or a column is needed")
@@ -194,7 +200,7 @@ class PacelineEstimator(
         if keras_loss is not None:
             name = keras_loss if isinstance(keras_loss, str) else getattr(keras_loss, "name", "")
             integer = str(name).endswith("categorical_crossentropy")
-        return Wish(
+        return TrainingColumns(
             features=self.getFeaturesCol(),
             label=self.getLabelCol(),
             integer_label=integer,
@@ -202,20 +208,20 @@ class PacelineEstimator(
             seed=self.getSeed(),
         )
 
-    def _shape(self, written: Written) -> tuple[int, ...]:
+    def _shape(self, written: ExportedDataFrame) -> tuple[int, ...]:
         from math import prod
 
-        from paceline.data.pipeline import read_shape
+        from paceline.data.pipeline import parse_shape
 
         text = self.told("shape")
-        shape = tuple(read_shape(text)) if text else (written.width,)
+        shape = tuple(parse_shape(text)) if text else (written.width,)
         if prod(shape) != written.width:
             raise UsageError(
                 f"shape {text} has {prod(shape)} numbers, features have {written.width}"
             )
         return shape
 
-    def _fields(self, written: Written) -> dict[str, Any]:
+    def _fields(self, written: ExportedDataFrame) -> dict[str, Any]:
         """The job's fields as JSON has them."""
         shape = self._shape(written)
         fields = {name: self.told(name) for name in JOB_FIELDS}

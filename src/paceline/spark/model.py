@@ -18,7 +18,7 @@ from pyspark.ml.util import (
 )
 
 from paceline.errors import UsageError
-from paceline.spark.materialize import as_array
+from paceline.spark.dataframe_export import as_array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,11 +81,11 @@ class PacelineModel(
         return made.drop(hidden)
 
     def write(self) -> MLWriter:
-        return _Writer(self)
+        return _ModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[PacelineModel]:
-        return _Reader(cls)
+        return _ModelReader(cls)
 
 
 def make_predict(
@@ -117,13 +117,13 @@ def load_predictor(files: dict[str, bytes], facts: dict[str, Any]) -> Any:
     import tempfile
     from pathlib import Path
 
-    from paceline.spark.travel import build_trained
+    from paceline.spark.job_archive import build_trained
 
     with tempfile.TemporaryDirectory(prefix="paceline-model-") as folder:
         return build_trained(files, Path(folder), tuple(facts["shape"]), facts["classes"])
 
 
-class _Writer(MLWriter):
+class _ModelWriter(MLWriter):
     """Metadata as all of Spark has it; files as rows of Parquet, so that any store will do."""
 
     def __init__(self, model: PacelineModel) -> None:
@@ -139,7 +139,7 @@ class _Writer(MLWriter):
         frame.coalesce(1).write.mode("overwrite").parquet(f"{path}/files")
 
 
-class _Reader(MLReader[PacelineModel]):
+class _ModelReader(MLReader[PacelineModel]):
     def __init__(self, cls: type[PacelineModel]) -> None:
         super().__init__()
         self._cls = cls

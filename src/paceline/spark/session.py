@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.errors import RunFailed, UsageError
-from paceline.spark.engine import explain, is_connect
+from paceline.spark.engine import is_connect, summarize_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,7 +32,8 @@ def open_session(master: str | None) -> SparkSession:
         session = builder.getOrCreate()
     except Exception as error:
         raise RunFailed(
-            f"no Spark session at {master or 'the configured master'}: {explain(error)}"
+            f"no Spark session at {master or 'the configured master'}: "
+            f"{summarize_spark_error(error)}"
         ) from None
     if not is_connect(session):
         session.sparkContext.setLogLevel("ERROR")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from paceline.errors import SpecError, nearest
-from paceline.specs.text import Call, Percent, Value, parse, write
+from paceline.errors import SpecError, suggest_name
+from paceline.specs.expression import Call, Percent, Value, format_expression, parse_expression
 
-Reader = Callable[[Value, str], Any]
+Converter = Callable[[Value, str], Any]
 """Turns a parsed value into a field's value; the second argument names the field in errors."""
 
 
@@ -19,12 +19,12 @@ Reader = Callable[[Value, str], Any]
 class Spec:
     """A frozen description with a word; fields carry a `read` converter in their metadata."""
 
-    word: ClassVar[str] = ""
+    name: ClassVar[str] = ""
     positional: ClassVar[bool] = False
     """Written as `ssp(3)` and not as `ssp(bound=3)`."""
 
     def __str__(self) -> str:
-        return write(self.to_call())
+        return format_expression(self.to_call())
 
     def to_call(self) -> Call:
         """Only what differs from the defaults is written, by name as a rule."""
@@ -34,9 +34,9 @@ class Spec:
             names = [f.name for f in fields]
             told = names[: names.index(changed[-1]) + 1]
             args = tuple(to_value(getattr(self, name)) for name in told)
-            return Call(self.word, args, (), bare=False)
+            return Call(self.name, args, (), bare=False)
         named = tuple((name, to_value(getattr(self, name))) for name in changed)
-        return Call(self.word, (), named, bare=not named)
+        return Call(self.name, (), named, bare=not named)
 
     @classmethod
     def from_call(cls, call: Call) -> Any:
@@ -44,20 +44,21 @@ class Spec:
         order = list(fields)
         if len(call.args) > len(order):
             raise SpecError(
-                f"{write(call)}: {cls.word} takes at most {len(order)} values ({', '.join(order)})"
+                f"{format_expression(call)}: {cls.name} takes at most {len(order)} values "
+                f"({', '.join(order)})"
                 if order
-                else f"{write(call)}: {cls.word} takes no values"
+                else f"{format_expression(call)}: {cls.name} takes no values"
             )
         given: dict[str, Value] = dict(zip(order, call.args, strict=False))
         for name, value in call.named:
             if name not in fields:
-                hint = nearest(name, order) if order else "it takes none"
-                raise SpecError(f"{cls.word} has no option {name!r}: {hint}")
+                hint = suggest_name(name, order) if order else "it takes none"
+                raise SpecError(f"{cls.name} has no option {name!r}: {hint}")
             if name in given:
-                raise SpecError(f"{write(call)}: {name} is given twice")
+                raise SpecError(f"{format_expression(call)}: {name} is given twice")
             given[name] = value
         return cls(
-            **{k: fields[k].metadata["read"](v, f"{cls.word}({k}=...)") for k, v in given.items()}
+            **{k: fields[k].metadata["read"](v, f"{cls.name}({k}=...)") for k, v in given.items()}
         )
 
 
@@ -80,47 +81,49 @@ def to_value(value: Any) -> Value:
     raise TypeError(f"{value!r} has no text form")
 
 
-def read_call(value: Value, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
+def spec_from_call(value: Value, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
     """Build the spec that a word or call names."""
     if not isinstance(value, Call):
-        raise SpecError(f"{write(value)!r} is not {what}: {nearest('', known)}")
+        raise SpecError(f"{format_expression(value)!r} is not {what}: {suggest_name('', known)}")
     if value.name not in known:
-        raise SpecError(f"unknown {what} {value.name!r}: {nearest(value.name, known)}")
+        raise SpecError(f"unknown {what} {value.name!r}: {suggest_name(value.name, known)}")
     built: SpecT = known[value.name].from_call(value)
     return built
 
 
-def read_text(text: str, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
+def parse_spec(text: str, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
     if not text.strip():
-        raise SpecError(f"an empty {what}: {nearest('', known)}")
-    return read_call(parse(text), known, what)
+        raise SpecError(f"an empty {what}: {suggest_name('', known)}")
+    return spec_from_call(parse_expression(text), known, what)
 
 
-def option(read: Reader, default: Any = dataclasses.MISSING) -> Any:
+def spec_field(read: Converter, default: Any = dataclasses.MISSING) -> Any:
     """A spec field with its converter."""
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata={"read": read})
     return dataclasses.field(default=default, metadata={"read": read})
 
 
-def integer(low: int, high: int | None = None) -> Reader:
+def int_field(low: int, high: int | None = None) -> Converter:
     def read(value: Value, where: str) -> int:
         if not isinstance(value, int):
-            raise SpecError(f"{where} is {write(value)}: a whole number is needed")
+            raise SpecError(f"{where} is {format_expression(value)}: a whole number is needed")
         return check_range(value, where, low, high)
 
     return read
 
 
-def real(low: float | None = None, high: float | None = None, *, above: bool = False) -> Reader:
+def float_field(
+    low: float | None = None, high: float | None = None, *, above: bool = False
+) -> Converter:
     """A number in [low, high]; `above` excludes `low` itself."""
 
     def read(value: Value, where: str) -> float:
         number = as_number(value)
         if number is None:
-            raise SpecError(f"{where} is {write(value)}: a number is needed")
+            raise SpecError(f"{where} is {format_expression(value)}: a number is needed")
         if above and low is not None and number == low:
-            raise SpecError(f"{where} is {write(value)}: it must be above {low:g}")
+            raise SpecError(f"{where} is {format_expression(value)}: it must be above {low:g}")
         return check_range(number, where, low, high)
 
     return read
@@ -150,22 +153,22 @@ def check_range(value: NumberT, where: str, low: float | None, high: float | Non
     return value
 
 
-def boolean(value: Value, where: str) -> bool:
+def bool_field(value: Value, where: str) -> bool:
     if isinstance(value, Call) and value.bare and value.name in ("true", "false"):
         return value.name == "true"
-    raise SpecError(f"{where} is {write(value)}: write true or false")
+    raise SpecError(f"{where} is {format_expression(value)}: write true or false")
 
 
-def choice(*words: str) -> Reader:
+def choice_field(*words: str) -> Converter:
     def read(value: Value, where: str) -> str:
         if isinstance(value, Call) and value.bare and value.name in words:
             return value.name
-        raise SpecError(f"{where} is {write(value)}: write one of {', '.join(words)}")
+        raise SpecError(f"{where} is {format_expression(value)}: write one of {', '.join(words)}")
 
     return read
 
 
-def numbers(read_one: Reader) -> Reader:
+def numbers_field(read_one: Converter) -> Converter:
     """A tuple of numbers, or one number as a tuple of one."""
 
     def read(value: Value, where: str) -> tuple[Any, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, integer, option, read_call, read_text, real
-from paceline.specs.text import Call, Percent, Value, write
+from paceline.specs.base import Spec, float_field, int_field, parse_spec, spec_field, spec_from_call
+from paceline.specs.expression import Call, Percent, Value, format_expression
 
 MIN_CHUNK, MAX_CHUNK = 8, 1 << 20
 """Shorter chunks send more scales than they save; longer ones share one scale too widely."""
@@ -23,11 +23,11 @@ class Codec(Spec):
     """What every codec says of itself; the arithmetic lives in `paceline.comm.codecs`."""
 
     positional: ClassVar[bool] = True
-    feedback: ClassVar[bool] = True
+    uses_error_feedback: ClassVar[bool] = True
     """What a message leaves out is kept and added to the next one (error feedback)."""
     summable: ClassVar[bool] = False
     """Messages are plain numbers: an all-reduce can add them as they are."""
-    weights_too: ClassVar[bool] = False
+    suits_weights: ClassVar[bool] = False
     """Good enough for the weights that a server sends, which no later message corrects."""
 
 
@@ -35,42 +35,42 @@ class Codec(Spec):
 class Fp16(Codec):
     """Half precision: 11 bits of precision, magnitudes up to 65504."""
 
-    word: ClassVar[str] = "fp16"
-    feedback: ClassVar[bool] = False
+    name: ClassVar[str] = "fp16"
+    uses_error_feedback: ClassVar[bool] = False
     summable: ClassVar[bool] = True
-    weights_too: ClassVar[bool] = True
+    suits_weights: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Bf16(Codec):
     """bfloat16: 8 bits of precision, the range of float32."""
 
-    word: ClassVar[str] = "bf16"
-    feedback: ClassVar[bool] = False
+    name: ClassVar[str] = "bf16"
+    uses_error_feedback: ClassVar[bool] = False
     summable: ClassVar[bool] = True
-    weights_too: ClassVar[bool] = True
+    suits_weights: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Int8(Codec):
     """255 even steps between the largest magnitudes of each `chunk` elements."""
 
-    word: ClassVar[str] = "int8"
-    chunk: int = option(integer(1), 1024)
+    name: ClassVar[str] = "int8"
+    chunk: int = spec_field(int_field(1), 1024)
 
     def __post_init__(self) -> None:
-        _check_chunk(self.word, self.chunk)
+        _check_chunk(self.name, self.chunk)
 
 
 @dataclass(frozen=True)
 class OneBit(Codec):
     """The sign of each element, and for each `chunk` the mean of either sign."""
 
-    word: ClassVar[str] = "onebit"
-    chunk: int = option(integer(1), 1024)
+    name: ClassVar[str] = "onebit"
+    chunk: int = spec_field(int_field(1), 1024)
 
     def __post_init__(self) -> None:
-        _check_chunk(self.word, self.chunk)
+        _check_chunk(self.name, self.chunk)
 
 
 def _check_chunk(word: str, chunk: int) -> None:
@@ -85,15 +85,15 @@ def _check_chunk(word: str, chunk: int) -> None:
 def _ratio(value: Value, where: str) -> float:
     if isinstance(value, Percent):
         return value.value / 100
-    return float(real()(value, where))
+    return float(float_field()(value, where))
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
     """The given fraction of the elements, those of the largest magnitude; at least one."""
 
-    word: ClassVar[str] = "topk"
-    ratio: float = option(_ratio, 0.01)
+    name: ClassVar[str] = "topk"
+    ratio: float = spec_field(_ratio, 0.01)
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -107,8 +107,8 @@ class TopK(Codec):
 class Threshold(Codec):
     """Every element of magnitude `x` or more, as it is; as many as there are."""
 
-    word: ClassVar[str] = "threshold"
-    x: float = option(real())
+    name: ClassVar[str] = "threshold"
+    x: float = spec_field(float_field())
 
     def __post_init__(self) -> None:
         if not 0 < self.x < math.inf:
@@ -118,7 +118,7 @@ class Threshold(Codec):
     def from_call(cls, call: Call) -> Threshold:
         if not call.args and not call.named:
             raise SpecError(
-                f"{write(call)}: the magnitude that is still sent is missing, "
+                f"{format_expression(call)}: the magnitude that is still sent is missing, "
                 "as in threshold(0.001)"
             )
         built: Threshold = super().from_call(call)
@@ -129,8 +129,8 @@ class Threshold(Codec):
 class PowerSgd(Codec):
     """Each matrix as a product of two thin ones of `rank` columns; vectors as they are."""
 
-    word: ClassVar[str] = "powersgd"
-    rank: int = option(integer(1), 4)
+    name: ClassVar[str] = "powersgd"
+    rank: int = spec_field(int_field(1), 4)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -138,15 +138,15 @@ class PowerSgd(Codec):
 
 
 CODECS: Mapping[str, type[Codec]] = {
-    c.word: c for c in (Fp16, Bf16, Int8, OneBit, TopK, Threshold, PowerSgd)
+    c.name: c for c in (Fp16, Bf16, Int8, OneBit, TopK, Threshold, PowerSgd)
 }
 
 
 def read_codec(value: Value, where: str) -> Codec:
     """The codec that a parsed word or call names; raises SpecError of one line."""
-    return read_call(value, CODECS, "codec")
+    return spec_from_call(value, CODECS, "codec")
 
 
 def parse_codec(text: str) -> Codec:
     """The codec that a text names; raises SpecError of one line."""
-    return read_text(text, CODECS, "codec")
+    return parse_spec(text, CODECS, "codec")

@@ -10,7 +10,7 @@ LINK_BYTES_S = 1e9
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     """A module with parameters of its own, and what runs until the next one begins."""
 
     name: str
@@ -25,24 +25,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageBudget:
     """A machine for one stage."""
 
     seconds: Sequence[float]
     """Of each layer, there."""
-    room: float
+    memory_bytes: float
     """Bytes for state and activations."""
-    waiting: int
+    in_flight_micro_batches: int
     """Micro-batches whose activations wait there at a time."""
     bytes_per_s: float = LINK_BYTES_S
     """To its neighbours."""
 
 
-def cost_of(layers: Sequence[Layer], place: Place, start: int, stop: int) -> float:
+def stage_cost(layers: Sequence[LayerCost], place: StageBudget, start: int, stop: int) -> float:
     """Seconds of a stage with these layers; infinite where they do not fit."""
     part = layers[start:stop]
-    needed = sum(x.state_bytes + place.waiting * x.kept_bytes for x in part)
-    if needed > place.room:
+    needed = sum(x.state_bytes + place.in_flight_micro_batches * x.kept_bytes for x in part)
+    if needed > place.memory_bytes:
         return float("inf")
     passed = (layers[start].input_bytes if start else 0) + (
         layers[stop].input_bytes if stop < len(layers) else 0
@@ -50,7 +50,9 @@ def cost_of(layers: Sequence[Layer], place: Place, start: int, stop: int) -> flo
     return sum(place.seconds[start:stop]) + 2 * passed / place.bytes_per_s
 
 
-def cut_for(layers: Sequence[Layer], places: Sequence[Place]) -> list[int] | None:
+def partition_layers(
+    layers: Sequence[LayerCost], places: Sequence[StageBudget]
+) -> list[int] | None:
     """Where each stage begins, so that the slowest is as fast as can be; None if none fits.
 
     A pipeline is as fast as its slowest stage, so that is what counts.
@@ -64,7 +66,7 @@ def cut_for(layers: Sequence[Layer], places: Sequence[Place]) -> list[int] | Non
             for start in range(stage - 1, stop):
                 before = worst[stage - 1][start]
                 if before < worst[stage][stop]:
-                    cost = max(before, cost_of(layers, places[stage - 1], start, stop))
+                    cost = max(before, stage_cost(layers, places[stage - 1], start, stop))
                     if cost < worst[stage][stop]:
                         worst[stage][stop], came[stage][stop] = cost, start
     if worst[stages][count] == float("inf"):

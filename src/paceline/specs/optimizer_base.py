@@ -17,7 +17,7 @@ def count_slots(word: str, options: Mapping[str, Any]) -> int:
     return _SLOTS.get(word.lower(), 2) + further
 
 
-class Optimizer(Spec):
+class OptimizerSpec(Spec):
     torch_class: ClassVar[str] = ""
     """Where the implementation lives, as module:Class."""
 

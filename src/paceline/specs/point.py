@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import SpecError
-from paceline.specs.text import Call, Percent, Value, parse, write
+from paceline.specs.expression import Call, Percent, Value, format_expression, parse_expression
 
 
 @dataclass(frozen=True)
-class Point:
+class RunPoint:
     """Where in a run something happens. Exactly one of the three is set."""
 
     fraction: float | None = None
@@ -25,7 +25,7 @@ class Point:
         assert self.fraction is not None
         if epochs is None:
             raise SpecError(
-                f"at={write(self.to_value())} of a run of unknown length: "
+                f"at={format_expression(self.to_value())} of a run of unknown length: "
                 "pass epochs=... to prepare(), or use at=epoch(3)"
             )
         return round(self.fraction * samples_per_epoch * epochs)
@@ -41,36 +41,40 @@ class Point:
         return Percent(percent) if percent / 100 == self.fraction else self.fraction
 
 
-def read_point(value: Value) -> Point:
+def read_point(value: Value) -> RunPoint:
     if isinstance(value, Percent):
-        return _fraction(value.value / 100, write(value))
+        return _fraction(value.value / 100, format_expression(value))
     if isinstance(value, float) or (isinstance(value, int) and value in (0, 1)):
-        return _fraction(float(value), write(value))
+        return _fraction(float(value), format_expression(value))
     if isinstance(value, Call) and value.name in ("epoch", "samples") and len(value.args) == 1:
         count = value.args[0]
         if not isinstance(count, int) or count < 1:
-            raise SpecError(f"at={write(value)}: {value.name} takes a whole number from 1")
-        return Point(epoch=count) if value.name == "epoch" else Point(samples=count)
-    raise SpecError(f"at={write(value)}: write at=50%, at=epoch(10) or at=samples(270000)")
+            raise SpecError(
+                f"at={format_expression(value)}: {value.name} takes a whole number from 1"
+            )
+        return RunPoint(epoch=count) if value.name == "epoch" else RunPoint(samples=count)
+    raise SpecError(
+        f"at={format_expression(value)}: write at=50%, at=epoch(10) or at=samples(270000)"
+    )
 
 
-def _fraction(fraction: float, text: str) -> Point:
+def _fraction(fraction: float, text: str) -> RunPoint:
     if not 0 < fraction < 1:
         raise SpecError(f"at={text}: a switch point lies above 0% and below 100% of the run")
-    return Point(fraction=fraction)
+    return RunPoint(fraction=fraction)
 
 
-def read_points(at: object) -> tuple[Point, ...]:
+def read_points(at: object) -> tuple[RunPoint, ...]:
     """Points as Python callers write them: 0.5, "epoch(10)", a Point, or several in a tuple."""
     if at is None:
         raise SpecError("switch without a point: add at=0.5, or at='epoch(10)'")
     several = at if isinstance(at, list | tuple) else (at,)
     points = []
     for one in several:
-        if isinstance(one, Point):
+        if isinstance(one, RunPoint):
             points.append(one)
         elif isinstance(one, str):
-            points.append(read_point(parse(one)))
+            points.append(read_point(parse_expression(one)))
         elif isinstance(one, int | float) and not isinstance(one, bool):
             points.append(_fraction(float(one), repr(one)))
         else:

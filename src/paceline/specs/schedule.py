@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, option, read_text, real
-from paceline.specs.text import Call, Percent, Value, write
+from paceline.specs.base import Spec, float_field, parse_spec, spec_field
+from paceline.specs.expression import Call, Percent, Value, format_expression
 
 Mark = float | Percent
 """A place in a run: a number of epochs, or a percentage of the run."""
@@ -18,9 +18,11 @@ Mark = float | Percent
 def _read_mark(value: Value, where: str) -> Mark:
     if isinstance(value, Percent):
         if not 0 <= value.value <= 100:
-            raise SpecError(f"{where} is {write(value)}: a share of the run lies within 0..100%")
+            raise SpecError(
+                f"{where} is {format_expression(value)}: a share of the run lies within 0..100%"
+            )
         return value
-    number: float = real(0.0)(value, where)
+    number: float = float_field(0.0)(value, where)
     return number
 
 
@@ -56,8 +58,8 @@ class Schedule(Spec):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    word: ClassVar[str] = "constant"
-    warmup: Mark = option(_read_mark, 0.0)
+    name: ClassVar[str] = "constant"
+    warmup: Mark = spec_field(_read_mark, 0.0)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         return 1.0
@@ -67,9 +69,9 @@ class Constant(Schedule):
 class Cosine(Schedule):
     """Half a cosine from 1 down to `floor`, from the end of the warm-up to the end of the run."""
 
-    word: ClassVar[str] = "cosine"
-    warmup: Mark = option(_read_mark, 0.0)
-    floor: float = option(real(0.0, 1.0), 0.0)
+    name: ClassVar[str] = "cosine"
+    warmup: Mark = spec_field(_read_mark, 0.0)
+    floor: float = spec_field(float_field(0.0, 1.0), 0.0)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         if total <= ramp:
@@ -82,10 +84,10 @@ class Cosine(Schedule):
 class Milestones(Schedule):
     """Times `factor` at each mark: `milestones(80, 130)` in epochs, `milestones(50%, 75%)`."""
 
-    word: ClassVar[str] = "milestones"
-    marks: tuple[Mark, ...] = option(_read_marks, ())
-    drop: float = option(real(0.0, 1.0, above=True), 0.1)
-    warmup: Mark = option(_read_mark, 0.0)
+    name: ClassVar[str] = "milestones"
+    marks: tuple[Mark, ...] = spec_field(_read_marks, ())
+    drop: float = spec_field(float_field(0.0, 1.0, above=True), 0.1)
+    warmup: Mark = spec_field(_read_mark, 0.0)
 
     def __post_init__(self) -> None:
         if not self.marks:
@@ -100,7 +102,7 @@ class Milestones(Schedule):
     def to_call(self) -> Call:
         call = super().to_call()
         named = tuple(pair for pair in call.named if pair[0] != "marks")
-        return Call(self.word, self.marks, named, bare=False)
+        return Call(self.name, self.marks, named, bare=False)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         passed = sum(samples >= _mark_samples(m, per_epoch, total) for m in self.marks)
@@ -110,8 +112,8 @@ class Milestones(Schedule):
         return sorted(_mark_samples(m, per_epoch, total) for m in self.marks)
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {c.word: c for c in (Constant, Cosine, Milestones)}
+SCHEDULES: Mapping[str, type[Schedule]] = {c.name: c for c in (Constant, Cosine, Milestones)}
 
 
-def read_schedule(text: str) -> Schedule:
-    return read_text(text, SCHEDULES, "schedule")
+def parse_schedule(text: str) -> Schedule:
+    return parse_spec(text, SCHEDULES, "schedule")

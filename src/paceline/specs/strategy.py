@@ -7,23 +7,32 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, boolean, choice, integer, option, read_call, read_text, real
+from paceline.specs.base import (
+    Spec,
+    bool_field,
+    choice_field,
+    float_field,
+    int_field,
+    parse_spec,
+    spec_field,
+    spec_from_call,
+)
 from paceline.specs.codec import Codec, read_codec
-from paceline.specs.point import Point, read_point, read_points
-from paceline.specs.sync import SYNCS, Asp, Bsp, Gba, Sync, read_sync
-from paceline.specs.text import Call, Value, parse
-from paceline.specs.when import WHENS, LrDrop, When, read_when
+from paceline.specs.expression import Call, Value, parse_expression
+from paceline.specs.point import RunPoint, read_point, read_points
+from paceline.specs.sync import SYNCS, Asp, Bsp, Gba, SyncMode, read_sync
+from paceline.specs.when import WHENS, OnLrDrop, SwitchTrigger, trigger_from_value
 
 
 @dataclass(frozen=True)
-class Held:
+class StateFraction:
     """The share of a model's weights, gradients and optimizer slots that a worker has."""
 
     weights: float = 1.0
     gradients: float = 1.0
     slots: float = 1.0
 
-    def numbers(self, slots: int) -> float:
+    def floats_per_weight(self, slots: int) -> float:
         """Numbers kept for each weight of the model, with so many slots a weight."""
         return self.weights + self.gradients + slots * self.slots
 
@@ -36,9 +45,9 @@ class Strategy(Spec):
         """Equal to one process on the global batch, to rounding."""
         return True
 
-    def runner_for(self, workers: int) -> str:
+    def worker_variant(self, workers: int) -> str:
         """The key of the runner behind it."""
-        return self.word
+        return self.name
 
     @property
     def phases(self) -> tuple[Strategy, ...]:
@@ -53,9 +62,9 @@ class Strategy(Spec):
         """Updates of others between a pull and its push, on equal machines."""
         return 0.0
 
-    def held(self, workers: int) -> Held:
+    def state_fraction(self, workers: int) -> StateFraction:
         """What one worker has in memory, the fullest of them."""
-        return Held()
+        return StateFraction()
 
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot follow the strategy."""
@@ -68,11 +77,11 @@ class Strategy(Spec):
                 "the global batch must give every worker a sample"
             )
 
-    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+    def batch_weights(self, workers: int) -> tuple[int, ...] | None:
         """How a batch is shared out, in proportion; None is evenly."""
         return None
 
-    def lr_note(self, workers: int) -> str:
+    def lr_description(self, workers: int) -> str:
         """The learning rate in force, in words, for the start of a run and for a switch."""
         return "learning rate x1 an update of the global batch"
 
@@ -81,9 +90,9 @@ class Strategy(Spec):
 class Single(Strategy):
     """One worker, no exchange; the reference that the exact strategies are equal to."""
 
-    word: ClassVar[str] = "single"
+    name: ClassVar[str] = "single"
 
-    def weights_for(self, workers: int) -> tuple[int, ...] | None:
+    def batch_weights(self, workers: int) -> tuple[int, ...] | None:
         return (1,) + (0,) * (workers - 1)
 
     def check_workers(self, workers: int) -> None:
@@ -98,23 +107,23 @@ class Single(Strategy):
 class AllReduce(Strategy):
     """Synchronous: gradients averaged over all workers by collectives at every step."""
 
-    word: ClassVar[str] = "allreduce"
-    bucket_mb: float = option(real(0.0, above=True), 25.0)
-    balance: str = option(choice("even", "auto"), "even")
-    codec: Codec | None = option(read_codec, None)
-    via: str = option(choice("auto", "shared", "network"), "auto")
-    shard: str = option(choice("none", "optimizer", "full"), "none")
+    name: ClassVar[str] = "allreduce"
+    bucket_mb: float = spec_field(float_field(0.0, above=True), 25.0)
+    balance: str = spec_field(choice_field("even", "auto"), "even")
+    codec: Codec | None = spec_field(read_codec, None)
+    via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
+    shard: str = spec_field(choice_field("none", "optimizer", "full"), "none")
 
-    def runner_for(self, workers: int) -> str:
+    def worker_variant(self, workers: int) -> str:
         whole = self.shard == "none" or workers == 1
-        return self.word if whole else f"{self.word}/{self.shard}"
+        return self.name if whole else f"{self.name}/{self.shard}"
 
-    def held(self, workers: int) -> Held:
+    def state_fraction(self, workers: int) -> StateFraction:
         part = 1 / workers
         return {
-            "none": Held(),
-            "optimizer": Held(slots=part),
-            "full": Held(part, part, part),
+            "none": StateFraction(),
+            "optimizer": StateFraction(slots=part),
+            "full": StateFraction(part, part, part),
         }[self.shard]
 
     def __post_init__(self) -> None:
@@ -135,7 +144,7 @@ class AllReduce(Strategy):
 def _read_lr_scale(value: Value, where: str) -> float | None:
     if value == Call("auto"):
         return None
-    scale: float = real(0.0, above=True)(value, where)
+    scale: float = float_field(0.0, above=True)(value, where)
     return scale
 
 
@@ -143,14 +152,14 @@ def _read_lr_scale(value: Value, where: str) -> float | None:
 class ParameterServer(Strategy):
     """Weights and optimizer on servers; workers pull, compute and push."""
 
-    word: ClassVar[str] = "ps"
-    sync: Sync = option(read_sync, Asp())
-    servers: int = option(integer(1, 1024), 1)
-    lr_scale: float | None = option(_read_lr_scale, None)
-    damp: str = option(choice("none", "inverse"), "none")
-    overlap: bool = option(boolean, False)
-    codec: Codec | None = option(read_codec, None)
-    via: str = option(choice("auto", "shared", "network"), "auto")
+    name: ClassVar[str] = "ps"
+    sync: SyncMode = spec_field(read_sync, Asp())
+    servers: int = spec_field(int_field(1, 1024), 1)
+    lr_scale: float | None = spec_field(_read_lr_scale, None)
+    damp: str = spec_field(choice_field("none", "inverse"), "none")
+    overlap: bool = spec_field(bool_field, False)
+    codec: Codec | None = spec_field(read_codec, None)
+    via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
 
     def __post_init__(self) -> None:
         if self.via == "shared" and self.codec is not None:
@@ -158,10 +167,10 @@ class ParameterServer(Strategy):
                 "ps(via=shared) sends nothing that a codec could make smaller: leave one out"
             )
         if isinstance(self.sync, str):
-            object.__setattr__(self, "sync", read_text(self.sync, SYNCS, "sync mode"))
-        if not isinstance(self.sync, Sync):
+            object.__setattr__(self, "sync", parse_spec(self.sync, SYNCS, "sync mode"))
+        if not isinstance(self.sync, SyncMode):
             raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {', '.join(sorted(SYNCS))}")
-        if self.overlap and self.sync.waits:
+        if self.overlap and self.sync.blocks_workers:
             raise SpecError(
                 f"ps(overlap=true) computes ahead, but {self.sync} makes workers wait: "
                 "use sync=asp or sync=gba"
@@ -175,8 +184,8 @@ class ParameterServer(Strategy):
     def servers_for(self, workers: int) -> int:
         return self.servers
 
-    def held(self, workers: int) -> Held:
-        return Held(slots=0.0)
+    def state_fraction(self, workers: int) -> StateFraction:
+        return StateFraction(slots=0.0)
 
     def expected_staleness(self, workers: int) -> float:
         own = 1.0 if self.overlap else 0.0
@@ -185,12 +194,12 @@ class ParameterServer(Strategy):
     def check_workers(self, workers: int) -> None:
         self.sync.check_workers(workers)
 
-    def scale_of(self, share: float, staleness: int) -> float:
+    def lr_scale_for(self, share: float, staleness: int) -> float:
         """The factor on the learning rate of an update worth this share of a global batch."""
         scale = share if self.lr_scale is None else self.lr_scale
         return scale / (1 + staleness) if self.damp == "inverse" else scale
 
-    def lr_note(self, workers: int) -> str:
+    def lr_description(self, workers: int) -> str:
         if self.lr_scale is not None:
             return f"learning rate x{self.lr_scale:g} an update, as told"
         if isinstance(self.sync, Bsp | Gba):
@@ -205,11 +214,11 @@ class ParameterServer(Strategy):
 class Grouped(Strategy):
     """Groups of workers: synchronous inside a group, asynchronous between groups."""
 
-    word: ClassVar[str] = "grouped"
-    size: int = option(integer(1), 2)
-    by: str = option(choice("rank", "speed"), "rank")
-    servers: int = option(integer(1, 1024), 1)
-    lr_scale: float | None = option(_read_lr_scale, None)
+    name: ClassVar[str] = "grouped"
+    size: int = spec_field(int_field(1), 2)
+    by: str = spec_field(choice_field("rank", "speed"), "rank")
+    servers: int = spec_field(int_field(1, 1024), 1)
+    lr_scale: float | None = spec_field(_read_lr_scale, None)
 
     @property
     def exact(self) -> bool:
@@ -228,14 +237,16 @@ class Grouped(Strategy):
                 "a group cannot be larger than all of them"
             )
 
-    def divide(self, workers: int, speeds: tuple[float, ...] | None) -> tuple[tuple[int, ...], ...]:
+    def worker_groups(
+        self, workers: int, speeds: tuple[float, ...] | None
+    ) -> tuple[tuple[int, ...], ...]:
         """The groups, by rank or with workers of like speed together; the last may be smaller."""
         ranks = list(range(workers))
         if self.by == "speed" and speeds is not None:
             ranks.sort(key=lambda w: (-speeds[w], w))
         return tuple(tuple(sorted(ranks[i : i + self.size])) for i in range(0, workers, self.size))
 
-    def lr_note(self, workers: int) -> str:
+    def lr_description(self, workers: int) -> str:
         share = min(1.0, self.size / workers)
         return f"learning rate x(samples of the group / global batch), about x{share:.4g}"
 
@@ -244,9 +255,9 @@ class Grouped(Strategy):
 class LocalSgd(Strategy):
     """Local steps; weights averaged every `h` of them, or when replicas drift too far apart."""
 
-    word: ClassVar[str] = "local_sgd"
-    h: int | None = option(integer(1), None)
-    drift: float | None = option(real(0.0, above=True), None)
+    name: ClassVar[str] = "local_sgd"
+    h: int | None = spec_field(int_field(1), None)
+    drift: float | None = spec_field(float_field(0.0, above=True), None)
 
     def __post_init__(self) -> None:
         if self.h is not None and self.drift is not None:
@@ -262,7 +273,7 @@ class LocalSgd(Strategy):
     def steps(self) -> int:
         return self.h if self.h is not None else 8
 
-    def lr_note(self, workers: int) -> str:
+    def lr_description(self, workers: int) -> str:
         return "learning rate x1 on every worker's own share of the batch"
 
 
@@ -270,16 +281,16 @@ class LocalSgd(Strategy):
 class DiLoCo(Strategy):
     """Many local steps of the job's optimizer; an outer Nesterov step on what they moved."""
 
-    word: ClassVar[str] = "diloco"
-    h: int = option(integer(1), 50)
-    outer_lr: float = option(real(0.0, above=True), 0.7)
-    outer_momentum: float = option(real(0.0, 1.0), 0.9)
+    name: ClassVar[str] = "diloco"
+    h: int = spec_field(int_field(1), 50)
+    outer_lr: float = spec_field(float_field(0.0, above=True), 0.7)
+    outer_momentum: float = spec_field(float_field(0.0, 1.0), 0.9)
 
     @property
     def exact(self) -> bool:
         return False
 
-    def lr_note(self, workers: int) -> str:
+    def lr_description(self, workers: int) -> str:
         return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
 
 
@@ -294,29 +305,29 @@ def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
     return names[0] if names in (["even"], ["auto"]) else tuple(names)
 
 
-class Split(Strategy):
+class ModelParallel(Strategy):
     """The model in parts, each on a worker of its own; all of them work on the same rows."""
 
     @property
-    def parts(self) -> int:
+    def model_parts(self) -> int:
         """Workers that hold one model together."""
         raise NotImplementedError
 
     @property
-    def answers(self) -> int:
+    def loss_part(self) -> int:
         """The part that has a replica's rows in the ledger: it computes the loss."""
         return 0
 
-    def held(self, workers: int) -> Held:
+    def state_fraction(self, workers: int) -> StateFraction:
         """As far as layers can be shared out evenly."""
-        part = 1 / self.parts
-        return Held(part, part, part)
+        part = 1 / self.model_parts
+        return StateFraction(part, part, part)
 
-    def weights_for(self, workers: int) -> tuple[int, ...] | None:
-        return tuple(int(w % self.parts == self.answers) for w in range(workers))
+    def batch_weights(self, workers: int) -> tuple[int, ...] | None:
+        return tuple(int(w % self.model_parts == self.loss_part) for w in range(workers))
 
     def check_batch(self, batch: int, workers: int) -> None:
-        replicas = workers // self.parts
+        replicas = workers // self.model_parts
         if batch < replicas:
             raise SpecError(
                 f"--batch {batch} is smaller than the {replicas} replicas of the model: "
@@ -324,23 +335,23 @@ class Split(Strategy):
             )
 
     def check_workers(self, workers: int) -> None:
-        if workers % self.parts:
+        if workers % self.model_parts:
             raise SpecError(
                 f"{self} with {workers} workers: "
-                f"use {self.parts} workers, or a multiple of it for replicas"
+                f"use {self.model_parts} workers, or a multiple of it for replicas"
             )
 
 
 @dataclass(frozen=True)
-class Pipeline(Split):
+class PipelineParallel(ModelParallel):
     """The model in stages, each on a worker of its own; micro-batches pass through them."""
 
-    word: ClassVar[str] = "pipeline"
-    stages: int = option(integer(1, 1024), 2)
-    micro: int = option(integer(1, 65536), 4)
-    schedule: str = option(choice("1f1b", "gpipe"), "1f1b")
-    cut: str | tuple[str, ...] = option(_read_cut, "even")
-    recompute: bool = option(boolean, False)
+    name: ClassVar[str] = "pipeline"
+    stages: int = spec_field(int_field(1, 1024), 2)
+    micro: int = spec_field(int_field(1, 65536), 4)
+    schedule: str = spec_field(choice_field("1f1b", "gpipe"), "1f1b")
+    cut: str | tuple[str, ...] = spec_field(_read_cut, "even")
+    recompute: bool = spec_field(bool_field, False)
     """Keep no activations: backward computes them again."""
 
     def __post_init__(self) -> None:
@@ -355,11 +366,11 @@ class Pipeline(Split):
         return () if isinstance(self.cut, str) else self.cut
 
     @property
-    def parts(self) -> int:
+    def model_parts(self) -> int:
         return self.stages
 
     @property
-    def answers(self) -> int:
+    def loss_part(self) -> int:
         return self.stages - 1
 
     def check_batch(self, batch: int, workers: int) -> None:
@@ -372,14 +383,14 @@ class Pipeline(Split):
 
 
 @dataclass(frozen=True)
-class Tensor(Split):
+class TensorParallel(ModelParallel):
     """Layers in slices: each worker has some of a layer's outputs, and all get all of them."""
 
-    word: ClassVar[str] = "tensor"
-    size: int = option(integer(1, 1024), 2)
+    name: ClassVar[str] = "tensor"
+    size: int = spec_field(int_field(1, 1024), 2)
 
     @property
-    def parts(self) -> int:
+    def model_parts(self) -> int:
         return self.size
 
 
@@ -387,20 +398,20 @@ class Tensor(Split):
 class Switch(Strategy):
     """Several strategies one after another, in one run, at stated points."""
 
-    word: ClassVar[str] = "switch"
+    name: ClassVar[str] = "switch"
     parts: tuple[Strategy, ...] = ()
-    at: tuple[Point, ...] = ()
-    when: When | None = None
+    at: tuple[RunPoint, ...] = ()
+    when: SwitchTrigger | None = None
 
     def __init__(self, *parts: Strategy | str, at: object = None, when: object = None) -> None:
-        strategies = tuple(read_strategy(p) if isinstance(p, str) else p for p in parts)
+        strategies = tuple(parse_strategy(p) if isinstance(p, str) else p for p in parts)
         object.__setattr__(self, "parts", strategies)
         if at is not None and when is not None:
             raise SpecError("switch takes at=... or when=..., not both")
         if at is None and when is None:
             raise SpecError("switch: when? add at=50%, at=epoch(10) or when=auto")
         object.__setattr__(self, "at", read_points(at) if at is not None else ())
-        rule = read_when(parse(when)) if isinstance(when, str) else when
+        rule = trigger_from_value(parse_expression(when)) if isinstance(when, str) else when
         object.__setattr__(self, "when", rule)
         self._check()
 
@@ -411,9 +422,9 @@ class Switch(Strategy):
             if isinstance(part, Switch):
                 raise SpecError("switch inside switch: name the strategies one after another")
         if self.when is not None:
-            if not isinstance(self.when, When):
+            if not isinstance(self.when, SwitchTrigger):
                 raise SpecError(f"switch(when={self.when!r}): known: {', '.join(sorted(WHENS))}")
-            if len(self.parts) != 2 and not isinstance(self.when, LrDrop):
+            if len(self.parts) != 2 and not isinstance(self.when, OnLrDrop):
                 raise SpecError(
                     f"when={self.when} decides between two strategies, {len(self.parts)} given"
                 )
@@ -434,8 +445,11 @@ class Switch(Strategy):
     def servers_for(self, workers: int) -> int:
         return max(part.servers_for(workers) for part in self.parts)
 
-    def held(self, workers: int) -> Held:
-        return max((part.held(workers) for part in self.parts), key=lambda held: held.numbers(2))
+    def state_fraction(self, workers: int) -> StateFraction:
+        return max(
+            (part.state_fraction(workers) for part in self.parts),
+            key=lambda held: held.floats_per_weight(2),
+        )
 
     def check_workers(self, workers: int) -> None:
         """A phase of `single` is fine here: one worker computes, the others idle."""
@@ -459,15 +473,15 @@ class Switch(Strategy):
         at, when = named.pop("at", None), named.pop("when", None)
         for name in named:
             raise SpecError(f"switch has no option {name!r}: it takes strategies, at and when")
-        parts = tuple(read_call(a, STRATEGIES, "strategy") for a in call.args)
+        parts = tuple(spec_from_call(a, STRATEGIES, "strategy") for a in call.args)
         points = None
         if at is not None:
             points = tuple(read_point(p) for p in (at if isinstance(at, tuple) else (at,)))
-        return cls(*parts, at=points, when=read_when(when) if when is not None else None)
+        return cls(*parts, at=points, when=trigger_from_value(when) if when is not None else None)
 
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
-    c.word: c
+    c.name: c
     for c in (
         Single,
         AllReduce,
@@ -475,23 +489,23 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         Grouped,
         LocalSgd,
         DiLoCo,
-        Pipeline,
-        Tensor,
+        PipelineParallel,
+        TensorParallel,
         Switch,
     )
 }
 
 
-def read_strategy(text: str | Strategy) -> Strategy:
+def parse_strategy(text: str | Strategy) -> Strategy:
     """The strategy that a text names; a strategy is passed through."""
     if isinstance(text, Strategy):
         return text
-    return read_text(text, STRATEGIES, "strategy")
+    return parse_spec(text, STRATEGIES, "strategy")
 
 
-def split_strategies(text: str) -> list[Strategy]:
+def parse_strategies(text: str) -> list[Strategy]:
     """Read `S; S; ...` as `--strategies` takes it."""
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
         raise SpecError('--strategies is empty: write "single; allreduce; ps"')
-    return [read_strategy(part) for part in parts]
+    return [parse_strategy(part) for part in parts]

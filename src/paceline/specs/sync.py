@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, integer, option, read_call, real
-from paceline.specs.text import Value
+from paceline.specs.base import Spec, float_field, int_field, spec_field, spec_from_call
+from paceline.specs.expression import Value
 
 
 @dataclass(frozen=True)
-class Sync(Spec):
+class SyncMode(Spec):
     positional: ClassVar[bool] = True
     aggregates: ClassVar[bool] = False
     """One update is made of several workers' gradients."""
-    waits: ClassVar[bool] = True
+    blocks_workers: ClassVar[bool] = True
     """A worker may be held until others have come: it cannot compute ahead meanwhile."""
-    includes_own: ClassVar[bool] = True
+    includes_own_update: ClassVar[bool] = True
     """A worker goes on from weights that have its own gradient in them."""
 
     def check_workers(self, workers: int) -> None:
@@ -30,18 +30,18 @@ class Sync(Spec):
 
 
 @dataclass(frozen=True)
-class Asp(Sync):
+class Asp(SyncMode):
     """Asynchronous parallel: nobody waits."""
 
-    word: ClassVar[str] = "asp"
-    waits: ClassVar[bool] = False
+    name: ClassVar[str] = "asp"
+    blocks_workers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class Bsp(Sync):
+class Bsp(SyncMode):
     """Bulk synchronous parallel: everybody waits for everybody."""
 
-    word: ClassVar[str] = "bsp"
+    name: ClassVar[str] = "bsp"
     aggregates: ClassVar[bool] = True
 
     def expected_staleness(self, workers: int) -> float:
@@ -49,11 +49,11 @@ class Bsp(Sync):
 
 
 @dataclass(frozen=True)
-class Ssp(Sync):
+class Ssp(SyncMode):
     """Stale synchronous parallel: at most `bound` steps ahead of the slowest."""
 
-    word: ClassVar[str] = "ssp"
-    bound: float = option(real(0.0), 3.0)
+    name: ClassVar[str] = "ssp"
+    bound: float = spec_field(float_field(0.0), 3.0)
 
     def __post_init__(self) -> None:
         if self.bound < 0 or self.bound != self.bound:
@@ -61,12 +61,12 @@ class Ssp(Sync):
 
 
 @dataclass(frozen=True)
-class Dssp(Sync):
+class Dssp(SyncMode):
     """Dynamic SSP: the bound moves between `low` and `high` with the measured speeds."""
 
-    word: ClassVar[str] = "dssp"
-    low: int = option(integer(0), 3)
-    high: int = option(integer(0), 15)
+    name: ClassVar[str] = "dssp"
+    low: int = spec_field(int_field(0), 3)
+    high: int = spec_field(int_field(0), 15)
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
@@ -76,12 +76,12 @@ class Dssp(Sync):
 
 
 @dataclass(frozen=True)
-class KAsync(Sync):
+class KAsync(SyncMode):
     """An update is made of the first `k` gradients that come."""
 
-    word: ClassVar[str] = "kasync"
+    name: ClassVar[str] = "kasync"
     aggregates: ClassVar[bool] = True
-    k: int = option(integer(1), 2)
+    k: int = spec_field(int_field(1), 2)
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -96,26 +96,26 @@ class KAsync(Sync):
 
 
 @dataclass(frozen=True)
-class Gba(Sync):
+class Gba(SyncMode):
     """Global batch aggregation: nobody waits, an update is worth a global batch.
 
     A gradient more than `stale` versions old counts `decay` times less for each version beyond.
     """
 
-    word: ClassVar[str] = "gba"
+    name: ClassVar[str] = "gba"
     aggregates: ClassVar[bool] = True
-    waits: ClassVar[bool] = False
-    includes_own: ClassVar[bool] = False
-    stale: int = option(integer(0), 4)
-    decay: float = option(real(0.0, 1.0), 0.5)
+    blocks_workers: ClassVar[bool] = False
+    includes_own_update: ClassVar[bool] = False
+    stale: int = spec_field(int_field(0), 4)
+    decay: float = spec_field(float_field(0.0, 1.0), 0.5)
 
     def weight_of(self, staleness: int) -> float:
         beyond = max(0, staleness - self.stale)
         return float(self.decay**beyond) if beyond else 1.0
 
 
-SYNCS: Mapping[str, type[Sync]] = {c.word: c for c in (Asp, Bsp, Ssp, Dssp, KAsync, Gba)}
+SYNCS: Mapping[str, type[SyncMode]] = {c.name: c for c in (Asp, Bsp, Ssp, Dssp, KAsync, Gba)}
 
 
-def read_sync(value: Value, where: str) -> Sync:
-    return read_call(value, SYNCS, "sync mode")
+def read_sync(value: Value, where: str) -> SyncMode:
+    return spec_from_call(value, SYNCS, "sync mode")

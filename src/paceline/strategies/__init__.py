@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 from paceline.specs.strategy import Strategy
-from paceline.strategies.runner import Runner, Surroundings
+from paceline.strategies.runner import Runner, WorkerContext
 
 RUNNERS = {
     "single": "paceline.strategies.single:SingleRunner",
@@ -25,7 +25,7 @@ RUNNERS = {
 }
 
 
-def make_runner(strategy: Strategy, around: Surroundings) -> Runner:
-    module, name = RUNNERS[strategy.runner_for(around.size)].split(":")
+def make_runner(strategy: Strategy, around: WorkerContext) -> Runner:
+    module, name = RUNNERS[strategy.worker_variant(around.size)].split(":")
     runner: Runner = getattr(importlib.import_module(module), name)(strategy, around)
     return runner

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from paceline.comm.broadcast import collect_sections
-from paceline.comm.buckets import Bucket
-from paceline.comm.group import Group, Shared
-from paceline.comm.shared import SharedSums
+from paceline.comm.buckets import GradientBucket
+from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
+from paceline.comm.shm.allreduce import SharedMemoryAllReduce
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost
 from paceline.state import Section
-from paceline.strategies.flat import FlatOptimizer, Row
-from paceline.strategies.runner import Replica, clip_to
-from paceline.telemetry.phases import COMM, OPTIMIZER, PhaseClock
+from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
+from paceline.strategies.runner import Replica, scale_to_norm
+from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
 
 ONE_BY_ONE = (
     torch.optim.SGD,
@@ -35,7 +35,7 @@ ONE_BY_ONE = (
 """Optimizers that do to a slice of a parameter what they would do to it in the whole."""
 
 
-def can_share(replica: Replica) -> bool:
+def can_share_weights(replica: Replica) -> bool:
     """Nobody else touches weights or gradients, and slices of them are as good as the whole."""
     return (
         type(replica.optimizer) in ONE_BY_ONE
@@ -48,7 +48,7 @@ def can_share(replica: Replica) -> bool:
 
 
 @dataclass
-class Slice:
+class OwnedSlice:
     """The part of a parameter that this worker updates."""
 
     name: str
@@ -61,16 +61,16 @@ class Slice:
     gradient: torch.Tensor
 
 
-class CommonWeights:
+class SharedModelWeights:
     """The weights in memory that all have, and the optimizer of this worker's slices."""
 
     def __init__(
         self,
         replica: Replica,
-        group: Group,
-        shared: Shared,
-        sums: SharedSums,
-        buckets: list[Bucket],
+        group: CollectiveGroup,
+        shared: SharedMemoryGroup,
+        sums: SharedMemoryAllReduce,
+        buckets: list[GradientBucket],
         clock: PhaseClock,
     ) -> None:
         """`shared` has room for all weights, over all its slots."""
@@ -79,8 +79,8 @@ class CommonWeights:
         self._group = group
         self._sums = sums
         self._buckets = buckets
-        self._slices: list[Slice] = []
-        self._rows: list[Row] = []
+        self._slices: list[OwnedSlice] = []
+        self._rows: list[FlatSegment] = []
         self._row_gradients: list[torch.Tensor] = []
         self._flat: FlatOptimizer | None = None
         """Steps rows of slices, as long as every parameter has been used."""
@@ -92,7 +92,7 @@ class CommonWeights:
         offset = 0
         for number, bucket in enumerate(buckets):
             dtype, count = bucket.flat.dtype, bucket.values.numel()
-            flat = shared.arena.tensor(0, offset, count, dtype)
+            flat = shared.region.slot_tensor(0, offset, count, dtype)
             offset += -(-count * dtype.itemsize // 64) * 64
             self._take_slices(number, bucket, flat, group_of)
         for one in self._slices:
@@ -107,9 +107,9 @@ class CommonWeights:
             self._optimizer = kind([groups[i] for i in self._groups])
 
     def _take_slices(
-        self, number: int, bucket: Bucket, flat: torch.Tensor, group_of: dict[str, int]
+        self, number: int, bucket: GradientBucket, flat: torch.Tensor, group_of: dict[str, int]
     ) -> None:
-        mine, total = self._sums.piece(number), self._sums.summed(number)
+        mine, total = self._sums.owned_range(number), self._sums.reduced_bucket(number)
         start = 0
         runs: list[tuple[int, int, int, list[tuple[torch.nn.Parameter, int]]]] = []
         """Of neighbouring slices of one group: it, from where to where, and the slices."""
@@ -119,7 +119,9 @@ class CommonWeights:
             lo, hi = max(start, mine.start), min(stop, mine.stop)
             if lo < hi:
                 weights = torch.nn.Parameter(flat[lo:hi])
-                self._slices.append(Slice(name, number, index, lo - start, weights, total[lo:hi]))
+                self._slices.append(
+                    OwnedSlice(name, number, index, lo - start, weights, total[lo:hi])
+                )
                 if runs and runs[-1][0] == group_of[name]:
                     group, begin, _, pieces = runs.pop()
                 else:
@@ -127,20 +129,20 @@ class CommonWeights:
                 runs.append((group, begin, hi, [*pieces, (weights, lo - begin)]))
             start = stop
         for group, begin, end, pieces in runs:
-            self._rows.append(Row(torch.nn.Parameter(flat[begin:end]), pieces, group))
+            self._rows.append(FlatSegment(torch.nn.Parameter(flat[begin:end]), pieces, group))
             self._row_gradients.append(total[begin:end])
 
     # ---- a step -------------------------------------------------------------------------------
 
     def update(self, clip: float | None) -> None:
         """Sums of this worker's pieces are there: clip, step, and wait until all have."""
-        moved = self._find_moved()
-        self._hand_out()
+        moved = self._find_replaced()
+        self._assign_gradients()
         if clip is not None:
             found = [one.weights.grad for one in self._slices]
             if self._flat is not None:
                 found = list(self._row_gradients)
-            clip_to(clip, self.measure_square(), (g for g in found if g is not None))
+            scale_to_norm(clip, self.measure_square(), (g for g in found if g is not None))
         if self._optimizer is not None:
             for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
                 told = self._replica.optimizer.param_groups[group]
@@ -150,11 +152,11 @@ class CommonWeights:
             else:
                 self._optimizer.step()
         self._clock.enter(COMM)
-        self._sums.updated()
+        self._sums.finish_update()
         for parameter, view in moved:
             parameter.data = view
 
-    def _find_moved(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def _find_replaced(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Weights that a layer has put elsewhere in forward, as those do that keep their norm.
 
         All workers have computed the same: each brings back its own slices.
@@ -170,9 +172,9 @@ class CommonWeights:
                     one.weights.data.copy_(parameter.data.reshape(-1)[one.start :][:count])
         return moved
 
-    def _hand_out(self) -> None:
+    def _assign_gradients(self) -> None:
         """A slice of a parameter that nobody used keeps no gradient."""
-        by_bucket = [self._sums.used(number) for number in range(len(self._buckets))]
+        by_bucket = [self._sums.used_parameters(number) for number in range(len(self._buckets))]
         if self._flat is not None:
             if all(used is None for used in by_bucket):
                 return
@@ -188,7 +190,7 @@ class CommonWeights:
         mine = sum(float(one.gradient.square().sum()) for one in self._slices)
         square = torch.tensor([mine], dtype=torch.float64)
         try:
-            self._group.sum(square)
+            self._group.all_reduce(square)
         except RuntimeError as error:
             raise PeerLost(f"the norm of a gradient could not be summed ({error})") from None
         self._clock.enter(OPTIMIZER)
@@ -196,13 +198,13 @@ class CommonWeights:
 
     # ---- state --------------------------------------------------------------------------------
 
-    def take_in(self, slots: dict[str, dict[str, Any]]) -> None:
+    def import_weights(self, slots: dict[str, dict[str, Any]]) -> None:
         """The model's weights move to where all have them; slots are cut to this worker's part."""
-        self._group.meet()
+        self._group.barrier()
         if self._group.rank == 0:
             for parameter, view in self._views:
                 view.copy_(parameter.detach())
-        self._group.meet()
+        self._group.barrier()
         for parameter, view in self._views:
             parameter.data = view
             self._replica.optimizer.state.pop(parameter, None)
@@ -221,33 +223,33 @@ class CommonWeights:
                 kept[slot] = value
             if kept:
                 self._optimizer.state[one.weights] = kept
-        self._flat = FlatOptimizer.take_over(self._optimizer, self._rows)
+        self._flat = FlatOptimizer.from_optimizer(self._optimizer, self._rows)
 
-    def put_slots(self, section: Section) -> None:
+    def export_slots(self, section: Section) -> None:
         """All slots of all workers, whole, into a captured section.
 
         Gradients are not needed between steps: their memory carries what everybody has.
         """
         if self._flat is not None:
             self._flat.write_back()
-        names = self._tell_slots(section)
+        names = self._gather_slot_names(section)
         for slot in names:
             for one in self._slices:
                 value = self._state(one).get(slot)
                 if isinstance(value, torch.Tensor) and value.shape == one.weights.shape:
                     one.gradient.copy_(value)
-            self._group.meet()
+            self._group.barrier()
             for number, bucket in enumerate(self._buckets):
-                total, start = self._sums.summed(number), 0
+                total, start = self._sums.reduced_bucket(number), 0
                 for name, parameter in bucket.parameters:
                     stop = start + parameter.numel()
                     if name in names[slot]:
                         whole = total[start:stop].clone().view_as(parameter)
                         section.tensors[f"slots/{name}/{slot}"] = whole
                     start = stop
-            self._group.meet()
+            self._group.barrier()
 
-    def _tell_slots(self, section: Section) -> dict[str, set[str]]:
+    def _gather_slot_names(self, section: Section) -> dict[str, set[str]]:
         """By slot the parameters that have it, as large as they are; the others are put in."""
         mine: dict[str, list[str]] = {}
         small = Section()
@@ -260,7 +262,7 @@ class CommonWeights:
                 elif value is not None:
                     small.plain.setdefault(one.name, {})[slot] = value
         found: dict[str, set[str]] = {}
-        for told in collect_sections(
+        for told in all_gather_sections(
             Section(small.tensors, {"large": mine, "plain": small.plain}), self._group
         ):
             section.tensors.update(told.tensors)
@@ -270,11 +272,11 @@ class CommonWeights:
                 found.setdefault(slot, set()).update(names)
         return dict(sorted(found.items()))
 
-    def _state(self, one: Slice) -> dict[str, Any]:
+    def _state(self, one: OwnedSlice) -> dict[str, Any]:
         return self._optimizer.state.get(one.weights, {}) if self._optimizer is not None else {}
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Everybody gets weights of its own again."""
         for parameter, view in self._views:
             parameter.data = view.clone()
-        self._group.meet()
+        self._group.barrier()

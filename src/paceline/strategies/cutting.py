@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from paceline.comm.broadcast import collect_sections
-from paceline.comm.group import Group
+from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
-from paceline.specs.cuts import Layer, Place, cut_for
-from paceline.specs.strategy import Pipeline
+from paceline.specs.cuts import LayerCost, StageBudget, partition_layers
+from paceline.specs.strategy import PipelineParallel
 from paceline.state import Section
-from paceline.telemetry.room import room_bytes
+from paceline.telemetry.memory_limit import available_memory_bytes
 
 PASSES = 3
 BACKWARD_COST = 2.0
 """Of a layer's backward, in units of its forward: a gradient for its input and one for weights."""
 
 
-def leaves(model: torch.nn.Module) -> list[tuple[str, int]]:
+def parameter_modules(model: torch.nn.Module) -> list[tuple[str, int]]:
     """Modules with parameters of their own, in order, and how many numbers each holds."""
     found = []
     inside: set[torch.nn.Module] = set()
@@ -57,7 +57,11 @@ def check_count(layers: int, stages: int) -> None:
 
 
 def choose_cuts(
-    spec: Pipeline, model: torch.nn.Module, example: torch.Tensor, slots: int, group: Group
+    spec: PipelineParallel,
+    model: torch.nn.Module,
+    example: torch.Tensor,
+    slots: int,
+    group: CollectiveGroup,
 ) -> tuple[str, ...]:
     """The modules before which to cut; the same on every worker, all of which must ask."""
     if spec.cuts:
@@ -67,12 +71,13 @@ def choose_cuts(
         return ()
     if spec.cut == "even":
         return cut_evenly(model, spec.stages)
-    layers = profile(model, example, slots)
+    layers = profile_layers(model, example, slots)
     check_count(len(layers), spec.stages)
-    told = collect_sections(
-        Section(plain={"seconds": [x.seconds for x in layers], "room": room_bytes()}), group
+    told = all_gather_sections(
+        Section(plain={"seconds": [x.seconds for x in layers], "room": available_memory_bytes()}),
+        group,
     )
-    places: list[Place] = []
+    places: list[StageBudget] = []
     for stage in range(spec.stages):
         # Every replica has a worker for this stage: the slowest and the smallest decide.
         mine = [s.plain for s in told[stage :: spec.stages]]
@@ -80,10 +85,10 @@ def choose_cuts(
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = min(s["room"] for s in mine) + weights  # the whole model is there by now
         waiting = spec.micro if spec.schedule == "gpipe" else min(spec.micro, spec.stages - stage)
-        places.append(Place(seconds, room, waiting))
-    starts = cut_for(layers, places)
+        places.append(StageBudget(seconds, room, waiting))
+    starts = partition_layers(layers, places)
     if starts is None:
-        smallest = min(place.room for place in places)
+        smallest = min(place.memory_bytes for place in places)
         raise UsageError(
             f"pipeline(stages={spec.stages}): no cut fits into the machines' memory "
             f"({smallest / 1e9:.2f} GB on the smallest): use more stages, or more micro-batches"
@@ -93,16 +98,16 @@ def choose_cuts(
 
 def cut_evenly(model: torch.nn.Module, stages: int) -> tuple[str, ...]:
     """Cuts that leave the largest stage as small as can be, in parameters."""
-    found = leaves(model)
+    found = parameter_modules(model)
     check_count(len(found), stages)
-    layers = [Layer(name, float(count), 0, 0, 0) for name, count in found]
-    place = Place([layer.seconds for layer in layers], 0.0, 0)
-    starts = cut_for(layers, [place] * stages)
+    layers = [LayerCost(name, float(count), 0, 0, 0) for name, count in found]
+    place = StageBudget([layer.seconds for layer in layers], 0.0, 0)
+    starts = partition_layers(layers, [place] * stages)
     assert starts is not None
     return tuple(found[start][0] for start in starts[1:])
 
 
-def profile(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[Layer]:
+def profile_layers(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[LayerCost]:
     """A few forward passes: where their time goes, and what they keep for backward.
 
     `slots` is how many numbers the optimizer keeps for each weight. The model and its generator
@@ -110,7 +115,7 @@ def profile(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[L
     """
     generator = torch.get_rng_state()
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    names = dict(leaves(model))
+    names = dict(parameter_modules(model))
     modules = {n: m for n, m in model.named_modules() if n in names}
     best: dict[str, tuple[float, int, int]] = {}
     order: list[str] = []
@@ -152,6 +157,6 @@ def profile(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[L
         mine = modules[name].parameters(recurse=whole)
         weights = sum(p.numel() * p.element_size() for p in mine)
         layers.append(
-            Layer(name, (1 + BACKWARD_COST) * seconds, (2 + slots) * weights, held, nbytes)
+            LayerCost(name, (1 + BACKWARD_COST) * seconds, (2 + slots) * weights, held, nbytes)
         )
     return layers

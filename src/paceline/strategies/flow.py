@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.comm.group import Group
+from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.stages import StageGraph
-from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
+from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
 
 PLACES = 64
 """Values that may pass between two stages; skip connections make them more than one."""
 
 
-class Flow:
+class StageExchange:
     """The micro-batches of one step, as one stage sees them. Raises PeerLost."""
 
     def __init__(
         self,
-        group: Group,
+        group: CollectiveGroup,
         clock: PhaseClock,
         stage: int,
         first: int,
@@ -163,7 +163,7 @@ class Flow:
         value = value.contiguous()
         rank = self._first + stage
         try:
-            work = self._group.send_async(value, rank, _tag(k, place, back=back))
+            work = self._group.isend(value, rank, _tag(k, place, back=back))
         except RuntimeError as error:
             raise PeerLost(
                 f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"
@@ -192,7 +192,7 @@ class Flow:
             return
         value, rank = torch.empty(shape, dtype=dtype), self._first + stage
         try:
-            self._coming[stage, tag] = value, self._group.receive_async(value, rank, tag)
+            self._coming[stage, tag] = value, self._group.irecv(value, rank, tag)
         except RuntimeError as error:
             raise PeerLost(
                 f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"

@@ -7,8 +7,8 @@ import torch
 from paceline.errors import PeerLost, UsageError
 from paceline.specs.strategy import Grouped, ParameterServer
 from paceline.strategies.param_server import ParameterServerRunner
-from paceline.strategies.runner import Surroundings, Work
-from paceline.telemetry.phases import COMM
+from paceline.strategies.runner import TrainStep, WorkerContext
+from paceline.telemetry.phase_clock import COMM
 
 
 class GroupedRunner(ParameterServerRunner):
@@ -17,17 +17,17 @@ class GroupedRunner(ParameterServerRunner):
     A worker that dies breaks its group's collective and so the run.
     """
 
-    def __init__(self, spec: Grouped, around: Surroundings) -> None:
+    def __init__(self, spec: Grouped, around: WorkerContext) -> None:
         super().__init__(ParameterServer(servers=spec.servers, lr_scale=spec.lr_scale), around)
         self._mine = next(g for g in around.groups if around.rank in g)
         self._leads = self._mine[0] == around.rank
-        self._inner = around.group.divide(around.groups)
+        self._inner = around.group.new_subgroup(around.groups)
         kinds = {p.dtype for p in self._parameters}
         if len(kinds) > 1:
             raise UsageError("grouped needs parameters of one type: use ps for mixed ones")
         self._dtype = kinds.pop()
 
-    def begin_step(self, work: Work) -> None:
+    def begin_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         try:
             if self._leads:
@@ -35,11 +35,11 @@ class GroupedRunner(ParameterServerRunner):
             if len(self._mine) > 1:
                 self._inner.broadcast(self._incoming, self._mine[0])
                 if not self._leads:
-                    self._take_incoming()
+                    self._load_pulled_weights()
         except RuntimeError as error:
             raise PeerLost(f"group {self._mine} broke at step {work.step} ({error})") from None
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         if len(self._mine) > 1:
             try:
@@ -48,7 +48,7 @@ class GroupedRunner(ParameterServerRunner):
                 raise PeerLost(f"group {self._mine} broke at step {work.step} ({error})") from None
         self._send(work, samples=work.lease.batch if self._leads else 0)
 
-    def _sum_in_group(self, work: Work) -> None:
+    def _sum_in_group(self, work: TrainStep) -> None:
         """The group's mean gradient becomes the leader's own."""
         used = torch.zeros(len(self._parameters))
         with torch.no_grad():
@@ -59,7 +59,7 @@ class GroupedRunner(ParameterServerRunner):
                 else:
                     torch.mul(parameter.grad, work.weight, out=view)
                     used[index] = 1
-        self._inner.sum(self._outgoing.view(self._dtype))
-        self._inner.sum(used)
+        self._inner.all_reduce(self._outgoing.view(self._dtype))
+        self._inner.all_reduce(used)
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._out_views[index].clone() if used[index] else None

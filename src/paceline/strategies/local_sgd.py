@@ -10,19 +10,25 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from paceline.comm.broadcast import collect_sections
-from paceline.comm.group import Group
+from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, StateError
 from paceline.specs.strategy import DiLoCo, LocalSgd
-from paceline.state import Section, capture, checksum, restore, slots_by_parameter
-from paceline.strategies.runner import INNER, Runner, Surroundings, Work, step_optimizer
-from paceline.telemetry.phases import COMM, OPTIMIZER
+from paceline.state import Section, checksum, load_into_model, slots_by_parameter, state_from_model
+from paceline.strategies.runner import (
+    INNER_PREFIX,
+    Runner,
+    TrainStep,
+    WorkerContext,
+    step_optimizer,
+)
+from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 
-class LocalRunner(Runner):
+class LocalStepsRunner(Runner):
     """Local steps and the bookkeeping around a meeting; what happens there differs."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: WorkerContext) -> None:
         super().__init__(around)
         self._parameters = [p for _, p in self.replica.trained]
         self._anchor: list[torch.Tensor] = []
@@ -32,8 +38,8 @@ class LocalRunner(Runner):
         self._bytes_sent = 0
 
     def import_state(self, state: Section) -> None:
-        require_equal(state, self.around.group)
-        restore(state, self.replica.model, self.replica.optimizer)
+        check_replicas_equal(state, self.context.group)
+        load_into_model(state, self.replica.model, self.replica.optimizer)
         self._set_anchor()
 
     def _set_anchor(self) -> None:
@@ -41,7 +47,7 @@ class LocalRunner(Runner):
         self._anchor = [p.detach().clone() for p in self._parameters]
         self._samples = self._whole = self._steps = 0
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(OPTIMIZER)
         if work.lease.samples:
             step_optimizer(self.replica)
@@ -51,28 +57,28 @@ class LocalRunner(Runner):
         self.clock.enter(COMM)
         try:
             if self._is_due():
-                self._meet()
+                self._synchronize()
         except RuntimeError as error:
             raise PeerLost(f"the meeting at step {work.step} broke ({error})") from None
 
     def _is_due(self) -> bool:
         raise NotImplementedError
 
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         """Make the replicas equal; every worker calls it after the same step."""
         raise NotImplementedError
 
-    def settle(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         if self._steps:
-            self._meet()
+            self._synchronize()
 
-    def _mean(self, tensors: list[torch.Tensor]) -> None:
+    def _average_in_place(self, tensors: list[torch.Tensor]) -> None:
         """Average in place over the workers, by the samples each has seen since the last time."""
         weight = self._samples / self._whole
         with torch.no_grad():
             for together in _by_dtype(tensors):
                 flat = torch.cat([t.reshape(-1) for t in together]).mul_(weight)
-                self.around.group.sum(flat)
+                self.context.group.all_reduce(flat)
                 self._bytes_sent += flat.numel() * flat.element_size()
                 parts = torch.split(flat, [t.numel() for t in together])
                 for target, part in zip(together, parts, strict=True):
@@ -80,11 +86,11 @@ class LocalRunner(Runner):
 
     def export_state(self) -> Section:
         """Slots are averaged with equal weight over the workers that have them."""
-        section = capture(self.replica.model, self.replica.optimizer)
+        section = state_from_model(self.replica.model, self.replica.optimizer)
         mine = {k: v for k, v in section.tensors.items() if k.startswith("slots/")}
         # A parameter that only some workers' samples use has slots only there.
         held = Section(plain={k: [list(v.shape), str(v.dtype)] for k, v in mine.items()})
-        every = [s.plain for s in collect_sections(held, self.around.group)]
+        every = [s.plain for s in all_gather_sections(held, self.context.group)]
         for key in sorted({key for held_by in every for key in held_by}):
             having = [held_by[key] for held_by in every if key in held_by]
             shape, dtype = having[0]
@@ -92,17 +98,21 @@ class LocalRunner(Runner):
             mean = mine[key].detach().clone() if key in mine else torch.zeros(shape, dtype=kind)
             if mean.is_floating_point():
                 mean /= len(having)
-                self.around.group.sum(mean)
+                self.context.group.all_reduce(mean)
             section.tensors[key] = mean
         return section
 
-    def export_own(self) -> Section:
-        mine = capture(self.replica.model, self.replica.optimizer)
+    def export_local_state(self) -> Section:
+        mine = state_from_model(self.replica.model, self.replica.optimizer)
         slots = {k: v for k, v in mine.tensors.items() if k.startswith("slots/")}
-        return Section({f"{INNER}{k}": v for k, v in slots.items()})
+        return Section({f"{INNER_PREFIX}{k}": v for k, v in slots.items()})
 
-    def import_own(self, own: Section) -> None:
-        inner = {k.removeprefix(INNER): v for k, v in own.tensors.items() if k.startswith(INNER)}
+    def import_local_state(self, own: Section) -> None:
+        inner = {
+            k.removeprefix(INNER_PREFIX): v
+            for k, v in own.tensors.items()
+            if k.startswith(INNER_PREFIX)
+        }
         slots = slots_by_parameter(Section(inner))
         for name, parameter in self.replica.trained:
             if name in slots:
@@ -115,10 +125,10 @@ class LocalRunner(Runner):
         return self._bytes_sent
 
 
-class LocalSgdRunner(LocalRunner):
+class LocalSgdRunner(LocalStepsRunner):
     """Weights are averaged every `h` steps, or when a replica has drifted too far."""
 
-    def __init__(self, spec: LocalSgd, around: Surroundings) -> None:
+    def __init__(self, spec: LocalSgd, around: WorkerContext) -> None:
         super().__init__(around)
         self._spec = spec
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
@@ -127,17 +137,17 @@ class LocalSgdRunner(LocalRunner):
         if self._spec.drift is None:
             return self._steps >= self._spec.steps
         # The vote of a step is read one step later, so that nobody waits for it.
-        verdict = self._read_vote() > self._spec.drift
-        self._begin_vote(0.0 if verdict else self._drift())
+        verdict = self._finish_drift_check() > self._spec.drift
+        self._start_drift_check(0.0 if verdict else self._drift())
         return verdict
 
-    def _meet(self) -> None:
-        self._mean([p.detach() for p in self._parameters])
+    def _synchronize(self) -> None:
+        self._average_in_place([p.detach() for p in self._parameters])
         self._set_anchor()
 
-    def settle(self, version: int) -> None:
-        self._read_vote()
-        super().settle(version)
+    def sync_weights(self, version: int) -> None:
+        self._finish_drift_check()
+        super().sync_weights(version)
 
     def _drift(self) -> float:
         """Distance from where the replicas last were equal, relative to the weights there."""
@@ -149,11 +159,11 @@ class LocalSgdRunner(LocalRunner):
             size = sum(float(a.square().sum()) for a in self._anchor)
         return float((moved / max(size, 1e-30)) ** 0.5)
 
-    def _begin_vote(self, drift: float) -> None:
+    def _start_drift_check(self, drift: float) -> None:
         ballot = torch.tensor([drift], dtype=torch.float64)
-        self._vote = (ballot, self.around.group.maximum_async(ballot))
+        self._vote = (ballot, self.context.group.all_reduce_max_async(ballot))
 
-    def _read_vote(self) -> float:
+    def _finish_drift_check(self) -> float:
         if self._vote is None:
             return 0.0
         ballot, work = self._vote
@@ -163,10 +173,10 @@ class LocalSgdRunner(LocalRunner):
         return float(ballot)
 
 
-class DiLoCoRunner(LocalRunner):
+class DiLoCoRunner(LocalStepsRunner):
     """An outer optimizer steps along what the workers have moved since the last meeting."""
 
-    def __init__(self, spec: DiLoCo, around: Surroundings) -> None:
+    def __init__(self, spec: DiLoCo, around: WorkerContext) -> None:
         super().__init__(around)
         self._spec = spec
         self._outer: torch.optim.SGD | None = None
@@ -191,10 +201,10 @@ class DiLoCoRunner(LocalRunner):
     def _is_due(self) -> bool:
         return self._steps >= self._spec.h
 
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         with torch.no_grad():
             delta = [a - p for p, a in zip(self._parameters, self._anchor, strict=True)]
-            self._mean(delta)
+            self._average_in_place(delta)
             for anchor, moved in zip(self._anchor, delta, strict=True):
                 anchor.grad = moved
             self._outer_optimizer().step()
@@ -212,13 +222,13 @@ class DiLoCoRunner(LocalRunner):
         return section
 
 
-def require_equal(state: Section, group: Group) -> None:
+def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:
     """Replicas that start apart would never meet: raise StateError on every worker."""
     if group.size == 1:
         return
     mine = int(checksum(state)[:12], 16)
     pair = torch.tensor([mine, -mine], dtype=torch.int64)
-    group.maximum(pair)
+    group.all_reduce_max(pair)
     if int(pair[0]) != -int(pair[1]):
         raise StateError(
             "the workers start from different weights: local steps need equal replicas"

@@ -10,24 +10,24 @@ from typing import Any
 
 import torch
 
-from paceline.comm.board import LaneMemory, Reader, open_board
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
-from paceline.comm.memory import machine_identity
-from paceline.comm.shards import FlatLayout, Shard, as_memory, is_elementwise
+from paceline.comm.flat_layout import FlatLayout, ShardLayout, as_memoryview, is_elementwise
+from paceline.comm.shm.parameters import MailboxSegment, SharedWeightsReader, open_shared_weights
+from paceline.comm.shm.segment import shm_domain_id
 from paceline.comm.wire import MAX_BODY, Channel, pack
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
-from paceline.protocol.messages import Failing, Pushed
+from paceline.protocol.messages import GradientPushed, ProcessFailing
 from paceline.specs.codec import PowerSgd
 from paceline.specs.strategy import ParameterServer
-from paceline.state import Section, load_weights, persistent_buffers, put_slot, slots_by_parameter
-from paceline.strategies.runner import Runner, Surroundings, Work
-from paceline.telemetry.phases import COMM, QUEUE
+from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
+from paceline.strategies.runner import Runner, TrainStep, WorkerContext
+from paceline.telemetry.phase_clock import COMM, QUEUE
 
 
 class ParameterServerRunner(Runner):
     """A server that dies ends the run: its shard of weights and optimizer is gone with it."""
 
-    def __init__(self, spec: ParameterServer, around: Surroundings) -> None:
+    def __init__(self, spec: ParameterServer, around: WorkerContext) -> None:
         super().__init__(around)
         self._spec = spec
         optimizer = self.replica.optimizer
@@ -53,8 +53,8 @@ class ParameterServerRunner(Runner):
         self._in_place = False
         """The model's weights lie where they come in: nobody copies them again."""
         self._handle = 0
-        self._base = 0
-        self._held = 0
+        self._pulled_version = 0
+        self._model_version = 0
         """The versions of the weights fetched last, and of those in the model."""
         self._background = ThreadPoolExecutor(1) if spec.overlap else None
         self._in_flight: Future[float] | None = None
@@ -71,7 +71,7 @@ class ParameterServerRunner(Runner):
             )
             for index, (host, port) in enumerate(around.servers)
         ]
-        self._readers: list[Reader | None] = [None] * len(self._channels)
+        self._readers: list[SharedWeightsReader | None] = [None] * len(self._channels)
         """Where weights and gradients pass through memory that a server shares."""
         why = "a codec" if self._compressors else ""
         outgoing = None
@@ -88,13 +88,13 @@ class ParameterServerRunner(Runner):
         around.collectives = {"way": way, "why": why}
         if self._background is None and not self._compressors:
             # With an exchange behind the computing both buffers are in use during it.
-            self._move_in()
+            self._use_buffers_in_place()
 
-    def _move_in(self) -> None:
+    def _use_buffers_in_place(self) -> None:
         """Gradients go out from where backward leaves them, weights are used where they come in."""
         if self.replica.reduce_in_backward:
             return  # A user's own loop may keep, zero or save weights and gradients as it likes.
-        if any(p.device != v.device for p, v in self._places()):
+        if any(p.device != v.device for p, v in self._parameters_and_views()):
             return
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -105,11 +105,11 @@ class ParameterServerRunner(Runner):
         self._in_place = all(p.is_contiguous() for p in self._parameters)
         if self._in_place:
             with torch.no_grad():
-                for parameter, view in self._places():
+                for parameter, view in self._parameters_and_views():
                     view.copy_(parameter)
                     parameter.data = view
 
-    def _places(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def _parameters_and_views(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return zip(self._parameters, self._in_views, strict=True)
 
     def _share_memory(self) -> tuple[torch.Tensor | None, str]:
@@ -117,11 +117,11 @@ class ParameterServerRunner(Runner):
 
         And why some servers are sent gradients all the same; no buffer where all are.
         """
-        machine, servers = machine_identity(), len(self._channels)
+        machine, servers = shm_domain_id(), len(self._channels)
         if machine is None:
             return None, "it needs Linux on x86-64 with /dev/shm"
         try:
-            memory = LaneMemory(servers, self._layout.total_bytes)
+            memory = MailboxSegment(servers, self._layout.total_bytes)
         except OSError as error:
             return None, f"{error.strerror} in /dev/shm"
         whys = set()
@@ -130,7 +130,7 @@ class ParameterServerRunner(Runner):
                 zip(self._channels, self._layout.shards, strict=True)
             ):
                 told = {"server": index, "servers": servers, "lo": shard.lo, "hi": shard.hi}
-                who = {"worker": self.around.rank, "machine": machine, "name": memory.name}
+                who = {"worker": self.context.rank, "machine": machine, "name": memory.name}
                 channel.send({"op": "share", **who, **told})
                 head, _ = channel.receive_head(max_body=0)
                 _check(head, channel)
@@ -138,19 +138,19 @@ class ParameterServerRunner(Runner):
                     whys.add(str(head["why"]))
                     continue
                 try:
-                    board = open_board(head["board"], shard.hi - shard.lo)
+                    board = open_shared_weights(head["board"], shard.hi - shard.lo)
                 except OSError as error:
                     whys.add(f"{error.strerror} at the memory of {channel.peer}")
                     continue
-                self._readers[index] = Reader(
+                self._readers[index] = SharedWeightsReader(
                     board,
-                    memory.lane(index, shard.lo, shard.hi),
+                    memory.mailbox(index, shard.lo, shard.hi),
                     peer=channel.peer,
-                    timeout_s=self.around.timeout_s,
+                    timeout_s=self.context.timeout_s,
                     look=_make_look(channel),
                 )
         finally:
-            memory.remove_name()
+            memory.unlink()
         if not any(self._readers):
             return None, ", ".join(sorted(whys))
         return memory.gradient, ", ".join(sorted(whys))
@@ -168,7 +168,7 @@ class ParameterServerRunner(Runner):
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def begin_step(self, work: Work) -> None:
+    def begin_step(self, work: TrainStep) -> None:
         if not work.lease.samples:
             return
         self.clock.enter(COMM)
@@ -176,68 +176,68 @@ class ParameterServerRunner(Runner):
         if self._in_flight is None:
             self._pull(work.version)
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         if self._background is None:
             self._send(work, samples=work.lease.samples)
         else:
-            self._exchange_behind(work)
+            self._exchange_in_background(work)
 
-    def _exchange_behind(self, work: Work) -> None:
+    def _exchange_in_background(self, work: TrainStep) -> None:
         """Push and pull while the next batch is computed, on weights that miss this update."""
         assert self._background is not None
-        base = self._held
-        self._land()
+        base = self._model_version
+        self._wait_for_exchange()
         self._clip()
-        missing = self._collect()
+        missing = self._gather_gradients()
         # Read now: the loop sets the next step's learning rate while this is under way.
-        groups = hyper_parameters(self.replica.optimizer)
+        groups = optimizer_options(self.replica.optimizer)
 
         def exchange() -> float:
             began = time.perf_counter()
             try:
                 self._handle += 1
                 self._push(missing, groups)
-                self._tell(work, base)
+                self._report_push(work, base)
                 # A buffered gradient may wait long for its update: then take what is there.
-                mine = None if self._spec.sync.aggregates else (self.around.rank, self._handle)
+                mine = None if self._spec.sync.aggregates else (self.context.rank, self._handle)
                 self._fetch(0, after=mine)
                 return time.perf_counter() - began
             except Exception as error:
                 # The loop may be waiting for work and would not notice.
                 blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
-                who, trace = f"worker-{self.around.rank}", traceback.format_exc()
-                self.around.control.tell(Failing(who, str(error), trace, blame))
+                who, trace = f"worker-{self.context.rank}", traceback.format_exc()
+                self.context.control.send(ProcessFailing(who, str(error), trace, blame))
                 raise
 
         self._in_flight = self._background.submit(exchange)
 
-    def _land(self) -> None:
+    def _wait_for_exchange(self) -> None:
         """Wait for the exchange that is under way; its weights are those of the next step."""
         if self._in_flight is not None:
             began = time.perf_counter()
-            took_s = self._in_flight.result(self.around.timeout_s)
+            took_s = self._in_flight.result(self.context.timeout_s)
             exposed_s = time.perf_counter() - began
             self._hidden_us = int(max(0.0, took_s - exposed_s) * 1e6)
             self._in_flight = None
-            self._take_incoming()
+            self._load_pulled_weights()
 
     def _clip(self) -> None:
         if self.replica.clip is not None and not self._spec.sync.aggregates:
             torch.nn.utils.clip_grad_norm_(self._parameters, self.replica.clip)
 
-    def _send(self, work: Work, *, samples: int) -> None:
+    def _send(self, work: TrainStep, *, samples: int) -> None:
         """Push the gradient, if it is made of samples, and tell the coordinator."""
         self._handle += 1
         if samples:
             self._clip()
-            self._push(self._collect(), hyper_parameters(self.replica.optimizer))
-        self._tell(work, self._held if samples else work.version)
+            self._push(self._gather_gradients(), optimizer_options(self.replica.optimizer))
+        self._report_push(work, self._model_version if samples else work.version)
 
-    def _tell(self, work: Work, base: int) -> None:
-        self.around.control.tell(
-            Pushed(
-                worker=self.around.rank,
+    def _report_push(self, work: TrainStep, base: int) -> None:
+        self.context.control.send(
+            GradientPushed(
+                worker=self.context.rank,
                 handle=self._handle,
                 lease=work.lease.id,
                 samples=work.lease.samples,
@@ -247,7 +247,7 @@ class ParameterServerRunner(Runner):
             )
         )
 
-    def take_hidden_us(self) -> int | None:
+    def pop_overlapped_us(self) -> int | None:
         return self._hidden_us
 
     def _pull(self, version: int, *, exact: bool = False) -> None:
@@ -255,8 +255,8 @@ class ParameterServerRunner(Runner):
         self._fetch(version, exact=exact)
         if self.clock.current == COMM:
             took_ns = time.perf_counter_ns() - began
-            self.clock.move(COMM, QUEUE, min(self._queued_us * 1000, took_ns))
-        self._take_incoming()
+            self.clock.reassign(COMM, QUEUE, min(self._queued_us * 1000, took_ns))
+        self._load_pulled_weights()
 
     def _fetch(
         self, version: int, *, exact: bool = False, after: tuple[int, int] | None = None
@@ -274,7 +274,7 @@ class ParameterServerRunner(Runner):
         ):
             if reader is None:
                 continue
-            found = reader.read(version, self._incoming[shard.lo : shard.hi])
+            found = reader.copy_weights(version, self._incoming[shard.lo : shard.hi])
             if found is None:
                 # Updates came in between all the time: let them be sent.
                 channel.send(request)
@@ -291,27 +291,27 @@ class ParameterServerRunner(Runner):
             head, size = channel.receive_head(max_body=shard.hi - shard.lo)
             _check(head, channel)
             if head["payload"] is None:
-                _fill(channel, size, as_memory(self._incoming[shard.lo : shard.hi]))
+                _fill(channel, size, as_memoryview(self._incoming[shard.lo : shard.hi]))
             else:
                 body = torch.empty(size, dtype=torch.uint8)
-                channel.receive_into(as_memory(body))
+                channel.receive_into(as_memoryview(body))
                 payload = from_bytes(head["payload"], body)
                 target = self._shard_values(self._incoming, shard)
                 self._compressors[index].coder.decode(payload, target)
             versions.append(int(head["version"]))
             self._queued_us = max(self._queued_us, int(head["queued_us"]))
-        self._base = min(versions)
+        self._pulled_version = min(versions)
 
-    def _take_incoming(self) -> None:
-        self._held = self._base
+    def _load_pulled_weights(self) -> None:
+        self._model_version = self._pulled_version
         with torch.no_grad():
-            for parameter, view in self._places():
+            for parameter, view in self._parameters_and_views():
                 if not self._in_place:
                     parameter.copy_(view)
                 elif parameter.data_ptr() != view.data_ptr():
                     parameter.data = view  # A layer has put its weights elsewhere meanwhile.
 
-    def _collect(self) -> set[int]:
+    def _gather_gradients(self) -> set[int]:
         """The gradients into the outgoing buffer; which parameters have none."""
         missing = set()
         if self._compressors:
@@ -339,7 +339,7 @@ class ParameterServerRunner(Runner):
             owners = self._piece_owner[index]
             head = {
                 "op": "push",
-                "worker": self.around.rank,
+                "worker": self.context.rank,
                 "handle": self._handle,
                 "missing": [i for i, owner in enumerate(owners) if owner in missing],
                 "groups": groups,
@@ -355,14 +355,14 @@ class ParameterServerRunner(Runner):
                 channel.bytes_sent += shard.hi - shard.lo
                 # Nobody touches a gradient in its place before the pull that follows. Where that
                 # need not wait for this gradient's update, the server is told to copy it now.
-                stays = self._spec.sync.includes_own
-                if not stays or not reader.lane.leave(self._handle, pack(head)):
-                    reader.lane.handle = self._handle
+                stays = self._spec.sync.includes_own_update
+                if not stays or not reader.lane.post(self._handle, pack(head)):
+                    reader.lane.last_handle = self._handle
                     channel.send({**head, "shared": True, "stays": stays})
             else:
-                channel.send(head, as_memory(self._outgoing[shard.lo : shard.hi]))
+                channel.send(head, as_memoryview(self._outgoing[shard.lo : shard.hi]))
 
-    def _shard_values(self, buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
+    def _shard_values(self, buffer: torch.Tensor, shard: ShardLayout) -> torch.Tensor:
         return buffer[shard.lo : shard.hi].view(self._parameters[0].dtype)
 
     # ---- state --------------------------------------------------------------------------------
@@ -374,12 +374,14 @@ class ParameterServerRunner(Runner):
         for index, (channel, shard) in enumerate(
             zip(self._channels, self._layout.shards, strict=True)
         ):
-            if index % self.around.size == self.around.rank:
+            if index % self.context.size == self.context.rank:
                 self._send_shard(channel, shard, slots)
         # The optimizer's slots live on the servers now.
         self.replica.optimizer.state.clear()
 
-    def _send_shard(self, channel: Channel, shard: Shard, slots: dict[str, dict[str, Any]]) -> None:
+    def _send_shard(
+        self, channel: Channel, shard: ShardLayout, slots: dict[str, dict[str, Any]]
+    ) -> None:
         optimizer = self.replica.optimizer
         group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
@@ -407,21 +409,21 @@ class ParameterServerRunner(Runner):
             "op": "import",
             "nbytes": shard.hi - shard.lo,
             "pieces": pieces,
-            "groups": hyper_parameters(optimizer),
+            "groups": optimizer_options(optimizer),
             "optimizer": f"{cls.__module__}:{cls.__qualname__}",
             "slots": table,
             "codec": str(self._spec.codec) if self._spec.codec is not None else None,
         }
-        weights = as_memory(self._outgoing)[shard.lo : shard.hi]
-        channel.send(head, weights, *(as_memory(t) for t in tensors))
+        weights = as_memoryview(self._outgoing)[shard.lo : shard.hi]
+        channel.send(head, weights, *(as_memoryview(t) for t in tensors))
         head, _ = channel.receive_head(max_body=0)
         _check(head, channel)
 
-    def settle(self, version: int) -> None:
-        self._land()
+    def sync_weights(self, version: int) -> None:
+        self._wait_for_exchange()
         self._pull(version, exact=True)
 
-    def export_own(self) -> Section:
+    def export_local_state(self) -> Section:
         """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
         own: dict[str, torch.Tensor] = {}
         for index, (compressor, shard) in enumerate(
@@ -441,7 +443,7 @@ class ParameterServerRunner(Runner):
             own.update({f"codec/{index}/{key}": value for key, value in state.items()})
         return Section(own)
 
-    def import_own(self, own: Section) -> None:
+    def import_local_state(self, own: Section) -> None:
         for index, (compressor, shard) in enumerate(
             zip(self._compressors, self._layout.shards, strict=False)
         ):
@@ -469,17 +471,17 @@ class ParameterServerRunner(Runner):
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
         for channel in self._channels:
-            channel.send({"op": "export", "at_least": self._base})
+            channel.send({"op": "export", "at_least": self._pulled_version})
         for channel, shard in zip(self._channels, self._layout.shards, strict=True):
             self._receive_slots(channel, shard, section)
         return section
 
-    def _receive_slots(self, channel: Channel, shard: Shard, section: Section) -> None:
+    def _receive_slots(self, channel: Channel, shard: ShardLayout, section: Section) -> None:
         head, size = channel.receive_head(max_body=MAX_BODY)
         _check(head, channel)
         body = torch.empty(size, dtype=torch.uint8)
         if size:
-            channel.receive_into(as_memory(body))
+            channel.receive_into(as_memoryview(body))
         at = 0
         for index, slot, dtype, shape, nbytes in head["slots"]:
             piece = shard.slices[index]
@@ -494,10 +496,10 @@ class ParameterServerRunner(Runner):
                     section.tensors[key] = torch.empty(parameter.shape, dtype=value.dtype)
                 section.tensors[key].view(-1)[piece.start : piece.stop] = value.reshape(-1)
             else:
-                put_slot(section, name, slot, value)
+                set_slot(section, name, slot, value)
 
     @property
-    def bytes_before(self) -> int:
+    def uncompressed_bytes(self) -> int:
         return self._bytes_before if self._compressors else self.bytes_sent
 
     @property
@@ -521,7 +523,7 @@ class ParameterServerRunner(Runner):
                 parameter.grad = None
         for reader in self._readers:
             if reader is not None:
-                reader.lane.withdraw()
+                reader.lane.clear()
         for channel in self._channels:
             channel.close()
 
@@ -552,7 +554,7 @@ def _make_look(channel: Channel) -> Callable[[], None]:
     return look
 
 
-def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The plain options of each parameter group, as they are in force now."""
     plain = []
     for group in optimizer.param_groups:

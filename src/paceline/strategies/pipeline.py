@@ -13,27 +13,33 @@ from typing import Any
 
 import torch
 
-from paceline.comm.broadcast import collect_sections
-from paceline.comm.group import Group
+from paceline.accuracy import count_correct
+from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
-from paceline.protocol.messages import Measured
-from paceline.scoring import count_correct
+from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer_base import count_slots
-from paceline.specs.strategy import Pipeline
-from paceline.state import Distant, Section, capture, persistent_buffers, restore
+from paceline.specs.strategy import PipelineParallel
+from paceline.state import (
+    RemoteTensor,
+    Section,
+    load_into_model,
+    persistent_buffers,
+    state_from_model,
+)
 from paceline.strategies.cutting import check_cuts, choose_cuts
-from paceline.strategies.flow import Flow
-from paceline.strategies.handing import collect, hand_in, name_of
-from paceline.strategies.runner import Batch, LossOf, Surroundings, Work
-from paceline.strategies.split import SplitRunner, sum_gradients
-from paceline.strategies.stages import StageGraph, order_of_steps, trace
-from paceline.telemetry.phases import COMM, OPTIMIZER, OTHER, WAIT
+from paceline.strategies.flow import StageExchange
+from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
+from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext
+from paceline.strategies.stages import StageGraph, stage_schedule, trace_stages
+from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
+from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
 
-class PipelineRunner(SplitRunner):
+class PipelineRunner(ModelParallelRunner):
     """A stage that dies leaves its neighbours without activations: they raise PeerLost."""
 
-    def __init__(self, spec: Pipeline, around: Surroundings) -> None:
+    def __init__(self, spec: PipelineParallel, around: WorkerContext) -> None:
         super().__init__(spec, around)
         self._spec = spec
         self._stage, self._stages = self._part, self._parts
@@ -48,26 +54,26 @@ class PipelineRunner(SplitRunner):
         self._graphs: dict[tuple[torch.Size, bool], StageGraph] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         """By name of parameter or buffer: the stages that hold it, tied ones more than one."""
-        self._ties: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        self._away: set[str] = set()
+        self._tied_groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        self._remote_parameters: set[str] = set()
         """Parameters whose weights other stages hold alone; here only their shape is left."""
         self._sent = 0
         self._waited_ns = self._passed_ns = 0
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         if batch is None:
             self._prepare(torch.empty(0))
-            return Measured(0, 0, 0.0, 0)
+            return StepStats(0, 0, 0.0, 0)
         inputs, targets = batch
         # BatchNorm wants more than one row, and the last batch of an epoch may be short.
         least = 2 if self._normalises else 1
         micro = min(self._spec.micro, max(1, len(inputs) // least))
         parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
         self._prepare(parts[0])
-        flow = self._flow(work.step)
-        rows, told = len(inputs), _Told()
+        flow = self._stage_exchange(work.step)
+        rows, told = len(inputs), _MicroBatchTotals()
         self.clock.enter(OTHER)
         began_ns, waited_ns = sum(self.clock.total_ns), self.clock.total_ns[WAIT]
 
@@ -78,21 +84,21 @@ class PipelineRunner(SplitRunner):
             told.add(loss, output, wanted[k])
             return loss * (len(parts[k]) / work.lease.batch)
 
-        steps = order_of_steps(self._stage, self._stages, micro, self._spec.schedule)
+        steps = stage_schedule(self._stage, self._stages, micro, self._spec.schedule)
         flow.run(steps, parts, self._graph, judge)
         self.clock.enter(OTHER)
         self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
         self._passed_ns += sum(self.clock.total_ns) - began_ns
         self._sent += flow.bytes_sent
-        return told.measured(rows) if self._is_last else Measured(0, 0, 0.0, 0)
+        return told.measured(rows) if self._is_last else StepStats(0, 0, 0.0, 0)
 
     @property
     def _is_last(self) -> bool:
         return self._stage == self._stages - 1
 
-    def _flow(self, step: int) -> Flow:
-        return Flow(
-            self.around.group,
+    def _stage_exchange(self, step: int) -> StageExchange:
+        return StageExchange(
+            self.context.group,
             self.clock,
             self._stage,
             self._first,
@@ -104,7 +110,7 @@ class PipelineRunner(SplitRunner):
         if not self._holders:  # no step yet: the model is still whole
             return super().predict(inputs) if self._is_last else None
         phase = self.clock.current
-        flow = self._flow(0)
+        flow = self._stage_exchange(0)
         output = flow.forward(0, self._graph(inputs), inputs)
         flow.finish()
         self.clock.enter(phase)
@@ -119,20 +125,20 @@ class PipelineRunner(SplitRunner):
         example = self._agree_on_example(rows)
         optimizer = self.replica.optimizer
         slots = count_slots(type(optimizer).__name__, optimizer.defaults)
-        group = self.around.group
+        group = self.context.group
         self._cuts = choose_cuts(self._spec, self.replica.model, example, slots, group)
         self._graph(example)
         for name, parameter in self.replica.model.named_parameters():
             if self._stage not in self._holders.get(name, (self._stage,)):
-                self._away.add(name)
+                self._remote_parameters.add(name)
                 parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 self.replica.optimizer.state.pop(parameter, None)
-        self._ties = self._divide_ties()
+        self._tied_groups = self._tied_parameter_groups()
 
     def _agree_on_example(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows like those that somebody has; what is in them does not matter."""
         form = {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
-        for section in collect_sections(Section(plain=form), self.around.group):
+        for section in all_gather_sections(Section(plain=form), self.context.group):
             if section.plain["shape"] != [0]:
                 dtype = getattr(torch, section.plain["dtype"])
                 return torch.zeros(section.plain["shape"], dtype=dtype)
@@ -144,13 +150,13 @@ class PipelineRunner(SplitRunner):
         key = (example.shape, model.training)
         if key not in self._graphs:
             assert self._cuts is not None
-            graph = trace(model, self._cuts, example)
+            graph = trace_stages(model, self._cuts, example)
             self._graphs[key] = graph
             if not self._holders:
                 self._holders = find_holders(model, graph)
         return self._graphs[key]
 
-    def _divide_ties(self) -> dict[tuple[int, ...], list[torch.nn.Parameter]]:
+    def _tied_parameter_groups(self) -> dict[tuple[int, ...], list[torch.nn.Parameter]]:
         """Parameters that several stages use, by those stages: their gradients are added up."""
         ties: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         for name, parameter in self.replica.trained:
@@ -161,47 +167,47 @@ class PipelineRunner(SplitRunner):
 
     # ---- exchange and update ------------------------------------------------------------------
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         trained = self.replica.trained
         own = [p for n, p in trained if self._holders.get(n) == (self._stage,)]
         try:
-            self._sent += sum_gradients(own, self._twins)
-            for stages, parameters in self._ties.items():
-                self._sent += sum_gradients(parameters, self._together(stages))
+            self._sent += all_reduce_gradients(own, self._data_parallel_group)
+            for stages, parameters in self._tied_groups.items():
+                self._sent += all_reduce_gradients(parameters, self._together(stages))
             self.clip([p for n, p in trained if self._holds(n)], [p for _, p in trained])
         except RuntimeError as error:
             raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
         self.clock.enter(OPTIMIZER)
         self.replica.apply_gradients()
 
-    def _together(self, stages: tuple[int, ...]) -> Group | None:
+    def _together(self, stages: tuple[int, ...]) -> CollectiveGroup | None:
         """The workers of all replicas that hold one of these stages; None where this is none."""
-        size = self.around.size
+        size = self.context.size
         inside = tuple(w for w in range(size) if w % self._stages in stages)
         outside = tuple((w,) for w in range(size) if w not in inside)
-        group = self.around.group.divide((inside, *outside))
+        group = self.context.group.new_subgroup((inside, *outside))
         return group if self._stage in stages else None
 
     # ---- state --------------------------------------------------------------------------------
 
     def import_state(self, state: Section) -> None:
-        restore(state, self.replica.model, self.replica.optimizer)
+        load_into_model(state, self.replica.model, self.replica.optimizer)
 
-    def agree_on_buffers(self, samples: int) -> None:
+    def average_buffers(self, samples: int) -> None:
         """Then everybody gets every stage's statistics: they are small."""
-        super().agree_on_buffers(samples)
+        super().average_buffers(samples)
         buffers = persistent_buffers(self.replica.model)
         if not self._holders or not buffers:
             return
         mine = {name: b for name, b in buffers.items() if self._holds(name)}
         given = Section(mine if self._replica == 0 else {})
-        for section in collect_sections(given, self.around.group):
+        for section in all_gather_sections(given, self.context.group):
             for name, tensor in section.tensors.items():
                 if name not in mine:
                     buffers[name].copy_(tensor)
 
-    def owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.replica.model
         for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
             if self._holds(name):
@@ -212,21 +218,21 @@ class PipelineRunner(SplitRunner):
         return self._holders.get(name, (0,))[0] == self._stage
 
     def export_state(self) -> Section:
-        whole = capture(self.replica.model, self.replica.optimizer)
-        if not self._holders or self.around.size == 1:
+        whole = state_from_model(self.replica.model, self.replica.optimizer)
+        if not self._holders or self.context.size == 1:
             return whole
-        return collect(self.around.group, *self._given(whole))
+        return gather_to_all(self.context.group, *self._given(whole))
 
     @contextmanager
-    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
-        whole = capture(self.replica.model, self.replica.optimizer)
-        if not self._holders or self.around.size == 1:
+    def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
+        whole = state_from_model(self.replica.model, self.replica.optimizer)
+        if not self._holders or self.context.size == 1:
             yield whole, {}
             return
         tensors, plain = self._given(whole)
         if not slots:
             tensors = {k: t for k, t in tensors.items() if not k.startswith("slots/")}
-        with hand_in(self.around.group, tensors, plain) as handed:
+        with gather_to_rank0(self.context.group, tensors, plain) as handed:
             yield handed
 
     def _given(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -235,7 +241,7 @@ class PipelineRunner(SplitRunner):
             return {}, {}
         plain = whole.plain.get("slots", {})
         return (
-            {k: t for k, t in whole.tensors.items() if self._holds(name_of(k))},
+            {k: t for k, t in whole.tensors.items() if self._holds(parameter_of_key(k))},
             {name: values for name, values in plain.items() if self._holds(name)},
         )
 
@@ -245,9 +251,9 @@ class PipelineRunner(SplitRunner):
     def bytes_sent(self) -> int:
         return self._sent
 
-    def describe(self) -> dict[str, object]:
+    def model_part(self) -> dict[str, object]:
         """The stage, and the share of its steps that it waited for neighbours."""
-        held = sum(p.numel() * p.element_size() for n, p in self.owned())
+        held = sum(p.numel() * p.element_size() for n, p in self.owned_tensors())
         return {
             "stage": self._stage,
             "stages": self._stages,
@@ -260,11 +266,11 @@ class PipelineRunner(SplitRunner):
     def close(self) -> None:
         """Whoever comes next gets a model with room for all weights."""
         for name, parameter in self.replica.model.named_parameters():
-            if name in self._away:
+            if name in self._remote_parameters:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
-class _Told:
+class _MicroBatchTotals:
     """Sums over the micro-batches of a step."""
 
     def __init__(self) -> None:
@@ -278,8 +284,8 @@ class _Told:
         self._predictions += made
         self._correct = None if right is None or self._correct is None else self._correct + right
 
-    def measured(self, rows: int) -> Measured:
-        return Measured(rows, self._predictions, self._loss_sum, self._correct)
+    def measured(self, rows: int) -> StepStats:
+        return StepStats(rows, self._predictions, self._loss_sum, self._correct)
 
 
 def find_holders(model: torch.nn.Module, graph: StageGraph) -> dict[str, tuple[int, ...]]:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.control import Control
-from paceline.comm.group import Group
-from paceline.protocol.messages import Lease, Measured
-from paceline.scoring import count_correct
-from paceline.state import Distant, Section, checksum, persistent_buffers
-from paceline.telemetry.phases import BACKWARD, FORWARD, PhaseClock
+from paceline.accuracy import count_correct
+from paceline.comm.control import ControlConnection
+from paceline.comm.process_group import CollectiveGroup
+from paceline.protocol.messages import Lease, StepStats
+from paceline.state import RemoteTensor, Section, checksum, persistent_buffers
+from paceline.telemetry.phase_clock import BACKWARD, FORWARD, PhaseClock
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-INNER = "inner/"
+INNER_PREFIX = "inner/"
 """Begins the names of what a worker's local optimizer remembers; a switch ends that."""
 
 
@@ -41,9 +41,9 @@ class Replica:
         self.clip = clip
         self.reduce_in_backward = reduce_in_backward
         """A user's own loop may look at gradients as soon as backward() returns."""
-        self.layout: list[list[str]] | None = None
+        self.bucket_layout: list[list[str]] | None = None
         """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
-        self.way: str | None = None
+        self.comm_backend: str | None = None
         """How they are summed, `shared` or `network`; fixed likewise, once it was chosen."""
         names = {p: n for n, p in model.named_parameters()}
         self.trained: list[tuple[str, torch.nn.Parameter]] = []
@@ -53,13 +53,13 @@ class Replica:
 
 
 @dataclass
-class Work:
+class TrainStep:
     """One step of this worker: its lease, and what came out of it."""
 
     lease: Lease
     step: int
     version: int = 0
-    measured: Measured = field(default_factory=lambda: Measured(0, 0, None, 0))
+    measured: StepStats = field(default_factory=lambda: StepStats(0, 0, None, 0))
 
     @property
     def weight(self) -> float:
@@ -68,14 +68,14 @@ class Work:
 
 
 @dataclass
-class Surroundings:
+class WorkerContext:
     """What a runner works with; `servers` and `groups` change from phase to phase."""
 
     rank: int
     size: int
     replica: Replica
-    group: Group
-    control: Control
+    group: CollectiveGroup
+    control: ControlConnection
     clock: PhaseClock
     token: str
     timeout_s: float
@@ -83,7 +83,7 @@ class Surroundings:
     groups: tuple[tuple[int, ...], ...] = ()
     collectives: dict[str, str] | None = None
     """How gradients were last summed, and why so: `way` and `why`."""
-    before_send: Callable[[], None] = lambda: None
+    on_bucket_ready: Callable[[], None] = lambda: None
     """Called when gradients computed so far are about to leave in the middle of backward."""
 
 
@@ -94,11 +94,11 @@ class Runner(ABC):
     `settle` at each quiesce, `export_state` when the state is wanted, `close`.
     """
 
-    exchanges_in_backward = False
+    communicates_in_backward = False
     """Gradients are on their way when backward returns: nobody may change them then."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self.around = around
+    def __init__(self, around: WorkerContext) -> None:
+        self.context = around
         self.replica = around.replica
         self.clock = around.clock
 
@@ -106,18 +106,18 @@ class Runner(ABC):
     def import_state(self, state: Section) -> None:
         """Take over the global state; afterwards training can go on from it."""
 
-    def reads(self, lease: Lease) -> Lease:
+    def rows_for(self, lease: Lease) -> Lease:
         """The rows that this worker reads for a lease: those of its own share."""
         return lease
 
-    def begin_step(self, work: Work) -> None:
+    def begin_step(self, work: TrainStep) -> None:
         """Make the weights ready for a forward pass."""
         return
 
-    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         """Forward and backward; without rows there is nothing to compute, yet a part to play."""
         if batch is None:
-            return Measured(0, 0, 0.0, 0)
+            return StepStats(0, 0, 0.0, 0)
         inputs, targets = batch
         self.clock.enter(FORWARD)
         output = self.replica.model(inputs)
@@ -125,13 +125,13 @@ class Runner(ABC):
         self.clock.enter(BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
         correct, predictions = count_correct(output, targets)
-        return Measured(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
+        return StepStats(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
 
     @abstractmethod
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         """Gradients are ready (none for an empty share): exchange and update as one operation."""
 
-    def settle(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         """All work is done: bring the newest weights into this worker's model."""
         return
 
@@ -140,7 +140,7 @@ class Runner(ABC):
         """The whole global state, on every worker. Called only when settled."""
 
     @contextmanager
-    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+    def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
         """The global state for worker 0 to write down, and what of it lies with other workers.
 
         Everybody calls it. Tensors that lie elsewhere come when worker 0 asks for them, in the
@@ -149,35 +149,35 @@ class Runner(ABC):
         yield self.export_state() if slots else Section(), {}
 
     @property
-    def share(self) -> tuple[int, int]:
+    def eval_shard(self) -> tuple[int, int]:
         """Of what is evaluated: which part is this worker's, and of how many."""
-        return self.around.rank, self.around.size
+        return self.context.rank, self.context.size
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """The model's output; None where another worker has it."""
         output: torch.Tensor = self.replica.model(inputs)
         return output
 
-    def agree_on_buffers(self, samples: int) -> None:
+    def average_buffers(self, samples: int) -> None:
         """Average running statistics over the workers, by the samples each has seen since."""
-        average_buffers(persistent_buffers(self.replica.model), self.around.group, samples)
+        average_running_stats(persistent_buffers(self.replica.model), self.context.group, samples)
 
-    def digest(self) -> str:
+    def checksum(self) -> str:
         """Of weights and buffers as they are now: the same on all workers, or something is odd."""
-        return digest_of(self.replica.model)
+        return model_checksum(self.replica.model)
 
-    def export_own(self) -> Section:
+    def export_local_state(self) -> Section:
         """What this worker alone must remember (residuals, inner optimizers)."""
         return Section()
 
-    def import_own(self, own: Section) -> None:
+    def import_local_state(self, own: Section) -> None:
         return
 
-    def take_norms(self) -> tuple[float, float, float, float] | None:
+    def pop_grad_norms(self) -> tuple[float, float, float, float] | None:
         """Squared gradient norms of the last step, where they were measured; see Measured."""
         return None
 
-    def take_hidden_us(self) -> int | None:
+    def pop_overlapped_us(self) -> int | None:
         """Microseconds of the last step's exchange behind computing; None if not measured."""
         return None
 
@@ -192,11 +192,11 @@ class Runner(ABC):
         return 0
 
     @property
-    def bytes_before(self) -> int:
+    def uncompressed_bytes(self) -> int:
         """What it would have been without a codec."""
         return self.bytes_sent
 
-    def describe(self) -> dict[str, object] | None:
+    def model_part(self) -> dict[str, object] | None:
         """Which part of the model this worker had, where it had not all of it."""
         return None
 
@@ -204,13 +204,15 @@ class Runner(ABC):
         return
 
 
-def digest_of(model: torch.nn.Module) -> str:
+def model_checksum(model: torch.nn.Module) -> str:
     weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
     weights.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
     return checksum(Section(weights))
 
 
-def average_buffers(buffers: dict[str, torch.Tensor], group: Group, samples: int) -> None:
+def average_running_stats(
+    buffers: dict[str, torch.Tensor], group: CollectiveGroup, samples: int
+) -> None:
     """Average BatchNorm's running statistics over the workers, by the samples each has seen.
 
     Counters (num_batches_tracked) take the largest value. One worker's buffers stay as they are.
@@ -222,7 +224,7 @@ def average_buffers(buffers: dict[str, torch.Tensor], group: Group, samples: int
     weight = torch.tensor([float(samples)], dtype=torch.float64)
     parts = [b.detach().double().reshape(-1).cpu() * samples for b in floats]
     packed = torch.cat([weight, *parts])
-    group.sum(packed)
+    group.all_reduce(packed)
     total = float(packed[0])
     if total > 0:
         start = 1
@@ -232,7 +234,7 @@ def average_buffers(buffers: dict[str, torch.Tensor], group: Group, samples: int
             start += buffer.numel()
     if counts:
         whole = torch.cat([c.detach().to(torch.int64).reshape(-1).cpu() for c in counts])
-        group.maximum(whole)
+        group.all_reduce_max(whole)
         start = 0
         for buffer in counts:
             buffer.copy_(whole[start : start + buffer.numel()].reshape(buffer.shape))
@@ -246,7 +248,7 @@ def step_optimizer(replica: Replica) -> None:
     replica.apply_gradients()
 
 
-def clip_to(limit: float, square: float, gradients: Iterable[torch.Tensor]) -> None:
+def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]) -> None:
     """As torch's clip_grad_norm_, for a part of gradients whose squared norm in all is known."""
     factor = limit / (square**0.5 + 1e-6)
     if factor < 1:

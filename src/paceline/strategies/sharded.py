@@ -18,40 +18,40 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from paceline.comm.broadcast import collect_sections
+from paceline.accuracy import count_correct
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
-from paceline.protocol.messages import Lease, Measured
-from paceline.scoring import count_correct
+from paceline.protocol.messages import Lease, StepStats
 from paceline.specs.strategy import AllReduce
 from paceline.state import (
-    Distant,
+    RemoteTensor,
     Section,
-    capture,
     checksum,
+    load_into_model,
     persistent_buffers,
-    put_slot,
-    restore,
+    set_slot,
     slots_by_parameter,
+    state_from_model,
 )
 from paceline.strategies.allreduce import AllReduceRunner
-from paceline.strategies.handing import collect, hand_in, name_of
+from paceline.strategies.model_parallel import reject_compiled, reject_non_cpu
 from paceline.strategies.runner import (
     Batch,
     LossOf,
     Replica,
     Runner,
-    Surroundings,
-    Work,
-    clip_to,
+    TrainStep,
+    WorkerContext,
+    scale_to_norm,
 )
-from paceline.strategies.split import refuse_compiled, refuse_devices
-from paceline.telemetry.phases import BACKWARD, COMM, FORWARD, OPTIMIZER
+from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
+from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16
 """Layers with fewer are gathered together with what is around them."""
 
 
-def share_out(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) -> dict[str, int]:
+def assign_owners(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) -> dict[str, int]:
     """The worker that updates each: the largest first, always to who has least."""
     loads = [0] * workers
     owners = {}
@@ -65,15 +65,15 @@ def share_out(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) ->
 class ShardedOptimizerRunner(AllReduceRunner):
     """As allreduce, but each parameter is updated by one worker, who sends it to the others."""
 
-    shares_weights = False
+    can_share_weights = False
 
-    def __init__(self, spec: AllReduce, around: Surroundings) -> None:
+    def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
         super().__init__(spec, around)
-        self._owners = share_out(self.replica.trained, around.size)
+        self._owners = assign_owners(self.replica.trained, around.size)
         self._shared_bytes = 0
 
-    def _update(self, work: Work) -> None:
-        replica, rank = self.replica, self.around.rank
+    def _update(self, work: TrainStep) -> None:
+        replica, rank = self.replica, self.context.rank
         if replica.clip is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in replica.trained], replica.clip)
         for name, parameter in replica.trained:
@@ -82,18 +82,18 @@ class ShardedOptimizerRunner(AllReduceRunner):
         replica.apply_gradients()
         self.clock.enter(COMM)
         try:
-            self._give_out()
+            self._broadcast_updated()
         except RuntimeError as error:
             raise PeerLost(f"new weights of step {work.step} did not come ({error})") from None
 
-    def _give_out(self) -> None:
-        for owner in range(self.around.size):
+    def _broadcast_updated(self) -> None:
+        for owner in range(self.context.size):
             theirs = [p.detach() for n, p in self.replica.trained if self._owners[n] == owner]
             if not theirs:
                 continue
             flat = torch.cat([p.reshape(-1) for p in theirs])
-            self.around.group.broadcast(flat, owner)
-            if owner == self.around.rank:
+            self.context.group.broadcast(flat, owner)
+            if owner == self.context.rank:
                 self._shared_bytes += flat.nbytes
                 continue
             for weight, part in zip(
@@ -102,34 +102,34 @@ class ShardedOptimizerRunner(AllReduceRunner):
                 weight.copy_(part.view_as(weight))
 
     def import_state(self, state: Section) -> None:
-        restore(state, self.replica.model, self.replica.optimizer)
+        load_into_model(state, self.replica.model, self.replica.optimizer)
         for name, parameter in self.replica.trained:
-            if self._owners[name] != self.around.rank:
+            if self._owners[name] != self.context.rank:
                 self.replica.optimizer.state.pop(parameter, None)
 
     def export_state(self) -> Section:
-        whole = capture(self.replica.model, self.replica.optimizer)
-        merged = collect(self.around.group, *self._slots(whole))
+        whole = state_from_model(self.replica.model, self.replica.optimizer)
+        merged = gather_to_all(self.context.group, *self._slots(whole))
         kept = {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
         return Section({**kept, **merged.tensors}, merged.plain)
 
     @contextmanager
-    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
-        whole = capture(self.replica.model, self.replica.optimizer)
+    def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
+        whole = state_from_model(self.replica.model, self.replica.optimizer)
         tensors, plain = self._slots(whole) if slots else ({}, {})
-        if self.around.rank == 0:
+        if self.context.rank == 0:
             tensors |= {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
-        with hand_in(self.around.group, tensors, plain) as handed:
+        with gather_to_rank0(self.context.group, tensors, plain) as handed:
             yield handed
 
     def _slots(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Of the parameters that this worker updates."""
-        rank, owners = self.around.rank, self._owners
+        rank, owners = self.context.rank, self._owners
         return (
             {
                 k: t
                 for k, t in whole.tensors.items()
-                if k.startswith("slots/") and owners.get(name_of(k)) == rank
+                if k.startswith("slots/") and owners.get(parameter_of_key(k)) == rank
             },
             {n: v for n, v in whole.plain.get("slots", {}).items() if owners.get(n) == rank},
         )
@@ -142,11 +142,11 @@ class ShardedOptimizerRunner(AllReduceRunner):
 class FullyShardedRunner(Runner):
     """A copy of the model whose weights torch keeps in shards; the model itself is left empty."""
 
-    def __init__(self, spec: AllReduce, around: Surroundings) -> None:
+    def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
         super().__init__(around)
         model = self.replica.model
-        refuse_devices("allreduce(shard=full)", model)
-        refuse_compiled("allreduce(shard=full)", model)
+        reject_non_cpu("allreduce(shard=full)", model)
+        reject_compiled("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
             raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
         if hasattr(model, "regularization") or hasattr(model, "save_beside"):
@@ -170,7 +170,7 @@ class FullyShardedRunner(Runner):
         for parameter in self.replica.model.parameters():
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         self.replica.optimizer.state.clear()
-        self._model = shard_copy(self.replica.model, self.around.size)
+        self._model = fsdp_copy(self.replica.model, self.context.size)
         self._optimizer = copy_optimizer(self.replica, self._model)
         for name, parameter in self._model.named_parameters():
             with torch.no_grad():
@@ -182,8 +182,8 @@ class FullyShardedRunner(Runner):
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This worker's rows of a tensor; the last workers may have none."""
-        chunks = whole.chunk(self.around.size, dim=0)
-        rank = self.around.rank
+        chunks = whole.chunk(self.context.size, dim=0)
+        rank = self.context.rank
         return chunks[rank] if rank < len(chunks) else whole[:0]
 
     def _shard_slot(self, value: Any, parameter: torch.nn.Parameter) -> Any:
@@ -195,13 +195,13 @@ class FullyShardedRunner(Runner):
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def reads(self, lease: Lease) -> Lease:
+    def rows_for(self, lease: Lease) -> Lease:
         """A worker without a share reads one row, to compute along."""
-        if lease.samples or lease.pieces:
+        if lease.samples or lease.row_ranges:
             return lease
         return dataclasses.replace(lease, lo=lease.start, hi=lease.start + 1)
 
-    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         assert self._model is not None
         # Gathering a layer takes everybody: a row that counts nothing, and leaves no statistics.
         self._model.train(work.lease.samples > 0)
@@ -217,16 +217,16 @@ class FullyShardedRunner(Runner):
             loss = loss_of(output, targets)
             self.clock.enter(BACKWARD)
             # It averages over the workers, each of whom has a share of the batch.
-            torch.autograd.backward(loss * (work.weight * self.around.size))
+            torch.autograd.backward(loss * (work.weight * self.context.size))
         except RuntimeError as error:
-            raise lost(error, f"inside step {work.step}") from None
+            raise as_peer_lost(error, f"inside step {work.step}") from None
         self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
         if not work.lease.samples:
-            return Measured(0, 0, 0.0, 0)
+            return StepStats(0, 0, 0.0, 0)
         correct, predictions = count_correct(output, targets)
-        return Measured(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
+        return StepStats(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         assert self._optimizer is not None
         self.clock.enter(COMM)
         limit = self.replica.clip
@@ -236,8 +236,10 @@ class FullyShardedRunner(Runner):
             for parameter in mine:
                 if parameter.grad is not None:
                     square += _local(parameter.grad).double().square().sum()
-            self.around.group.sum(square)
-            clip_to(limit, float(square), (_local(p.grad) for p in mine if p.grad is not None))
+            self.context.group.all_reduce(square)
+            scale_to_norm(
+                limit, float(square), (_local(p.grad) for p in mine if p.grad is not None)
+            )
         self.clock.enter(OPTIMIZER)
         for own, told in zip(
             self._optimizer.param_groups, self.replica.optimizer.param_groups, strict=True
@@ -249,7 +251,7 @@ class FullyShardedRunner(Runner):
     # ---- evaluation and state -----------------------------------------------------------------
 
     @property
-    def share(self) -> tuple[int, int]:
+    def eval_shard(self) -> tuple[int, int]:
         """Everybody sees every row, because a layer is gathered by all at the same time."""
         return 0, 1
 
@@ -259,14 +261,14 @@ class FullyShardedRunner(Runner):
         try:
             output = self._model(inputs)
         except RuntimeError as error:
-            raise lost(error, "of an evaluation") from None
-        return output if self.around.rank == 0 else None
+            raise as_peer_lost(error, "of an evaluation") from None
+        return output if self.context.rank == 0 else None
 
-    def digest(self) -> str:
+    def checksum(self) -> str:
         assert self._model is not None
         mine = {n: _local(p).detach() for n, p in self._model.named_parameters()}
-        told = collect_sections(
-            Section(plain={"digest": checksum(Section(mine))}), self.around.group
+        told = all_gather_sections(
+            Section(plain={"digest": checksum(Section(mine))}), self.context.group
         )
         return " ".join(s.plain["digest"] for s in told)
 
@@ -281,7 +283,7 @@ class FullyShardedRunner(Runner):
         for name, parameter in self._model.named_parameters():
             section.tensors[f"weights/{name}"] = parameter.detach()
             for slot, value in self._optimizer.state.get(parameter, {}).items() if slots else ():
-                put_slot(section, name, slot, value)
+                set_slot(section, name, slot, value)
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
         return section
@@ -292,16 +294,16 @@ class FullyShardedRunner(Runner):
         return section
 
     @contextmanager
-    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
+    def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
         section = self._state(slots=slots)
         sharded = {k: t for k, t in section.tensors.items() if _is_sharded(t)}
         plain = {k: t for k, t in section.tensors.items() if k not in sharded}
         distant = {
-            key: Distant(tensor.shape, tensor.dtype, functools.partial(_whole, tensor))
+            key: RemoteTensor(tensor.shape, tensor.dtype, functools.partial(_whole, tensor))
             for key, tensor in sharded.items()
         }
         yield Section(plain, section.plain), distant
-        if self.around.rank:
+        if self.context.rank:
             for tensor in sharded.values():  # gathering it takes everybody
                 try:
                     _whole(tensor)
@@ -312,10 +314,10 @@ class FullyShardedRunner(Runner):
     def bytes_sent(self) -> int:
         return self._sent
 
-    def describe(self) -> dict[str, object]:
+    def model_part(self) -> dict[str, object]:
         assert self._model is not None
         held = sum(_local(p).nbytes for p in self._model.parameters())
-        return {"part": self.around.rank, "parts": self.around.size, "weight_bytes": held}
+        return {"part": self.context.rank, "parts": self.context.size, "weight_bytes": held}
 
     def close(self) -> None:
         """Whoever comes next gets a model with room for all weights."""
@@ -323,19 +325,19 @@ class FullyShardedRunner(Runner):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
-def shard_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
+def fsdp_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
     """The same model with FSDP under it; buffers are those of the model itself."""
     copied = copy.deepcopy(model)
     for mine, theirs in zip(copied.modules(), model.modules(), strict=True):
         mine._buffers.update(theirs._buffers)
     mesh = init_device_mesh(next(model.parameters()).device.type, (workers,))
-    for unit in reversed(find_units(copied)):  # the inner ones first
+    for unit in reversed(fsdp_units(copied)):  # the inner ones first
         fully_shard(unit, mesh=mesh)
     fully_shard(copied, mesh=mesh, reshard_after_forward=True)
     return copied
 
 
-def find_units(model: torch.nn.Module) -> list[torch.nn.Module]:
+def fsdp_units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Layers that are gathered by themselves: large enough, and with weights of their own."""
     uses: dict[torch.nn.Parameter, int] = {}
     for module in model.modules():
@@ -378,7 +380,7 @@ def restore_buffers(state: Section, model: torch.nn.Module) -> None:
             buffer.copy_(given)
 
 
-def lost(error: RuntimeError, where: str) -> Exception:
+def as_peer_lost(error: RuntimeError, where: str) -> Exception:
     """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
     if "gloo" in str(error).lower() or "connection" in str(error).lower():
         return PeerLost(f"an exchange {where} broke ({error})")

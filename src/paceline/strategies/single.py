@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from paceline.comm.broadcast import broadcast_section
+from paceline.comm.state_exchange import broadcast_section
 from paceline.specs.strategy import Single
-from paceline.state import Section, capture, restore
-from paceline.strategies.runner import Runner, Surroundings, Work, step_optimizer
-from paceline.telemetry.phases import OPTIMIZER
+from paceline.state import Section, load_into_model, state_from_model
+from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
+from paceline.telemetry.phase_clock import OPTIMIZER
 
 
 class SingleRunner(Runner):
-    def __init__(self, spec: Single, around: Surroundings) -> None:
+    def __init__(self, spec: Single, around: WorkerContext) -> None:
         super().__init__(around)
 
     def import_state(self, state: Section) -> None:
-        restore(state, self.replica.model, self.replica.optimizer)
+        load_into_model(state, self.replica.model, self.replica.optimizer)
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         if work.lease.samples:
             self.clock.enter(OPTIMIZER)
             step_optimizer(self.replica)
 
-    def settle(self, version: int) -> None:
-        if self.around.group.size > 1:
+    def sync_weights(self, version: int) -> None:
+        if self.context.group.size > 1:
             # Worker 0 alone has moved on; afterwards all hold what it holds.
-            self.import_state(broadcast_section(self._mine(), self.around.group))
+            self.import_state(broadcast_section(self._mine(), self.context.group))
 
     def export_state(self) -> Section:
         return self._mine()
 
     def _mine(self) -> Section:
-        return capture(self.replica.model, self.replica.optimizer)
+        return state_from_model(self.replica.model, self.replica.optimizer)

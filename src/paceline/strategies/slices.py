@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm.group import Group
+from paceline.comm.process_group import CollectiveGroup
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
-class Cut:
+class SliceSpec:
     """How a parameter is sliced: pieces of it, one a worker, along one dimension.
 
     With `blocks` the parameter is that many stacked matrices, each sliced by itself (queries, keys
@@ -52,14 +52,14 @@ class Cut:
 
 
 @dataclass
-class Sliced:
+class SlicedModel:
     """What was changed in a model, and how to take it back."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, SliceSpec] = field(default_factory=dict)
     """By name of parameter."""
     shapes: dict[nn.Parameter, torch.Size] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
-    wire: Wire | None = None
+    wire: TensorParallelGroup | None = None
     fast_attention: bool = False
     """torch's short cut around attention's own forward was on, and is off meanwhile."""
 
@@ -78,32 +78,32 @@ class Sliced:
             parameter.grad = None
 
 
-class Wire:
+class TensorParallelGroup:
     """The group inside a replica, and what passed through it."""
 
-    def __init__(self, group: Group, part: int) -> None:
+    def __init__(self, group: CollectiveGroup, part: int) -> None:
         self.group = group
         self.part = part
         self.bytes_sent = 0
 
     def enter(self, x: Tensor) -> Tensor:
         """As it is; backward adds up what the slices made of it."""
-        made: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        made: Tensor = _CopyToTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
         return made
 
     def gather(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
         """The parts of all workers side by side; backward takes the own one."""
-        made: Tensor = _Gather.apply(x, self, dim, edges)  # type: ignore[no-untyped-call]
+        made: Tensor = _GatherFromTensorParallel.apply(x, self, dim, edges)  # type: ignore[no-untyped-call]
         return made
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over all workers; each has the same gradient."""
-        made: Tensor = _Add.apply(x, self)  # type: ignore[no-untyped-call]
+        made: Tensor = _ReduceFromTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
         return made
 
     def sum_now(self, x: Tensor) -> Tensor:
         whole = x.contiguous().clone()
-        self.group.sum(whole)
+        self.group.all_reduce(whole)
         self.bytes_sent += whole.nbytes
         return whole
 
@@ -113,16 +113,16 @@ class Wire:
         front = x.movedim(dim, 0)
         if missing:
             front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
-        pieces = self.group.gather(front.contiguous())
+        pieces = self.group.all_gather(front.contiguous())
         self.bytes_sent += front.nbytes
         sizes = [b - a for a, b in itertools.pairwise(edges)]
         whole = torch.cat([piece[:n] for piece, n in zip(pieces, sizes, strict=True)])
         return whole.movedim(0, dim).contiguous()
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTensorParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wire: TensorParallelGroup) -> Tensor:
         ctx.wire = wire
         return x.view_as(x)
 
@@ -131,9 +131,11 @@ class _Enter(torch.autograd.Function):
         return ctx.wire.sum_now(gradient), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromTensorParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire, dim: int, edges: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, wire: TensorParallelGroup, dim: int, edges: tuple[int, ...]
+    ) -> Tensor:
         ctx.place = (dim, edges[wire.part], edges[wire.part + 1] - edges[wire.part])
         return wire.gather_now(x, dim, edges)
 
@@ -142,9 +144,9 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(*ctx.place).contiguous(), None, None, None
 
 
-class _Add(torch.autograd.Function):
+class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wire: TensorParallelGroup) -> Tensor:
         return wire.sum_now(x)
 
     @staticmethod
@@ -152,12 +154,12 @@ class _Add(torch.autograd.Function):
         return gradient, None
 
 
-def slice_model(model: nn.Module, part: int, parts: int, group: Group) -> Sliced:
+def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup) -> SlicedModel:
     """Cut every layer that can be, in place: parameters keep their identity, not their shape."""
-    done = Sliced()
+    done = SlicedModel()
     if parts == 1:
         return done
-    wire = done.wire = Wire(group, part)
+    wire = done.wire = TensorParallelGroup(group, part)
     uses: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -191,10 +193,10 @@ def slice_model(model: nn.Module, part: int, parts: int, group: Group) -> Sliced
     return done
 
 
-Plan = tuple[Callable[..., Any], dict[nn.Parameter, Cut]]
+Plan = tuple[Callable[..., Any], dict[nn.Parameter, SliceSpec]]
 
 
-def _plan(module: nn.Module, parts: int, wire: Wire) -> Plan | None:
+def _plan(module: nn.Module, parts: int, wire: TensorParallelGroup) -> Plan | None:
     if isinstance(module, nn.MultiheadAttention):
         return _plan_attention(module, parts, wire)
     if not isinstance(getattr(module, "weight", None), nn.Parameter):
@@ -212,20 +214,24 @@ def _edges(count: int, parts: int) -> tuple[int, ...]:
     return tuple(count * p // parts for p in range(parts + 1))
 
 
-def _plan_outputs(module: Any, outputs: int, dim: int, parts: int, wire: Wire) -> Plan:
+def _plan_outputs(
+    module: Any, outputs: int, dim: int, parts: int, wire: TensorParallelGroup
+) -> Plan:
     edges = _edges(outputs, parts)
     compute = type(module).forward
 
     def forward(x: Tensor) -> Tensor:
         return wire.gather(compute(module, wire.enter(x)), dim, edges)
 
-    cuts = {module.weight: Cut(0, edges, module.weight.dim())}
+    cuts = {module.weight: SliceSpec(0, edges, module.weight.dim())}
     if module.bias is not None:
-        cuts[module.bias] = Cut(0, edges, 1)
+        cuts[module.bias] = SliceSpec(0, edges, 1)
     return forward, cuts
 
 
-def _plan_attention(module: nn.MultiheadAttention, parts: int, wire: Wire) -> Plan | None:
+def _plan_attention(
+    module: nn.MultiheadAttention, parts: int, wire: TensorParallelGroup
+) -> Plan | None:
     """By heads; of the output layer the columns that belong to them."""
     plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
     if not plain or module.num_heads < parts or module.in_proj_weight is None:
@@ -270,12 +276,12 @@ def _plan_attention(module: nn.MultiheadAttention, parts: int, wire: Wire) -> Pl
             out = out + module.out_proj.bias
         return (out.transpose(0, 1) if turned else out), told
 
-    cuts: dict[nn.Parameter, Cut] = {
-        _parameter(module.in_proj_weight): Cut(0, width, 2, blocks=3),
-        _parameter(module.out_proj.weight): Cut(1, width, 2),
+    cuts: dict[nn.Parameter, SliceSpec] = {
+        _parameter(module.in_proj_weight): SliceSpec(0, width, 2, blocks=3),
+        _parameter(module.out_proj.weight): SliceSpec(1, width, 2),
     }
     if module.in_proj_bias is not None:
-        cuts[_parameter(module.in_proj_bias)] = Cut(0, width, 1, blocks=3)
+        cuts[_parameter(module.in_proj_bias)] = SliceSpec(0, width, 1, blocks=3)
     return forward, cuts
 
 

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Source:
+class StageInput:
     """Where an argument of a stage comes from: the batch (`stage` is None), or a stage's output."""
 
     stage: int | None
@@ -30,7 +30,7 @@ class StageGraph:
     """One way to cut a model, traced for one shape of input."""
 
     modules: list[torch.nn.Module]
-    sources: list[list[Source]]
+    sources: list[list[StageInput]]
     """By stage, one for each argument."""
     shapes: list[list[tuple[torch.Size, torch.dtype]]]
     """By stage, of each argument."""
@@ -46,7 +46,9 @@ class StageGraph:
                     taken.append((stage, place))
 
 
-def trace(model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor) -> StageGraph:
+def trace_stages(
+    model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor
+) -> StageGraph:
     """Cut before the named modules; raises UsageError where the model cannot be traced."""
     spec = dict.fromkeys(cuts, SplitPoint.BEGINNING)
     try:
@@ -90,16 +92,16 @@ def read_graph(pipe: Any) -> StageGraph:
     graph = pipe.split_gm.graph
     inputs: dict[Any, int] = {}
     stage_of: dict[Any, int] = {}
-    sources: list[list[Source]] = []
+    sources: list[list[StageInput]] = []
     shapes: list[list[tuple[torch.Size, torch.dtype]]] = []
 
-    def find(node: Any) -> Source:
+    def find(node: Any) -> StageInput:
         if node in inputs:
-            return Source(None, inputs[node])
+            return StageInput(None, inputs[node])
         if node in stage_of:
-            return Source(stage_of[node], 0)
+            return StageInput(stage_of[node], 0)
         whole, index = node.args  # operator.getitem
-        return Source(stage_of[whole], int(index))
+        return StageInput(stage_of[whole], int(index))
 
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -114,7 +116,7 @@ def read_graph(pipe: Any) -> StageGraph:
     return StageGraph(modules, sources, shapes)
 
 
-def order_of_steps(stage: int, stages: int, micro: int, schedule: str) -> list[tuple[str, int]]:
+def stage_schedule(stage: int, stages: int, micro: int, schedule: str) -> list[tuple[str, int]]:
     """What a stage does in a step: ("forward", k) and ("backward", k) of its micro-batches."""
     if schedule == "gpipe":
         return [("forward", k) for k in range(micro)] + [("backward", k) for k in range(micro)]

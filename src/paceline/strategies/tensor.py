@@ -12,27 +12,33 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.comm.broadcast import collect_sections
+from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
-from paceline.protocol.messages import Measured
-from paceline.specs.strategy import Tensor
-from paceline.state import Distant, Section, capture, persistent_buffers, restore
-from paceline.strategies.handing import TAG
-from paceline.strategies.runner import Batch, LossOf, Surroundings, Work
-from paceline.strategies.sharded import lost
-from paceline.strategies.slices import Cut, slice_model
-from paceline.strategies.split import SplitRunner, sum_gradients
-from paceline.telemetry.phases import COMM, OPTIMIZER
+from paceline.protocol.messages import StepStats
+from paceline.specs.strategy import TensorParallel
+from paceline.state import (
+    RemoteTensor,
+    Section,
+    load_into_model,
+    persistent_buffers,
+    state_from_model,
+)
+from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
+from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext
+from paceline.strategies.sharded import as_peer_lost
+from paceline.strategies.slices import SliceSpec, slice_model
+from paceline.strategies.state_gather import TAG
+from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 
-class TensorRunner(SplitRunner):
+class TensorRunner(ModelParallelRunner):
     """A worker that dies breaks the exchange inside a layer: the others raise PeerLost."""
 
-    def __init__(self, spec: Tensor, around: Surroundings) -> None:
+    def __init__(self, spec: TensorParallel, around: WorkerContext) -> None:
         super().__init__(spec, around)
         size = around.size
         ranks = [tuple(range(r, r + spec.size)) for r in range(0, size, spec.size)]
-        self._inside = around.group.divide(tuple(ranks))
+        self._inside = around.group.new_subgroup(tuple(ranks))
         self._sliced = slice_model(self.replica.model, self._part, self._parts, self._inside)
         if self._parts > 1 and not self._sliced.cuts:
             raise UsageError(
@@ -42,21 +48,21 @@ class TensorRunner(SplitRunner):
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def begin_step(self, work: Work) -> None:
+    def begin_step(self, work: TrainStep) -> None:
         """All parts draw alike: what is not sliced must come out the same everywhere."""
         if self._parts > 1:
             state = torch.get_rng_state()
             self._inside.broadcast(state, self._first)
             torch.set_rng_state(state)
 
-    def compute(self, work: Work, batch: Batch | None, loss_of: LossOf) -> Measured:
+    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         if batch is not None and self._parts > 1:
             self._compare(batch)
         try:
-            measured = super().compute(work, batch, loss_of)
+            measured = super().forward_backward(work, batch, loss_of)
         except RuntimeError as error:
-            raise lost(error, f"inside step {work.step}") from None
-        return measured if self._part == self._answers else Measured(0, 0, 0.0, 0)
+            raise as_peer_lost(error, f"inside step {work.step}") from None
+        return measured if self._part == self._loss_part else StepStats(0, 0, 0.0, 0)
 
     def _compare(self, batch: Batch) -> None:
         """Slices of one layer are of no use to each other on different rows."""
@@ -69,15 +75,15 @@ class TensorRunner(SplitRunner):
                 "that draws at random must draw by seed and epoch alone"
             )
 
-    def finish_step(self, work: Work) -> None:
+    def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         trained = [p for _, p in self.replica.trained]
-        rows = self.reads(work.lease)
+        rows = self.rows_for(work.lease)
         for parameter in trained:
             if parameter.grad is not None:
                 parameter.grad.mul_(rows.samples / rows.batch)
         try:
-            self._sent += sum_gradients(trained, self._twins)
+            self._sent += all_reduce_gradients(trained, self._data_parallel_group)
             self.clip([p for n, p in self.replica.trained if self._counts(n)], trained)
         except RuntimeError as error:
             raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
@@ -88,8 +94,8 @@ class TensorRunner(SplitRunner):
         try:
             output = super().predict(inputs)
         except RuntimeError as error:
-            raise lost(error, "of an evaluation") from None
-        return output if self._part == self._answers else None
+            raise as_peer_lost(error, "of an evaluation") from None
+        return output if self._part == self._loss_part else None
 
     # ---- state --------------------------------------------------------------------------------
 
@@ -97,7 +103,7 @@ class TensorRunner(SplitRunner):
         """A slice is this worker's alone; what all have whole, the first answers for."""
         return name in self._sliced.cuts or self._part == 0
 
-    def owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.replica.model
         yield from model.named_parameters()
         yield from persistent_buffers(model).items()
@@ -107,9 +113,9 @@ class TensorRunner(SplitRunner):
         for key, tensor in state.tensors.items():
             cut = self._cut_of(key, tensor.dim())
             mine.tensors[key] = cut.take(tensor, self._part) if cut is not None else tensor
-        restore(mine, self.replica.model, self.replica.optimizer)
+        load_into_model(mine, self.replica.model, self.replica.optimizer)
 
-    def _cut_of(self, key: str, dims: int) -> Cut | None:
+    def _cut_of(self, key: str, dims: int) -> SliceSpec | None:
         """How a tensor of the state is sliced; slots are as their weights, or single numbers."""
         kind, _, name = key.partition("/")
         if kind == "slots":
@@ -118,13 +124,13 @@ class TensorRunner(SplitRunner):
         return cut if cut is not None and dims == cut.dims else None
 
     def export_state(self) -> Section:
-        mine = capture(self.replica.model, self.replica.optimizer)
+        mine = state_from_model(self.replica.model, self.replica.optimizer)
         slices = {
             key: tensor
             for key, tensor in mine.tensors.items()
             if self._cut_of(key, tensor.dim()) is not None and self._replica == 0
         }
-        told = collect_sections(Section(slices), self.around.group)[: self._parts]
+        told = all_gather_sections(Section(slices), self.context.group)[: self._parts]
         for key in told[0].tensors:
             pieces = [section.tensors[key] for section in told]
             cut = self._cut_of(key, pieces[0].dim())
@@ -133,8 +139,8 @@ class TensorRunner(SplitRunner):
         return mine
 
     @contextmanager
-    def hand_in(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, Distant]]]:
-        mine = capture(self.replica.model, self.replica.optimizer)
+    def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
+        mine = state_from_model(self.replica.model, self.replica.optimizer)
         kept = {k: t for k, t in mine.tensors.items() if slots or not k.startswith("slots/")}
         sliced = {k: t for k, t in kept.items() if self._cut_of(k, t.dim()) is not None}
         distant = {
@@ -147,11 +153,11 @@ class TensorRunner(SplitRunner):
         for place, tensor in enumerate(sliced.values()):
             try:
                 value = tensor.detach().contiguous().reshape(-1)
-                self.around.group.send_async(value, 0, TAG + place).wait()
+                self.context.group.isend(value, 0, TAG + place).wait()
             except RuntimeError as error:
                 raise PeerLost(f"worker 0 does not take the state ({error})") from None
 
-    def _distant(self, key: str, own: torch.Tensor, tag: int) -> Distant:
+    def _distant(self, key: str, own: torch.Tensor, tag: int) -> RemoteTensor:
         cut = self._cut_of(key, own.dim())
         assert cut is not None
         shapes = [cut.shape_of(own.shape, self._part, part) for part in range(self._parts)]
@@ -161,7 +167,7 @@ class TensorRunner(SplitRunner):
             for part in range(1, self._parts):
                 piece = torch.empty(shapes[part], dtype=own.dtype)
                 try:
-                    self.around.group.receive(piece, part, tag)
+                    self.context.group.recv(piece, part, tag)
                 except RuntimeError as error:
                     raise PeerLost(f"worker {part} does not hand in its state ({error})") from None
                 pieces.append(piece)
@@ -169,13 +175,13 @@ class TensorRunner(SplitRunner):
 
         whole = list(own.shape)
         whole[cut.dim] = sum(shape[cut.dim] for shape in shapes)
-        return Distant(torch.Size(whole), own.dtype, fetch)
+        return RemoteTensor(torch.Size(whole), own.dtype, fetch)
 
     @property
     def bytes_sent(self) -> int:
         return self._sent + self._sliced.bytes_sent
 
-    def describe(self) -> dict[str, object]:
+    def model_part(self) -> dict[str, object]:
         held = sum(p.numel() * p.element_size() for p in self.replica.model.parameters())
         return {"part": self._part, "parts": self._parts, "weight_bytes": held}
 

@@ -47,7 +47,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Event):
+class RunStarted(Event):
     """The run began (run.jsonl) with this configuration; see run.json for all of it."""
 
     kind: ClassVar[str] = "started"
@@ -57,7 +57,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted(Event):
+class RunLengthKnown(Event):
     """How long the run is, once the data has been read (run.jsonl)."""
 
     kind: ClassVar[str] = "totals"
@@ -66,7 +66,7 @@ class Counted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseBegan(Event):
+class StrategyStarted(Event):
     """A strategy is in force from here on; `lr` says in words which learning rate."""
 
     kind: ClassVar[str] = "phase"
@@ -76,7 +76,7 @@ class PhaseBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progressed(Event):
+class RunProgress(Event):
     """Totals so far, about twice a second (run.jsonl)."""
 
     kind: ClassVar[str] = "progress"
@@ -95,7 +95,7 @@ class EpochEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switched(Event):
+class StrategySwitched(Event):
     """One row of result.json's `switches`."""
 
     kind: ClassVar[str] = "switch"
@@ -103,7 +103,7 @@ class Switched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided(Event):
+class SwitchDecided(Event):
     """One row of result.json's `decisions`: what a rule said, and the figures behind it."""
 
     kind: ClassVar[str] = "decision"
@@ -118,14 +118,14 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended(Event):
+class RunEnded(Event):
     kind: ClassVar[str] = "ended"
     status: str
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Event):
+class VerdictChanged(Event):
     """A verdict began or ceased to hold (run.jsonl); see `verdicts.Verdict` for the fields."""
 
     kind: ClassVar[str] = "verdict"
@@ -139,7 +139,7 @@ class Judged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerBegan(Event):
+class WorkerStarted(Event):
     """First line of worker-K.jsonl."""
 
     kind: ClassVar[str] = "worker"
@@ -154,7 +154,7 @@ class WorkerBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerBegan(Event):
+class ServerStarted(Event):
     """First line of server-K.jsonl."""
 
     kind: ClassVar[str] = "server"
@@ -168,7 +168,7 @@ class ServerBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vitals(Event):
+class ProcessMetrics(Event):
     """What a process did in the last second (`dt`): amounts within it, not totals.
 
     Written once a second by every process; after an hour every second one is merged with the next,
@@ -220,7 +220,7 @@ class Vitals(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineVitals(Event):
+class HostMetrics(Event):
     """The same for a whole machine, written by one process on each (and network namespace)."""
 
     kind: ClassVar[str] = "machine"
@@ -248,7 +248,7 @@ class MachineVitals(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsDone(Event):
+class StepWindow(Event):
     """A window of consecutive steps of one worker, one value a step in every column.
 
     `lo`/`hi` are the positions [lo, hi) of the epoch's seeded order that the worker computed,
@@ -281,7 +281,7 @@ class StepsDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsSummed(Event):
+class StepSummary(Event):
     """What replaces `steps` once a worker has recorded its share of single steps.
 
     The steps of one epoch each; `staleness` counts gradients by staleness.
@@ -298,7 +298,7 @@ class StepsSummed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profiled(Event):
+class ProfileWritten(Event):
     """A profile of operators was written (worker-K.jsonl)."""
 
     kind: ClassVar[str] = "profile"
@@ -309,7 +309,7 @@ class Profiled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputDone(Event):
+class InputStats(Event):
     """About a second of getting batches.
 
     `wait_s`: training stood still for want of a batch; `make_s`: making them, in whichever thread;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.telemetry.live import LiveRun
+from paceline.telemetry.live_run import LiveRun
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -20,7 +20,7 @@ def expose(live: LiveRun) -> str:
     _progress(live, out)
     _processes(live, out)
     _machines(live, out)
-    held = [({"rule": v.rule, "process": v.who}, 1.0) for v in live.holding.values()]
+    held = [({"rule": v.rule, "process": v.who}, 1.0) for v in live.active_verdicts.values()]
     _family(out, "verdict", "gauge", "A verdict that holds now.", held)
     return "".join(out)
 

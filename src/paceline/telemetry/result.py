@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from paceline.protocol.history import History
 from paceline.telemetry.events import PHASES, STEP_PHASES
-from paceline.telemetry.folder import RunFolder, read_events
-from paceline.telemetry.live import LiveRun
-from paceline.telemetry.phases import STAGES
-from paceline.telemetry.reading import read_run
+from paceline.telemetry.live_run import LiveRun
+from paceline.telemetry.phase_clock import STAGES
+from paceline.telemetry.reader import read_run
+from paceline.telemetry.run_folder import RunFolder, read_events
 from paceline.telemetry.verdicts import verdicts
 
 
-class Coordinated(Protocol):
+class CoordinatorState(Protocol):
     """What is needed of a coordinator after a run."""
 
     history: History
@@ -24,7 +24,7 @@ class Coordinated(Protocol):
     final: dict[str, float | None]
 
 
-class Ended(Protocol):
+class FinishedRun(Protocol):
     @property
     def status(self) -> str: ...
     @property
@@ -32,12 +32,12 @@ class Ended(Protocol):
     @property
     def seconds(self) -> float: ...
     @property
-    def coordinator(self) -> Coordinated: ...
+    def coordinator(self) -> CoordinatorState: ...
 
 
 def make_result(
     config: dict[str, Any],
-    outcome: Ended,
+    outcome: FinishedRun,
     folder: RunFolder,
     *,
     virtual: bool = False,
@@ -76,13 +76,13 @@ def make_result(
         "history": history.rows,
         "switches": history.switches,
         "decisions": history.decisions,
-        "staleness": describe_staleness(history.staleness),
+        "staleness": staleness_summary(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases,
         "step_phases": by_epoch,
-        "resources": describe_resources(live),
+        "resources": resource_summary(live),
         "bytes_by_role": bytes_by_role(live),
-        "verdicts": describe_verdicts(live, folder),
+        "verdicts": run_verdicts(live, folder),
         "input": {
             f"worker-{w}": totals[w]["input"] for w in sorted(totals) if totals[w].get("input")
         },
@@ -95,14 +95,14 @@ def make_result(
             (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),
             default=None,
         ),
-        "predicted": beside_actual(config, totals, history.samples, train_s),
+        "predicted": prediction_and_actual(config, totals, history.samples, train_s),
         "virtual": virtual,
         "labels": config.get("labels", {}),
         "versions": config["versions"],
     }
 
 
-def beside_actual(
+def prediction_and_actual(
     config: dict[str, Any], totals: dict[int, dict[str, Any]], samples: int, train_s: float
 ) -> dict[str, Any] | None:
     """What a plan expected, with what it came to; None where nothing was expected."""
@@ -118,7 +118,7 @@ def beside_actual(
     }
 
 
-def describe_staleness(counts: Counter[int]) -> dict[str, Any]:
+def staleness_summary(counts: Counter[int]) -> dict[str, Any]:
     total = sum(counts.values())
     return {
         "mean": round(sum(k * v for k, v in counts.items()) / total, 6) if total else None,
@@ -136,7 +136,7 @@ def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, f
     return dict(stages)
 
 
-def describe_resources(live: LiveRun | None) -> dict[str, dict[str, Any]]:
+def resource_summary(live: LiveRun | None) -> dict[str, dict[str, Any]]:
     """What each process used; empty where nothing was sampled."""
     if live is None:
         return {}
@@ -156,7 +156,7 @@ def bytes_by_role(live: LiveRun | None) -> dict[str, dict[str, int]]:
     return found
 
 
-def describe_verdicts(live: LiveRun | None, folder: RunFolder) -> list[dict[str, Any]]:
+def run_verdicts(live: LiveRun | None, folder: RunFolder) -> list[dict[str, Any]]:
     """What limited the run as a whole."""
     if live is None:
         return []

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.telemetry.events import Event, MachineVitals, Vitals
-from paceline.telemetry.phases import INPUT, PhaseClock, ServerClock
-from paceline.telemetry.resources import (
-    Connection,
-    MachineReading,
+from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics
+from paceline.telemetry.phase_clock import INPUT, PhaseClock, ServerClock
+from paceline.telemetry.proc_stats import (
+    HostReading,
     ProcessReading,
+    TcpStats,
     process_age_s,
     read_machine,
     read_process,
@@ -41,7 +41,7 @@ LINES_A_STAGE = 3600
 
 
 @dataclass
-class Counters:
+class StepCounters:
     """What the work itself counts; totals, written by its thread and read by the sampler's."""
 
     epoch: int = -1
@@ -50,14 +50,14 @@ class Counters:
     comm_hidden_us: int = 0
 
 
-class Serving:
+class ServerCounters:
     """What a server counts; `waiting` is the most since it was last asked."""
 
     def __init__(self) -> None:
         self.pushes = self.pulls = self.queued_us = self.apply_us = 0
         self.waiting = 0
 
-    def take(self) -> dict[str, int]:
+    def snapshot_and_reset(self) -> dict[str, int]:
         found = {
             "pushes": self.pushes,
             "pulls": self.pulls,
@@ -79,25 +79,25 @@ class Sampler(threading.Thread):
         tell: Callable[[Event], None],
         run_key: str,
         clock: PhaseClock | None = None,
-        counters: Counters | None = None,
-        serving: Serving | None = None,
+        counters: StepCounters | None = None,
+        serving: ServerCounters | None = None,
     ) -> None:
         """`run_key` names the run: one process of it on each machine samples the machine."""
         super().__init__(daemon=True, name="vitals")
         self._now_s = now_s
         self._tell = tell
         self._clock = clock
-        self._counters = counters or Counters()
+        self._counters = counters or StepCounters()
         self._serving = serving
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._post = MachinePost(run_key)
+        self._post = HostSamplerLock(run_key)
         self._gil = [0, 0, 0, 0, 0]
         self._late_s: deque[float] = deque(maxlen=PROMPTEST_OF)
         self._prompt_s = PROMPT_S
         self._main = threading.main_thread().native_id
         self._process = read_process()
-        self._machine: MachineReading | None = None
+        self._machine: HostReading | None = None
         self._t = self._machine_t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
@@ -107,7 +107,7 @@ class Sampler(threading.Thread):
             self._ns = [int(self._t * 1e9), *([0] * (len(self._ns) - 1))]
             self._process = ProcessReading()
         self._counted = (0, 0, 0, 0)
-        self._served: dict[str, int] = serving.take() if serving is not None else {}
+        self._served: dict[str, int] = serving.snapshot_and_reset() if serving is not None else {}
 
     def run(self) -> None:
         due = time.monotonic() + SECOND_S
@@ -122,7 +122,7 @@ class Sampler(threading.Thread):
         if self.is_alive():
             self.join(2 * SECOND_S)
         self.sample()
-        self._post.leave()
+        self._post.release()
 
     def _probe(self) -> bool:
         """Sleep a little; True when told to stop."""
@@ -175,7 +175,7 @@ class Sampler(threading.Thread):
         self._counted = counted
         gil, self._gil = self._gil, [0, 0, 0, 0, 0]
         self._tell(
-            Vitals(
+            ProcessMetrics(
                 t=round(t, 6),
                 dt=round(dt, 6),
                 phases=phases,
@@ -195,12 +195,12 @@ class Sampler(threading.Thread):
     def _take_serving(self) -> dict[str, int] | None:
         if self._serving is None:
             return None
-        now, before = self._serving.take(), self._served
+        now, before = self._serving.snapshot_and_reset(), self._served
         self._served = now
         return {k: v if k == "waiting" else v - before[k] for k, v in now.items()}
 
     def _sample_machine(self, t: float) -> None:
-        if not self._post.is_mine():
+        if not self._post.is_held():
             return
         now, before = read_machine(), self._machine
         self._machine = now
@@ -214,7 +214,7 @@ class Sampler(threading.Thread):
         outside = [both for name, both in links.items() if name != "lo"]
         cpu = {name: round(now.cpu_s[name] - before.cpu_s[name], 4) for name in now.cpu_s}
         self._tell(
-            MachineVitals(
+            HostMetrics(
                 t=round(t, 6),
                 host=socket.gethostname(),
                 dt=round(t - since, 6),
@@ -249,7 +249,7 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
     if now.throttled[0] == before.throttled[0]:  # Else moved to another group in between.
         throttled = now.throttled[1] - before.throttled[1]
     run_wait = sum(s - before.run_wait_s.get(t, 0.0) for t, s in now.run_wait_s.items())
-    nothing = Connection(0, 0, 0.0, 0.0, 0.0, 0.0)
+    nothing = TcpStats(0, 0, 0.0, 0.0, 0.0, 0.0)
     pairs = [(before.connections.get(key, nothing), c) for key, c in now.connections.items()]
     old, busiest = max(pairs, key=lambda p: p[1].sent - p[0].sent, default=(nothing, nothing))
     return {
@@ -272,7 +272,7 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
     }
 
 
-class MachinePost:
+class HostSamplerLock:
     """Who samples the machine: the first to take a name that exists once in a network namespace.
 
     An abstract socket needs no file and is free again when its holder dies.
@@ -283,7 +283,7 @@ class MachinePost:
         self._name = f"\0paceline-vitals-{digest}"
         self._held: socket.socket | None = None
 
-    def is_mine(self) -> bool:
+    def is_held(self) -> bool:
         if self._held is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
@@ -294,13 +294,13 @@ class MachinePost:
             self._held = sock
         return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._held is not None:
             self._held.close()
             self._held = None
 
 
-class Thinner:
+class MetricsDownsampler:
     """Keeps a long run's vitals bounded: later on, several seconds are written as one."""
 
     def __init__(self, write: Callable[[Event], None], lines_a_stage: int = LINES_A_STAGE) -> None:
@@ -308,13 +308,13 @@ class Thinner:
         self._lines_a_stage = lines_a_stage
         self._together = 1
         self._lines = 0
-        self._kept: dict[str, list[Vitals | MachineVitals]] = {"vitals": [], "machine": []}
+        self._kept: dict[str, list[ProcessMetrics | HostMetrics]] = {"vitals": [], "machine": []}
 
-    def __call__(self, event: Vitals | MachineVitals) -> None:
+    def __call__(self, event: ProcessMetrics | HostMetrics) -> None:
         kept = self._kept[event.kind]
         kept.append(event)
         if len(kept) >= self._together:
-            self._write(merge(kept))
+            self._write(merge_process_metrics(kept))
             kept.clear()
             if event.kind == "vitals":
                 self._lines += 1
@@ -324,7 +324,7 @@ class Thinner:
     def flush(self) -> None:
         for kept in self._kept.values():
             if kept:
-                self._write(merge(kept))
+                self._write(merge_process_metrics(kept))
                 kept.clear()
 
 
@@ -332,7 +332,9 @@ _LEVELS = {"t", "host", "epoch", "rss", "threads", "rtt", "rtt_least"}
 _LEVELS |= {"memory_used", "memory_total", "gpus"}
 
 
-def merge(events: list[Vitals | MachineVitals]) -> Vitals | MachineVitals:
+def merge_process_metrics(
+    events: list[ProcessMetrics | HostMetrics],
+) -> ProcessMetrics | HostMetrics:
     """Several seconds as one: amounts are added, of levels the last counts."""
     if len(events) == 1:
         return events[0]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.telemetry.events import PHASES, STEP_PHASES, Judged
-from paceline.telemetry.reading import Plain, ProcessRecord, RunRecord
+from paceline.telemetry.events import PHASES, STEP_PHASES, VerdictChanged
+from paceline.telemetry.reader import Plain, ProcessRecord, RunRecord
 
 LIVE_S = 6.0
 """A run that goes on is judged by so many seconds: a straggler is named well within 10 s."""
@@ -66,8 +66,8 @@ class Verdict:
     def line(self) -> str:
         return f"{self.text}: {self.suggestion}"
 
-    def to_event(self, t: float, state: str) -> Judged:
-        return Judged(
+    def to_event(self, t: float, state: str) -> VerdictChanged:
+        return VerdictChanged(
             t=round(t, 6),
             state=state,
             rule=self.rule,
@@ -83,7 +83,7 @@ def verdicts(run: RunRecord, last_s: float | None = None) -> list[Verdict]:
 
     Nothing is said of a run that has trained for less than a few seconds.
     """
-    scene = look(run, last_s)
+    scene = summarize_window(run, last_s)
     if scene is None:
         return []
     found: list[Verdict] = []
@@ -96,7 +96,7 @@ def verdicts(run: RunRecord, last_s: float | None = None) -> list[Verdict]:
 
 
 @dataclass
-class Seen:
+class ProcessWindow:
     """One process over the stretch that is judged: sums of its vitals."""
 
     record: ProcessRecord
@@ -122,7 +122,7 @@ class Seen:
 
     @property
     def who(self) -> str:
-        return self.record.who
+        return self.record.process_name
 
     @property
     def name(self) -> str:
@@ -185,17 +185,17 @@ class Seen:
 
 
 @dataclass
-class Place:
+class HostWindow:
     """A machine and the processes of this run on it."""
 
     host: str
-    inside: list[Seen]
+    inside: list[ProcessWindow]
     dt: float = 0.0
     cores_busy: list[float] = field(default_factory=list)
 
     @property
     def cores(self) -> list[int]:
-        return sorted({c for seen in self.inside for c in seen.record.began.get("cores", ())})
+        return sorted({c for seen in self.inside for c in seen.record.started.get("cores", ())})
 
     @property
     def cpu(self) -> float:
@@ -217,17 +217,17 @@ class Place:
 
 
 @dataclass
-class Scene:
-    workers: list[Seen]
-    servers: list[Seen]
-    places: list[Place]
+class RunWindow:
+    workers: list[ProcessWindow]
+    servers: list[ProcessWindow]
+    places: list[HostWindow]
 
     @property
     def exchange(self) -> float:
         """Share of a step in the exchange itself: of the worker that waits for nobody in it."""
         return min((w.share("comm_exposed") for w in self.workers if w.steps), default=0.0)
 
-    def slowness(self, seen: Seen) -> float | None:
+    def slowness(self, seen: ProcessWindow) -> float | None:
         """Times that a worker computes slower than the median of the others."""
         others = [w.compute_s for w in self.workers if w is not seen and w.compute_s > 0]
         if not others or seen.compute_s <= 0:
@@ -235,9 +235,9 @@ class Scene:
         return seen.compute_s / statistics.median(others)
 
 
-def look(run: RunRecord, last_s: float | None) -> Scene | None:
+def summarize_window(run: RunRecord, last_s: float | None) -> RunWindow | None:
     """Sum up the stretch to be judged; None where there is too little of it."""
-    training = {w.who: [v for v in w.vitals if _trains(w, v)] for w in run.workers}
+    training = {w.process_name: [v for v in w.vitals if _trains(w, v)] for w in run.workers}
     heard = [rows for rows in training.values() if rows]
     if not heard:
         return None
@@ -247,7 +247,9 @@ def look(run: RunRecord, last_s: float | None) -> Scene | None:
         began = max(began, _look_back(heard, ended, last_s))
     workers = []
     for worker in run.workers:
-        seen = _sum_up(worker, [v for v in training[worker.who] if v["t"] - v["dt"] / 2 >= began])
+        seen = _sum_up(
+            worker, [v for v in training[worker.process_name] if v["t"] - v["dt"] / 2 >= began]
+        )
         if seen.steps:
             workers.append(seen)
     if not workers or max(w.dt for w in workers) < FEWEST_S:
@@ -260,7 +262,7 @@ def look(run: RunRecord, last_s: float | None) -> Scene | None:
     servers = [_sum_up(s, _between(s.vitals, inside)) for s in run.servers]
     rest = [p for who, p in run.processes.items() if who == "run"]
     others = [_sum_up(p, _between(p.vitals, inside)) for p in rest]
-    return Scene(workers, servers, _places(run, workers, servers, others, inside))
+    return RunWindow(workers, servers, _places(run, workers, servers, others, inside))
 
 
 _STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
@@ -292,8 +294,8 @@ def _between(rows: Sequence[Plain], inside: tuple[float, float]) -> list[Plain]:
     return [v for v in rows if inside[0] <= v["t"] - v["dt"] / 2 and v["t"] <= inside[1] + v["dt"]]
 
 
-def _sum_up(record: ProcessRecord, rows: Sequence[Plain]) -> Seen:
-    seen = Seen(record)
+def _sum_up(record: ProcessRecord, rows: Sequence[Plain]) -> ProcessWindow:
+    seen = ProcessWindow(record)
     for event in rows:
         seen.add(event)
     if seen.dt:
@@ -303,13 +305,13 @@ def _sum_up(record: ProcessRecord, rows: Sequence[Plain]) -> Seen:
 
 def _places(
     run: RunRecord,
-    workers: list[Seen],
-    servers: list[Seen],
-    others: list[Seen],
+    workers: list[ProcessWindow],
+    servers: list[ProcessWindow],
+    others: list[ProcessWindow],
     inside: tuple[float, float],
-) -> list[Place]:
+) -> list[HostWindow]:
     """The machines whose vitals are known, each with the processes of this run on it."""
-    places: list[Place] = []
+    places: list[HostWindow] = []
     for who, rows in run.machines.items():
         measured = _between(rows, inside)
         if not measured:
@@ -317,11 +319,11 @@ def _places(
         host = str(measured[-1]["host"])
         if host in {place.host for place in places}:
             continue  # Two network namespaces of one machine.
-        on_it = [s for s in (*workers, *servers) if s.record.began.get("host") == host]
+        on_it = [s for s in (*workers, *servers) if s.record.started.get("host") == host]
         if who == "run" or any(s.who == who for s in on_it):
             # The coordinator's process is on the machine that it measures, or else counts nowhere.
             on_it += [s for s in others if who == "run" or len(run.machines) == 1]
-        place = Place(host, on_it, dt=sum(m["dt"] for m in measured))
+        place = HostWindow(host, on_it, dt=sum(m["dt"] for m in measured))
         columns = zip(*(m["cores_busy"] for m in measured), strict=False)
         place.cores_busy = [sum(column) for column in columns]
         if place.inside:
@@ -331,10 +333,10 @@ def _places(
 
 # ---- the rules -------------------------------------------------------------------------------
 
-Rule = Callable[[Scene, list[Verdict]], list[Verdict]]
+Rule = Callable[[RunWindow, list[Verdict]], list[Verdict]]
 
 
-def judge_quota(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_quota(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """A control group's quota keeps a process from running."""
     verdicts = []
     for seen in (*scene.workers, *scene.servers):
@@ -366,12 +368,12 @@ def judge_quota(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_crowding(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_crowding(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """This run's own processes have more threads than there are cores for them."""
     verdicts = []
     for place in scene.places:
         threads = sum(
-            int(s.record.began.get("threads", 1))
+            int(s.record.started.get("threads", 1))
             for s in place.inside
             if s.who.startswith("worker-")
         )
@@ -400,7 +402,7 @@ def judge_crowding(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_neighbours(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_neighbours(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """Other programs take the cores that this run could use."""
     if _has(found, "crowding"):
         return []
@@ -429,7 +431,7 @@ def judge_neighbours(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_straggler(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_straggler(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """One worker computes much slower than the others, for no reason that another rule knows."""
     verdicts = []
     for seen in scene.workers:
@@ -463,7 +465,7 @@ def judge_straggler(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_input(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_input(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """Steps wait for their batches: for a reader, for Python code, or for decoding."""
     slow = [
         w
@@ -511,7 +513,7 @@ def judge_input(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def judge_link(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_link(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """Bytes are on their way all the time, the peer has room for them, and they queue up."""
     exchange = scene.exchange
     if exchange < ON_THE_WAY:
@@ -549,7 +551,7 @@ def judge_link(scene: Scene, found: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def _is_link_bound(seen: Seen) -> bool:
+def _is_link_bound(seen: ProcessWindow) -> bool:
     busy = seen.net_busy_s / seen.dt
     if busy < ON_THE_WAY or seen.net_blocked_s > 0.5 * seen.net_busy_s:
         return False
@@ -562,7 +564,7 @@ def _is_link_bound(seen: Seen) -> bool:
     return long and queued >= QUEUE_BYTES
 
 
-def judge_server(scene: Scene, found: list[Verdict]) -> list[Verdict]:
+def judge_server(scene: RunWindow, found: list[Verdict]) -> list[Verdict]:
     """Workers wait for a server that is busy with updates."""
     queued = statistics.median(w.share("queue") for w in scene.workers)
     if queued < QUEUED:

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
 """Clusters that come with Paceline, by name."""
 
 
-def find_cluster(
+def resolve_cluster(
     cluster: str | None,
     *,
     calibrate: Path | None,
@@ -33,16 +33,16 @@ def find_cluster(
     if cluster is not None:
         pool = read_cluster(cluster)
     elif calibrate is not None:
-        from paceline.twin.calibrate import calibrate_from_run
+        from paceline.twin.calibration import calibrate_from_run
 
         pool = calibrate_from_run(calibrate)
     else:
-        from paceline.twin.probe import probe_machine
+        from paceline.twin.machine_probe import probe_machine
 
         if workers is not None and workers < 1:
             raise UsageError(f"--workers is {workers}: at least one is needed")
         pool = probe_machine(job().resolve(), workers or 2)
-    return change(pool, without=without, bandwidth=bandwidth)
+    return apply_what_if(pool, without=without, bandwidth=bandwidth)
 
 
 def read_cluster(text: str) -> Pool:
@@ -61,7 +61,7 @@ def read_cluster(text: str) -> Pool:
     return read_pool(path)
 
 
-def change(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
+def apply_what_if(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
     """What if: without these workers, with every exchange so many times faster."""
     if not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth is {bandwidth:g}: a number above 0 is needed")

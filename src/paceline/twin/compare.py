@@ -7,19 +7,19 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare import clear_runs, with_seed, workers_for
+from paceline.launch.compare_runs import clear_runs, with_job_seed, workers_for
 from paceline.launch.run import check_sizes
 from paceline.report.comparison import write_comparison
-from paceline.report.show import make_show
+from paceline.report.terminal import terminal_reporter
 from paceline.specs.strategy import Strategy
-from paceline.telemetry.folder import RunFolder
+from paceline.telemetry.run_folder import RunFolder
 from paceline.twin.run import TwinOptions, check_servers, run_twin
 
 
 def run_labelled(
     job: Job | JobRef, strategy: Strategy, options: TwinOptions, *, progress: bool
 ) -> dict[str, Any]:
-    with make_show(f"{strategy} (virtual)", quiet=not progress) as show:
+    with terminal_reporter(f"{strategy} (virtual)", quiet=not progress) as show:
         return run_twin(job, strategy, dataclasses.replace(options, show=show))
 
 
@@ -45,10 +45,10 @@ def compare_twins(
     results = []
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(strategies):
-            out = folder / f"{number + 1}-{strategy.word}-seed{seed}"
+            out = folder / f"{number + 1}-{strategy.name}-seed{seed}"
             mine = dataclasses.replace(options, out=out)
             try:
-                result = run_labelled(with_seed(job, seed), strategy, mine, progress=progress)
+                result = run_labelled(with_job_seed(job, seed), strategy, mine, progress=progress)
             except UsageError:
                 raise
             except PacelineError:

@@ -23,17 +23,17 @@ from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
-from paceline.plan.cost import Workload
-from paceline.protocol.coordinator import RunPlan
-from paceline.protocol.messages import Apply, Lease
-from paceline.protocol.policies import make_policy
+from paceline.plan.cost_model import Workload
+from paceline.protocol.coordinator import RunSpec
+from paceline.protocol.messages import ApplyUpdate, Lease
+from paceline.protocol.policies import make_switch_policy
 from paceline.specs.schedule import Constant
-from paceline.specs.strategy import ParameterServer, Strategy, read_strategy
+from paceline.specs.strategy import ParameterServer, Strategy, parse_strategy
 from paceline.specs.sync import Bsp, Dssp, Ssp
-from paceline.twin.fleet import Fleet
-from paceline.twin.learner import NOTHING, Costs, Told
-from paceline.twin.timeline import Deed, Timeline
-from paceline.twin.world import DETECT_S, World
+from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
+from paceline.twin.machines import SimulatedMachines
+from paceline.twin.simulator import DETECT_S, Simulator
+from paceline.twin.timeline import Callback, Timeline
 
 FAULTS = ("delay", "repeat", "lose", "die")
 MOST_EVENTS = 100_000
@@ -71,7 +71,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One schedule; its text form replays it."""
 
     strategy: str
@@ -94,7 +94,7 @@ class Case:
         )
 
     @classmethod
-    def parse(cls, line: str) -> Case:
+    def parse(cls, line: str) -> FaultCase:
         head, _, strategy = line.partition("strategy=")
         values = dict(part.split("=", 1) for part in head.split())
         faults = () if values["faults"] == "none" else tuple(values["faults"].split(","))
@@ -109,14 +109,14 @@ class Case:
 
     @property
     def spec(self) -> Strategy:
-        return read_strategy(self.strategy)
+        return parse_strategy(self.strategy)
 
     @property
     def playable(self) -> bool:
         """Whether a run with these sizes would be accepted at all."""
         try:
             self.spec.check_workers(self.workers)
-            make_policy(
+            make_switch_policy(
                 self.spec,
                 workers=self.workers,
                 samples_per_epoch=self.samples,
@@ -129,11 +129,11 @@ class Case:
         return self.batch >= self.workers and self.spec.servers_for(self.workers) <= self.workers
 
 
-def draw_case(seed: int) -> Case:
+def draw_case(seed: int) -> FaultCase:
     """The case of a seed: sizes, strategy and kinds of trouble."""
     rng = random.Random(seed)
     while True:
-        case = Case(
+        case = FaultCase(
             strategy=rng.choice(STRATEGIES),
             workers=rng.randint(1, 5),
             samples=rng.randint(8, 60),
@@ -148,7 +148,7 @@ def draw_case(seed: int) -> Case:
             return case
 
 
-class Careless:
+class UnreliableDelivery:
     """A postman who is late, brings things twice or loses them; each way keeps its order."""
 
     LATE, TWICE, LOST = 0.3, 0.1, 0.004
@@ -164,25 +164,25 @@ class Careless:
         self._lost = lost
         self._last: dict[object, float] = {}
 
-    def up(self, worker: int, at_s: float, deed: Deed) -> None:
+    def to_coordinator(self, worker: int, at_s: float, deed: Callback) -> None:
         if self._loses(worker):
             return
         self._bring(("up", worker), at_s, deed)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
             self._bring(("up", worker), at_s + self._rng.expovariate(2.0), deed)
 
-    def down(self, worker: int, at_s: float, deed: Deed) -> None:
+    def to_worker(self, worker: int, at_s: float, deed: Callback) -> None:
         if not self._loses(worker):
             self._bring(("down", worker), at_s, deed)
 
-    def order(self, at_s: float, deed: Deed) -> None:
+    def to_servers(self, at_s: float, deed: Callback) -> None:
         self._bring("order", at_s, deed)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
             self._bring("order", at_s + self._rng.expovariate(2.0), deed)
 
-    def push(self, worker: int, at_s: float, gradient: Deed, word: Deed) -> None:
+    def push(self, worker: int, at_s: float, gradient: Callback, word: Callback) -> None:
         self._bring(("push", worker), at_s, gradient)
-        self.up(worker, at_s, word)
+        self.to_coordinator(worker, at_s, word)
 
     def _loses(self, worker: int) -> bool:
         if "lose" in self._faults and self._rng.random() < self.LOST:
@@ -190,19 +190,19 @@ class Careless:
             return True
         return False
 
-    def _bring(self, way: object, at_s: float, deed: Deed) -> None:
+    def _bring(self, way: object, at_s: float, deed: Callback) -> None:
         if "delay" in self._faults and self._rng.random() < self.LATE:
             at_s += self._rng.expovariate(3.0)
         # Bytes of one connection do not overtake each other.
         at_s = max(at_s, self._last.get(way, 0.0))
         self._last[way] = at_s
-        self._timeline.at(at_s, deed)
+        self._timeline.schedule(at_s, deed)
 
 
-class Watch(Costs):
+class SampleAudit(TimeOnlyBackend):
     """Knows which samples were computed, and keeps what a checkpoint would keep."""
 
-    learns = True
+    uses_leases = True
 
     def __init__(self, seen: Counter[tuple[int, int]]) -> None:
         self.seen = seen
@@ -211,7 +211,7 @@ class Watch(Costs):
         self.applied = 0
         self.saved: tuple[dict[str, Any], Counter[tuple[int, int]]] | None = None
 
-    def _see(self, leases: Sequence[Lease]) -> list[Told]:
+    def _see(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         for lease in leases:
             for position in range(lease.lo, lease.hi):
                 self.seen[lease.epoch, position] += 1
@@ -219,18 +219,18 @@ class Watch(Costs):
                     raise Violation(f"sample {position} of epoch {lease.epoch} was trained twice")
         return [NOTHING for _ in leases]
 
-    def step(self, leases: Sequence[Lease]) -> list[Told]:
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         return self._see(leases)
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
         self._waiting[worker, handle] = lease.samples
         return self._see([lease])[0]
 
-    def join(self, parts: Sequence[tuple[int, int, float]]) -> None:
+    def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
         samples = sum(self._waiting.pop((w, h), 0) for w, h, _ in parts)
         self._waiting[parts[0][0], parts[0][1]] = samples
 
-    def apply(self, order: Apply, factor: float) -> None:
+    def apply(self, order: ApplyUpdate, factor: float) -> None:
         for part in order.parts:
             if (part.worker, part.handle) not in self._waiting:
                 raise Violation(f"gradient {part.handle} of worker {part.worker} is applied twice")
@@ -247,15 +247,15 @@ class Watch(Costs):
         return name
 
 
-class Inspector:
+class InvariantChecker:
     """What must hold at every event."""
 
-    def __init__(self, world: World, case: Case) -> None:
+    def __init__(self, world: Simulator, case: FaultCase) -> None:
         self._world, self._case = world, case
         self._samples = world.coordinator.history.samples
         self._now = 0.0
         self._updates = 0
-        world.watchers.append(self._watch)
+        world.observers.append(self._watch)
 
     def _watch(self, now: float) -> None:
         if now < self._now:
@@ -290,7 +290,7 @@ class Inspector:
             raise Violation(f"a lag of {lag} under {self._case.strategy}")
 
 
-def play(case: Case) -> int:
+def run_case(case: FaultCase) -> int:
     """Play a case to its end, resuming after failures; the number of failures it survived."""
     rng = random.Random(case.seed + 1)
     seen: Counter[tuple[int, int]] = Counter()
@@ -298,7 +298,7 @@ def play(case: Case) -> int:
     workers = case.workers
     for life in range(MOST_LIVES + 1):
         faults = case.faults if life < MOST_LIVES else ()
-        watch, status, error = play_life(case, workers, faults, rng, seen.copy(), memory)
+        watch, status, error = run_until_failure(case, workers, faults, rng, seen.copy(), memory)
         if status == "done":
             check_complete(case, watch.seen)
             return life
@@ -311,26 +311,26 @@ def play(case: Case) -> int:
                 check_complete(case, seen)
                 return life + 1
         # Machines leave and join between two lives.
-        wanted = rng.randint(1, case.workers) if case.spec.word != "single" else 1
+        wanted = rng.randint(1, case.workers) if case.spec.name != "single" else 1
         if dataclasses.replace(case, workers=wanted).playable:
             workers = wanted
     raise Violation("the run did not end in peace")
 
 
-def check_complete(case: Case, seen: Counter[tuple[int, int]]) -> None:
+def check_complete(case: FaultCase, seen: Counter[tuple[int, int]]) -> None:
     expected = Counter((e, p) for e in range(case.epochs) for p in range(case.samples))
     if seen != expected:
         raise Violation(f"not every sample was trained: {expected - seen}")
 
 
-def play_life(
-    case: Case,
+def run_until_failure(
+    case: FaultCase,
     workers: int,
     faults: Sequence[str],
     rng: random.Random,
     seen: Counter[tuple[int, int]],
     memory: dict[str, Any] | None,
-) -> tuple[Watch, str, str]:
+) -> tuple[SampleAudit, str, str]:
     spec = case.spec
     work = Workload(
         model="case",
@@ -357,26 +357,28 @@ def play_life(
         )
     pool = Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.5))
     timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-    fleet = Fleet(
+    fleet = SimulatedMachines(
         pool, workers, work, timeline, seed=rng.randrange(2**31), servers=spec.servers_for(workers)
     )
-    watch = Watch(seen)
+    watch = SampleAudit(seen)
 
     def lose(worker: int) -> None:
         def notice(now: float) -> None:
-            world.carry_out(world.coordinator.stop("failed", f"worker {worker} was lost"), now)
+            world.execute(world.coordinator.stop("failed", f"worker {worker} was lost"), now)
 
-        timeline.at(timeline.now + DETECT_S, notice)
+        timeline.schedule(timeline.now + DETECT_S, notice)
 
-    plan = RunPlan(
+    plan = RunSpec(
         strategy=spec,
         workers=workers,
         clip=1.0 if case.clip else None,
         checkpoint_samples=case.every or None,
     )
-    postman = Careless(timeline, rng, faults, lose)
-    world = World(plan, fleet, work, watch, timeline, memory=copy.deepcopy(memory), postman=postman)
-    Inspector(world, case)
+    postman = UnreliableDelivery(timeline, rng, faults, lose)
+    world = Simulator(
+        plan, fleet, work, watch, timeline, memory=copy.deepcopy(memory), postman=postman
+    )
+    InvariantChecker(world, case)
     end = world.run()
     return watch, end.status, end.error or ""
 
@@ -384,20 +386,20 @@ def play_life(
 # ---- shrinking --------------------------------------------------------------------------------
 
 
-def fails(case: Case) -> str | None:
+def fails(case: FaultCase) -> str | None:
     """What goes wrong, if something does."""
-    return attempt(case)[1]
+    return try_case(case)[1]
 
 
-def attempt(case: Case) -> tuple[int, str | None]:
+def try_case(case: FaultCase) -> tuple[int, str | None]:
     """How many failures the case survived, and what went wrong, if something did."""
     try:
-        return play(case), None
+        return run_case(case), None
     except Exception as error:
         return 0, f"{type(error).__name__}: {error}"
 
 
-def smaller(case: Case) -> Iterator[Case]:
+def simpler_cases(case: FaultCase) -> Iterator[FaultCase]:
     """Simpler cases than this one, the simplest first."""
     for fault in case.faults:
         yield dataclasses.replace(case, faults=tuple(f for f in case.faults if f != fault))
@@ -416,14 +418,14 @@ def smaller(case: Case) -> Iterator[Case]:
             yield dataclasses.replace(case, strategy=str(phase))
 
 
-def shrink(case: Case) -> tuple[Case, str]:
+def shrink(case: FaultCase) -> tuple[FaultCase, str]:
     """The smallest case found that still fails, and how."""
     why = fails(case)
     assert why is not None
     shrunk = True
     while shrunk:
         shrunk = False
-        for candidate in smaller(case):
+        for candidate in simpler_cases(case):
             if not candidate.playable:
                 continue
             # Another seed may fail where this one no longer does.
@@ -438,7 +440,7 @@ def shrink(case: Case) -> tuple[Case, str]:
     return case, why
 
 
-def play_many(seeds: range) -> tuple[int, int]:
+def run_cases(seeds: range) -> tuple[int, int]:
     """Play the cases of these seeds: how many, and how many failures they survived.
 
     Raises Violation with the smallest failing case as a line that replays it.
@@ -446,7 +448,7 @@ def play_many(seeds: range) -> tuple[int, int]:
     survived = 0
     for seed in seeds:
         case = draw_case(seed)
-        lives, why = attempt(case)
+        lives, why = try_case(case)
         if why is not None:
             least, how = shrink(case)
             raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{least}"')
@@ -462,14 +464,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.line:
         try:
-            case = Case.parse(given.line)
+            case = FaultCase.parse(given.line)
         except (KeyError, ValueError):
             parser.error(f"{given.line!r} is no case: copy the whole line that was printed")
-        lives = play(case)
+        lives = run_case(case)
         print(f"holds, after {lives} failures")
         return
     try:
-        played, survived = play_many(range(given.seed, given.seed + given.count))
+        played, survived = run_cases(range(given.seed, given.seed + given.count))
     except Violation as violation:
         print(violation, file=sys.stderr)
         sys.exit(1)

@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from paceline.comm.buckets import plan_layout
-from paceline.comm.codecs import Compressor, LowRank
-from paceline.comm.shards import FlatLayout, as_bytes
-from paceline.protocol.messages import Apply, Lease
+from paceline.comm.codecs import Compressor, PowerSgdCoder
+from paceline.comm.flat_layout import FlatLayout, as_byte_tensor
+from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.codec import Codec
 from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, ParameterServer
 from paceline.strategies.allreduce import NORMS_EVERY
-from paceline.strategies.param_server import hyper_parameters
+from paceline.strategies.param_server import optimizer_options
 from paceline.strategies.runner import step_optimizer
-from paceline.strategies.server import Gradient, Piece, Store, make_optimizer
-from paceline.twin.learner import Told
+from paceline.strategies.server import (
+    ParameterStore,
+    PendingGradient,
+    StoredSlice,
+    optimizer_from_reference,
+)
+from paceline.twin.backend import StepOutcome
 
 if TYPE_CHECKING:
-    from paceline.twin.training import Training
+    from paceline.twin.gradient_backend import GradientBackend
 
-EMPTY = Told(0, 0.0, 0)
+EMPTY = StepOutcome(0, 0.0, 0)
 
 
 class Method(Protocol):
@@ -40,19 +45,19 @@ class Method(Protocol):
         ...
 
 
-class Together:
+class ExactUpdate:
     """Every worker computes on the same weights; the weighted sum makes one update."""
 
-    def __init__(self, training: Training, spec: AllReduce | None) -> None:
+    def __init__(self, training: GradientBackend, spec: AllReduce | None) -> None:
         self._training = training
         self._replica = training.replica
         self._steps = 0
-        self._coded: CodedSum | None = None
+        self._coded: ReferenceSum | None = None
         if spec is not None and spec.codec is not None:
             bucket_bytes = int(spec.bucket_mb * (1 << 20))
-            self._coded = CodedSum(spec.codec, self._replica.trained, bucket_bytes, training)
+            self._coded = ReferenceSum(spec.codec, self._replica.trained, bucket_bytes, training)
 
-    def step(self, leases: Sequence[Lease]) -> list[Told]:
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         training, parameters = self._training, [p for _, p in self._replica.trained]
         training.set_lr(leases[0])
         measure = self._steps % NORMS_EVERY == 0 and len(leases) > 1
@@ -63,7 +68,7 @@ class Together:
                 told.append(EMPTY)
                 squares.append(0.0)
                 continue
-            told.append(training.differentiate(worker, lease))
+            told.append(training.forward_backward(worker, lease))
             if measure:
                 grads = [p.grad for p in parameters if p.grad is not None]
                 squares.append(sum(float(g.square().sum()) for g in grads))
@@ -116,7 +121,7 @@ def _add_up(
             before.add_(parameter.grad, alpha=weight)
 
 
-class CodedSum:
+class ReferenceSum:
     """The sum that workers with a codec arrive at, in the buckets of a real exchange."""
 
     def __init__(
@@ -124,7 +129,7 @@ class CodedSum:
         codec: Codec,
         trained: list[tuple[str, torch.nn.Parameter]],
         bucket_bytes: int,
-        training: Training,
+        training: GradientBackend,
     ) -> None:
         by_name = dict(trained)
         layout = plan_layout(trained, bucket_bytes)
@@ -172,7 +177,7 @@ class CodedSum:
 
 
 def _is_low_rank(given: list[tuple[Compressor, torch.Tensor]]) -> bool:
-    return isinstance(given[0][0].coder, LowRank)
+    return isinstance(given[0][0].coder, PowerSgdCoder)
 
 
 def _sum_decoded(given: list[tuple[Compressor, torch.Tensor]]) -> torch.Tensor:
@@ -188,35 +193,35 @@ def _sum_factored(given: list[tuple[Compressor, torch.Tensor]]) -> torch.Tensor:
     """PowerSGD's two sums of thin matrices, with every worker's part at hand."""
     firsts = []
     for compressor, flat in given:
-        assert isinstance(compressor.coder, LowRank)
+        assert isinstance(compressor.coder, PowerSgdCoder)
         if compressor.feedback is not None:
             compressor.feedback.compensate(flat)
-        firsts.append(compressor.coder.project(flat))
+        firsts.append(compressor.coder.compute_p(flat))
     first = torch.stack(firsts).sum(0)
     chief = given[0][0].coder
-    assert isinstance(chief, LowRank)
+    assert isinstance(chief, PowerSgdCoder)
     total = torch.zeros_like(given[0][1])
-    if not chief.bases(first).numel():
+    if not chief.p_matrices(first).numel():
         total.copy_(first)
         return total
     chief.orthogonalize(first)
     answers = []
     for compressor, flat in given:
-        assert isinstance(compressor.coder, LowRank)
-        answers.append(compressor.coder.answer(flat, first))
+        assert isinstance(compressor.coder, PowerSgdCoder)
+        answers.append(compressor.coder.compute_q(flat, first))
         if compressor.feedback is not None:
-            compressor.coder.leave(flat, first, answers[-1], compressor.feedback.residual)
+            compressor.coder.update_residual(flat, first, answers[-1], compressor.feedback.residual)
     second = torch.stack(answers).sum(0)
     for compressor, _ in given:
-        assert isinstance(compressor.coder, LowRank)
-        compressor.coder.rebuild(first, second, total)
+        assert isinstance(compressor.coder, PowerSgdCoder)
+        compressor.coder.decompress(first, second, total)
     return total
 
 
 class Apart:
     """Every worker has weights and an optimizer of its own; now and then they meet."""
 
-    def __init__(self, training: Training, spec: LocalSgd | DiLoCo) -> None:
+    def __init__(self, training: GradientBackend, spec: LocalSgd | DiLoCo) -> None:
         self._training = training
         self._spec = spec
         replica = training.replica
@@ -240,8 +245,8 @@ class Apart:
             [mine[p] for p in group["params"] if p in mine] for group in optimizer.param_groups
         ]
         cls = type(optimizer)
-        made = make_optimizer(
-            f"{cls.__module__}:{cls.__qualname__}", hyper_parameters(optimizer), members
+        made = optimizer_from_reference(
+            f"{cls.__module__}:{cls.__qualname__}", optimizer_options(optimizer), members
         )
         assert made is not None
         for shown, parameter in mine.items():
@@ -249,7 +254,7 @@ class Apart:
                 made.state[parameter] = _copy_slots(optimizer.state[shown])
         return made
 
-    def step(self, leases: Sequence[Lease]) -> list[Told]:
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         training, told = self._training, []
         for worker, lease in enumerate(leases):
             if not lease.samples:
@@ -258,7 +263,7 @@ class Apart:
             own, optimizer = self._own[worker], self._optimizers[worker]
             training.set_lr(lease, optimizer)
             _copy_all(own, self._shown)
-            told.append(training.differentiate(worker, lease))
+            told.append(training.forward_backward(worker, lease))
             if training.replica.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self._shown, training.replica.clip)
             for parameter, shown in zip(own, self._shown, strict=True):
@@ -364,11 +369,11 @@ def _mean_slot(values: list[Any]) -> Any:
     return torch.stack([v / len(values) for v in values]).sum(0)
 
 
-class Served:
+class SimulatedTransport:
     """Weights and optimizer live in a server's store; workers compute on versions of them."""
 
     def __init__(
-        self, training: Training, spec: ParameterServer, *, in_groups: bool = False
+        self, training: GradientBackend, spec: ParameterServer, *, in_groups: bool = False
     ) -> None:
         self._training = training
         self._spec = spec
@@ -393,22 +398,24 @@ class Served:
         for compressor, kept in zip(self._compressors, training.residuals, strict=False):
             if compressor.feedback is not None:
                 self._place(kept, compressor.feedback.residual)
-        half = spec.codec is not None and spec.codec.weights_too
+        half = spec.codec is not None and spec.codec.suits_weights
         self._weight_coder = self._compressors[0].coder if half else None
 
     def _place(self, kept: dict[str, torch.Tensor], residual: torch.Tensor) -> None:
         """What was not sent under another strategy, into its places in the flat buffer."""
         for (name, parameter), view in zip(
-            self._training.replica.trained, self._layout.views(as_bytes(residual)), strict=True
+            self._training.replica.trained,
+            self._layout.views(as_byte_tensor(residual)),
+            strict=True,
         ):
             if name in kept:
                 view.copy_(kept[name].view_as(parameter))
 
-    def _fill_store(self) -> Store:
+    def _fill_store(self) -> ParameterStore:
         """The store of a real server, holding the whole model."""
         replica, layout = self._training.replica, self._layout
         optimizer = replica.optimizer
-        store = Store()
+        store = ParameterStore()
         store.weights = layout.new_buffer()
         group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         members: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
@@ -418,11 +425,11 @@ class Served:
             view.copy_(parameter.detach())
             held = torch.nn.Parameter(view)
             nbytes = parameter.numel() * parameter.element_size()
-            store.pieces.append(Piece(name, offset, nbytes, held, group_of[parameter]))
+            store.pieces.append(StoredSlice(name, offset, nbytes, held, group_of[parameter]))
             members[group_of[parameter]].append(held)
         cls = type(optimizer)
-        store.optimizer = make_optimizer(
-            f"{cls.__module__}:{cls.__qualname__}", hyper_parameters(optimizer), members
+        store.optimizer = optimizer_from_reference(
+            f"{cls.__module__}:{cls.__qualname__}", optimizer_options(optimizer), members
         )
         assert store.optimizer is not None
         for piece, parameter in zip(store.pieces, self._parameters, strict=True):
@@ -430,7 +437,7 @@ class Served:
             if slots:
                 store.optimizer.state[piece.parameter] = _copy_slots(slots)
         if self._spec.codec is None:
-            store.lay_rows()
+            store.flatten()
         return store
 
     def pull(self, worker: int) -> None:
@@ -459,11 +466,11 @@ class Served:
         if not self._users[version]:
             del self._versions[version], self._users[version]
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> Told:
+    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
         training = self._training
         training.set_lr(lease)
         self._load(self._holds[worker])
-        told = training.differentiate(worker, lease)
+        told = training.forward_backward(worker, lease)
         alone = not self._spec.sync.aggregates and not self._in_groups
         if training.replica.clip is not None and alone:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.replica.clip)
@@ -481,8 +488,8 @@ class Served:
                 view.copy_(parameter.grad)
         if self._compressors:
             self._pass_through_codec(worker, buffer)
-        groups = tuple(hyper_parameters(training.replica.optimizer))
-        self._store.gradients[worker, handle] = Gradient(buffer, frozenset(missing), groups)
+        groups = tuple(optimizer_options(training.replica.optimizer))
+        self._store.gradients[worker, handle] = PendingGradient(buffer, frozenset(missing), groups)
         return told
 
     def _pass_through_codec(self, worker: int, buffer: torch.Tensor) -> None:
@@ -509,7 +516,9 @@ class Served:
                 view.add_(part, alpha=weight)
         if self._training.replica.clip is not None:
             self._clip_joined(views, self._training.replica.clip)
-        self._store.gradients[chief, handle] = Gradient(total, missing or frozenset(), groups)
+        self._store.gradients[chief, handle] = PendingGradient(
+            total, missing or frozenset(), groups
+        )
 
     def _clip_joined(self, views: list[torch.Tensor], most: float) -> None:
         """A group's first worker clips what all of it have computed together."""
@@ -528,18 +537,18 @@ class Served:
                     parameter.copy_(view)
             self._in_model = version
 
-    def square(self, order: Apply) -> float:
+    def square(self, order: ApplyUpdate) -> float:
         return self._store.sum_up(order)
 
-    def apply(self, order: Apply, factor: float) -> None:
+    def apply(self, order: ApplyUpdate, factor: float) -> None:
         store = self._store
         if len(order.parts) == 1 and order.parts[0].weight == 1.0:
-            store.point_at(order)
+            store.use_single_gradient(order)
         else:
             # Summed again even where its norm was measured: others may have been summed since.
             store.sum_up(order)
         store.step(order, factor)
-        store.drop(order)
+        store.release_gradients(order)
         self._version += 1
 
     def settle(self) -> None:
@@ -551,7 +560,7 @@ class Served:
     def export(self) -> None:
         """Slots back to the workers' optimizer."""
         self.settle()
-        self._store.bring_back_slots()
+        self._store.sync_slots()
         assert self._store.optimizer is not None
         state = self._training.replica.optimizer.state
         for piece, parameter in zip(self._store.pieces, self._parameters, strict=True):
@@ -565,5 +574,5 @@ class Served:
         names = [name for name, _ in self._training.replica.trained]
         for compressor, kept in zip(self._compressors, self._training.residuals, strict=False):
             if compressor.feedback is not None:
-                views = self._layout.views(as_bytes(compressor.feedback.residual))
+                views = self._layout.views(as_byte_tensor(compressor.feedback.residual))
                 kept.update({n: v.clone() for n, v in zip(names, views, strict=True)})

@@ -11,29 +11,29 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare import workers_for
+from paceline.launch.compare_runs import workers_for
 from paceline.launch.run import (
     RunOptions,
     check_sizes,
-    conclude,
     describe_job,
+    job_reference,
     make_plan,
-    read_memory,
-    refer_to,
+    raise_unless_done,
+    read_coordinator_state,
     versions,
 )
-from paceline.launch.supervisor import Outcome
-from paceline.plan.cost import Workload, with_stand_in
-from paceline.protocol.policies import make_policy
+from paceline.launch.supervisor import RunOutcome
+from paceline.plan.cost_model import Workload, with_measured_gradient_size
+from paceline.protocol.policies import make_switch_policy
+from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.specs.trouble import Trouble
-from paceline.telemetry.folder import EventWriter, RunFolder, write_json
-from paceline.telemetry.notes import NoteKeeper
+from paceline.telemetry.event_log import EventLog
 from paceline.telemetry.result import make_result
-from paceline.twin.fleet import Fleet
-from paceline.twin.learner import Costs, Learner
+from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
+from paceline.twin.backend import TimeOnlyBackend, WeightsBackend
+from paceline.twin.machines import SimulatedMachines
+from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Timeline
-from paceline.twin.world import World
 
 DEPTHS = ("learn", "cost")
 SHOW_S = 0.5
@@ -48,7 +48,7 @@ class TwinOptions:
     workers: int | None = None
     """As many as the pool has places for, unless told."""
     depth: str = "learn"
-    troubles: tuple[Trouble, ...] = ()
+    slowdowns: tuple[InjectedSlowdown, ...] = ()
     threads: int | None = None
     force: bool = False
     start_from: Path | None = None
@@ -81,11 +81,11 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     check_servers(strategy, workers)
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
-    memory = read_memory(options.start_from) if options.start_from is not None else None
+    memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
     # All that can be the user's mistake comes before anything is written or replaced.
-    work, learner, splits = prepare(resolved, workers, options, folder)
-    work = with_stand_in(work, options.pool.hosts[0])
-    make_policy(
+    work, learner, splits = prepare_twin(resolved, workers, options, folder)
+    work = with_measured_gradient_size(work, options.pool.hosts[0])
+    make_switch_policy(
         strategy,
         workers=workers,
         samples_per_epoch=work.samples,
@@ -93,7 +93,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         batch=work.batch,
         schedule=plan.schedule,
     )
-    troubles = tuple(t for t in options.troubles if t.worker < workers)
+    troubles = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
     config = {
         "format": 1,
@@ -101,7 +101,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         "workers": workers,
         "servers": plan.servers,
         "troubles": [t.to_plain() for t in troubles],
-        "job": describe_job(resolved, refer_to(job, resolved)),
+        "job": describe_job(resolved, job_reference(job, resolved)),
         "labels": dict(options.labels),
         "versions": versions(),
         "virtual": True,
@@ -110,10 +110,10 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
-    keeper = NoteKeeper(writer, options.show)
+    keeper = EventLog(writer, options.show)
     keeper.started(config)
     timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-    fleet = Fleet(
+    fleet = SimulatedMachines(
         options.pool,
         workers,
         work,
@@ -122,7 +122,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         troubles=troubles,
         servers=plan.servers,
     )
-    world = World(
+    world = Simulator(
         plan,
         fleet,
         work,
@@ -135,15 +135,15 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     )
     _show_progress(world, options.show)
     end = world.run()
-    outcome = Outcome(end.status, end.error, timeline.now, world.coordinator, end.usage)
+    outcome = RunOutcome(end.status, end.error, timeline.now, world.coordinator, end.usage)
     keeper.ended(end.status, end.error, timeline.now)
     writer.close()
     result = make_result(config, outcome, folder, virtual=True)
     write_json(folder.result, result)
-    return conclude(result, outcome, folder)
+    return raise_unless_done(result, outcome, folder)
 
 
-def play_instead(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]:
+def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]:
     """A way to run in virtual time what was asked for on real processes."""
 
     def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
@@ -154,13 +154,13 @@ def play_instead(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], d
                 out=options.out,
                 pool=pool,
                 workers=min(options.workers, len(pool.slots)),
-                troubles=options.troubles,
+                slowdowns=options.slowdowns,
                 threads=options.threads,
                 force=options.force,
-                start_from=options.start_from,
+                start_from=options.from_checkpoint,
                 keep_checkpoints=options.keep_checkpoints,
                 labels=options.labels,
-                show=options.show,
+                show=options.on_event,
             ),
         )
 
@@ -176,33 +176,33 @@ def check_servers(strategy: Strategy, workers: int) -> None:
         )
 
 
-def prepare(
+def prepare_twin(
     job: Job, workers: int, options: TwinOptions, folder: RunFolder
-) -> tuple[Workload, Learner, tuple[str, ...]]:
+) -> tuple[Workload, WeightsBackend, tuple[str, ...]]:
     """Count the job's work, and make whoever learns from it."""
     import torch
 
-    from paceline.twin.workload import measure_workload
-    from paceline.worker.build import read_data
+    from paceline.twin.workload import count_workload
+    from paceline.worker.job_builder import load_job_data
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # One process computes for all virtual workers, so that rows are leased one by one.
-    tables = read_data(job.model_copy(update={"shard": "sample"}))
-    work = measure_workload(job, tables)
+    tables = load_job_data(job.model_copy(update={"shard": "sample"}))
+    work = count_workload(job, tables)
     if options.depth == "cost":
-        return work, Costs(), tables.splits
-    from paceline.twin.training import Training
+        return work, TimeOnlyBackend(), tables.splits
+    from paceline.twin.gradient_backend import GradientBackend
 
-    training = Training(
+    training = GradientBackend(
         job, tables, workers, checkpoints=folder.checkpoints, keep=options.keep_checkpoints
     )
     if options.start_from is not None:
-        training.begin_from(options.start_from)
+        training.load_checkpoint(options.start_from)
     return work, training, tables.splits
 
 
-def _show_progress(world: World, show: Callable[[str, dict[str, Any]], None]) -> None:
+def _show_progress(world: Simulator, show: Callable[[str, dict[str, Any]], None]) -> None:
     """People see the run go on in their own time; the folder knows virtual time alone."""
     due = time.monotonic() + SHOW_S
 
@@ -224,4 +224,4 @@ def _show_progress(world: World, show: Callable[[str, dict[str, Any]], None]) ->
             },
         )
 
-    world.watchers.append(watch)
+    world.observers.append(watch)

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Deed = Callable[[float], None]
+Callback = Callable[[float], None]
 """Called with the virtual second at which it happens."""
 
 
@@ -15,11 +15,11 @@ class Timeline:
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
         self.events = 0
-        self._heap: list[tuple[float, int, Deed]] = []
+        self._heap: list[tuple[float, int, Callback]] = []
         self._count = 0
         self._stopped = False
 
-    def at(self, time_s: float, deed: Deed) -> None:
+    def schedule(self, time_s: float, deed: Callback) -> None:
         """Plan a deed; one that lies in the past happens now."""
         self._count += 1
         if time_s < self.now:
@@ -28,7 +28,7 @@ class Timeline:
 
     def run(self) -> bool:
         """Until somebody calls `stop`; False when nothing is left to happen before that."""
-        with rare_collection():
+        with infrequent_gc():
             heap, pop = self._heap, heapq.heappop
             while heap and not self._stopped:
                 self.now, _, deed = pop(heap)
@@ -42,7 +42,7 @@ class Timeline:
 
 
 @contextmanager
-def rare_collection() -> Iterator[None]:
+def infrequent_gc() -> Iterator[None]:
     """Look for rubbish less often: every event makes a few objects, and nearly none in circles."""
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
@@ -52,20 +52,20 @@ def rare_collection() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-class Lane:
+class FifoResource:
     """Something that serves one at a time, in the order of asking: a link, a server, a queue."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
 
-    def take(self, time_s: float, seconds: float) -> float:
+    def reserve(self, time_s: float, seconds: float) -> float:
         """When a service that is asked for at `time_s` is over."""
         begins = time_s if time_s > self.free_at else self.free_at
         self.free_at = begins + seconds
         return self.free_at
 
 
-class Cores:
+class SharedCores:
     """A machine's cores, shared evenly by more processes than there are cores."""
 
     def __init__(self, timeline: Timeline, cores: int, processes: int) -> None:
@@ -73,12 +73,12 @@ class Cores:
         self._cores = cores
         self.crowded = processes > cores
         self._left: dict[int, float] = {}
-        self._then: dict[int, Deed] = {}
+        self._then: dict[int, Callback] = {}
         self._since = 0.0
         self._count = 0
         self._round = 0
 
-    def run(self, time_s: float, seconds: float, then: Deed) -> None:
+    def run(self, time_s: float, seconds: float, then: Callback) -> None:
         """Do `seconds` of work from `time_s` on; `then` is told when it is over.
 
         With a core for every process that is known at once, and `then` is called before the
@@ -87,9 +87,9 @@ class Cores:
         if not self.crowded:
             then(time_s + seconds)
         else:
-            self._timeline.at(time_s, lambda now: self._begin(now, seconds, then))
+            self._timeline.schedule(time_s, lambda now: self._begin(now, seconds, then))
 
-    def _begin(self, now: float, seconds: float, then: Deed) -> None:
+    def _begin(self, now: float, seconds: float, then: Callback) -> None:
         self._advance(now)
         self._count += 1
         self._left[self._count] = seconds
@@ -122,4 +122,4 @@ class Cores:
             self._plan()
             then(now)
 
-        self._timeline.at(ends, end)
+        self._timeline.schedule(ends, end)

@@ -5,28 +5,34 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.job import Job, name_of
-from paceline.plan.cost import Workload
+from paceline.job import Job, display_name
+from paceline.plan.cost_model import Workload
 from paceline.protocol.messages import Lease
 from paceline.specs.optimizer_base import count_slots
-from paceline.worker.build import Tables, build_loss, build_model, choose_device, read_data
-from paceline.worker.feed import Feed
+from paceline.worker.batch_loader import BatchLoader
+from paceline.worker.job_builder import (
+    JobData,
+    build_loss,
+    build_model,
+    choose_device,
+    load_job_data,
+)
 
 PROBE_SAMPLES = 2
 """BatchNorm wants more than one row."""
 
 
-def measure_job(job: Job) -> Workload:
+def workload_of_job(job: Job) -> Workload:
     """Read the job's data and count its work."""
-    return measure_workload(job, read_data(job))
+    return count_workload(job, load_job_data(job))
 
 
-def measure_workload(job: Job, tables: Tables) -> Workload:
+def count_workload(job: Job, tables: JobData) -> Workload:
     """Count, without training anything: the generator and the job's own model stay as they are."""
     generator = torch.get_rng_state()
     model = build_model(job, tables)
     count = min(PROBE_SAMPLES, len(tables.train))
-    feed = Feed(tables.train, job.seed, choose_device(job))
+    feed = BatchLoader(tables.train, job.seed, choose_device(job))
     inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
     was = {n: b.clone() for n, b in model.named_buffers()}
     counter = FlopCounterMode(display=False)
@@ -56,8 +62,8 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
     total = max(1, counter.get_total_flops())
     spec = job.optimizer_spec
     return Workload(
-        model=name_of(job.model) or "model",
-        data=name_of(job.data) or "data",
+        model=display_name(job.model) or "model",
+        data=display_name(job.data) or "data",
         shapes=tuple(tuple(p.shape) for p in trained),
         item_bytes=trained[0].element_size(),
         flops_per_sample=counter.get_total_flops() / count,
@@ -65,8 +71,8 @@ def measure_workload(job: Job, tables: Tables) -> Workload:
         batch=job.batch,
         epochs=job.epochs,
         evaluated={split: len(getattr(tables, split)) for split in tables.splits},
-        slots=count_slots(spec.word, spec.options()),
+        slots=count_slots(spec.name, spec.options()),
         # A parameter that was not used never has a gradient: its bucket waits for the end.
-        ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
-        passed=tuple(entering.get(p, 0.0) for p in trained),
+        gradient_ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
+        input_bytes_per_sample=tuple(entering.get(p, 0.0) for p in trained),
     )

@@ -33,7 +33,7 @@ class Assignment(BaseModel):
     """0: as many as the machine's cores allow, which the launcher works out."""
     pin: bool = False
     """Keep each worker to cores of its own."""
-    beside: tuple[int, int] = (0, 1)
+    local_rank: tuple[int, int] = (0, 1)
     """Which of the machine's workers this is, and of how many; the launcher knows."""
     timeout_s: float
     folder: str | None
@@ -45,7 +45,7 @@ class Assignment(BaseModel):
     job: JobRef | None = None
     checkpoint: str | None = None
     keep_checkpoints: int = 2
-    troubles: tuple[dict[str, float], ...] = ()
+    slowdowns: tuple[dict[str, float], ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()
     telemetry: bool = True
@@ -56,7 +56,7 @@ class Assignment(BaseModel):
     """A pickled job follows on standard input: only ever from a parent to its own child."""
 
     @property
-    def who(self) -> str:
+    def process_name(self) -> str:
         return f"{self.kind}-{self.index}"
 
 

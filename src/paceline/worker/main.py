@@ -10,12 +10,12 @@ import threading
 import traceback
 from typing import IO
 
-from paceline.comm.control import Control
+from paceline.comm.control import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
-from paceline.protocol.messages import Failing
-from paceline.worker.allocator import keep_freed_memory
+from paceline.protocol.messages import ProcessFailing
 from paceline.worker.assignment import Assignment, read_assignment
-from paceline.worker.pinning import pin
+from paceline.worker.cpu_affinity import pin
+from paceline.worker.malloc import tune_malloc
 from paceline.worker.spawn import start_child
 
 STACKS_BEGIN = "--- stacks of "
@@ -28,18 +28,20 @@ MARGIN_S = 30.0
 
 
 def main() -> None:
-    keep_freed_memory()
+    tune_malloc()
     commands = os.fdopen(os.dup(0), "rb")
     assignment, live = read_assignment(commands)
     # A user's script must not read our commands.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    threading.Thread(target=_obey, args=(commands, assignment.who), daemon=True).start()
+    threading.Thread(
+        target=_watch_parent, args=(commands, assignment.process_name), daemon=True
+    ).start()
     wait_s = 2 * assignment.timeout_s + MARGIN_S
-    control = Control(
+    control = ControlConnection(
         assignment.host,
         assignment.port,
         token=assignment.token,
-        who=assignment.who,
+        who=assignment.process_name,
         pid=os.getpid(),
         timeout_s=wait_s,
     )
@@ -49,40 +51,42 @@ def main() -> None:
             _serve(assignment, control, wait_s)
         else:
             _work(assignment, control, live, wait_s)
-            _see_servers_off()
+            _wait_for_servers()
         code = 0
     except Diverged:
         pass  # The coordinator has been told, and ends the run.
     except BaseException as error:
-        _tell_failure(control, assignment, error)
+        _report_failure(control, assignment, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without waiting for threads of libraries: a peer may be gone in the middle of a collective.
     os._exit(code)
 
 
-def _serve(assignment: Assignment, control: Control, wait_s: float) -> None:
-    from paceline.worker.serving import serve
+def _serve(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
+    from paceline.worker.server_main import run_server
 
-    serve(assignment, control, wait_s)
+    run_server(assignment, control, wait_s)
 
 
-def _work(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
+def _work(
+    assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
+) -> None:
     # Servers are this worker's children: they start while torch is being imported here.
     for index in assignment.servers:
         changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
         _children.append(start_child(assignment.model_copy(update={**changes, "servers": ()})))
     if assignment.pin:  # servers have been started: they may run anywhere
-        pin(*assignment.beside)
-    from paceline.worker.session import run_job, run_script
+        pin(*assignment.local_rank)
+    from paceline.worker.session import run_worker_job, run_worker_script
 
     if assignment.script is not None:
-        run_script(assignment, control, wait_s)
+        run_worker_script(assignment, control, wait_s)
     else:
-        run_job(assignment, control, live, wait_s)
+        run_worker_job(assignment, control, live, wait_s)
 
 
-def _see_servers_off() -> None:
+def _wait_for_servers() -> None:
     """The run is done and servers have been told: let them say their last words."""
     for child in _children:
         try:
@@ -91,7 +95,9 @@ def _see_servers_off() -> None:
             pass  # It ends with this process.
 
 
-def _tell_failure(control: Control, assignment: Assignment, error: BaseException) -> None:
+def _report_failure(
+    control: ControlConnection, assignment: Assignment, error: BaseException
+) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)
     if isinstance(error, PacelineError):
@@ -100,9 +106,9 @@ def _tell_failure(control: Control, assignment: Assignment, error: BaseException
         short = f"{type(error).__name__}: {error}"
     shortage = None
     if not isinstance(error, PacelineError):
-        from paceline.worker.fit import explain_shortage
+        from paceline.worker.memory_check import explain_out_of_memory
 
-        shortage = explain_shortage(error)
+        shortage = explain_out_of_memory(error)
     short = shortage or short
     blame = "usage" if isinstance(error, UsageError) else "own"
     if isinstance(error, PeerLost | DeadlineExceeded):
@@ -110,12 +116,14 @@ def _tell_failure(control: Control, assignment: Assignment, error: BaseException
     # What is raised on purpose says all in one line; the log has the rest.
     details = "" if isinstance(error, PacelineError) or shortage else text
     try:
-        control.tell(Failing(assignment.who, short.replace("\n", " "), details, blame))
+        control.send(
+            ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)
+        )
     except PacelineError:
         pass  # The supervisor is gone: nobody is left to tell.
 
 
-def _obey(commands: IO[bytes], who: str) -> None:
+def _watch_parent(commands: IO[bytes], who: str) -> None:
     """Commands of the parent; the end of the stream means that the parent is gone."""
     for line in commands:
         if line.strip() == b"stacks":

@@ -34,19 +34,19 @@ END_S = 8.0
 """Programs end themselves when their input does; this is how long they may take."""
 
 
-def make_ticket(host: str, port: int, token: str, index: int) -> str:
+def make_agent_ticket(host: str, port: int, token: str, index: int) -> str:
     """What `serve` needs; it holds a token, so it travels only inside the engine."""
     return json.dumps({"host": host, "port": port, "token": token, "index": index})
 
 
-def serve(ticket: str, node: str = "") -> None:
+def run_host_agent(ticket: str, node: str = "") -> None:
     """Call the supervisor and do as it says, until it says that all is over or is gone."""
     told = json.loads(ticket)
     channel = Channel.connect(
         told["host"], told["port"], token=told["token"], peer="the supervisor", timeout_s=CALL_S
     )
     channel.set_timeout(SILENT_S)
-    outpost = _Outpost(channel)
+    outpost = _HostAgent(channel)
     outpost.send(
         {
             "index": told["index"],
@@ -65,7 +65,7 @@ def serve(ticket: str, node: str = "") -> None:
         outpost.end()
 
 
-class _Outpost:
+class _HostAgent:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()

@@ -13,48 +13,48 @@ from typing import Any
 
 import torch
 
-from paceline.comm.broadcast import broadcast_section
-from paceline.comm.control import Control, StoreClient
-from paceline.comm.group import Group
+from paceline.comm.control import ControlConnection, StoreClient
+from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.state_exchange import broadcast_section
 from paceline.errors import CheckpointError, StateError, UsageError
 from paceline.job import Job
-from paceline.protocol.messages import Lease, Ready
-from paceline.specs.strategy import Grouped, Strategy, read_strategy
-from paceline.specs.trouble import Trouble
+from paceline.protocol.messages import Lease, WorkerReady
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.specs.strategy import Grouped, Strategy, parse_strategy
 from paceline.state import (
     Section,
     TrainState,
-    capture,
     fingerprint_of,
     is_model_tensor,
-    restore,
+    load_into_model,
+    state_from_model,
 )
-from paceline.strategies.runner import Replica, Surroundings
-from paceline.telemetry.events import InputDone, Profiled, WorkerBegan, WorkerEnded
-from paceline.telemetry.folder import RunFolder
-from paceline.telemetry.phases import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
-from paceline.telemetry.recorder import StepRecorder
-from paceline.telemetry.resources import allowed_cores, quota_cores
-from paceline.telemetry.sampler import Counters
-from paceline.worker.adapters import watch_imports
-from paceline.worker.agent import Agent, Duties, Heart
+from paceline.strategies.runner import Replica, WorkerContext
+from paceline.telemetry.events import InputStats, ProfileWritten, WorkerEnded, WorkerStarted
+from paceline.telemetry.phase_clock import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
+from paceline.telemetry.proc_stats import allowed_cores, quota_cores
+from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.sampler import StepCounters
+from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.assignment import Assignment
-from paceline.worker.build import (
+from paceline.worker.batch_loader import BatchLoader
+from paceline.worker.coordinator_client import CoordinatorClient, HeartbeatThread, LoopCallbacks
+from paceline.worker.evaluation import EvalShard, Predict, evaluate_shard
+from paceline.worker.import_hooks import install_import_hook
+from paceline.worker.job_builder import (
     Loss,
     build_loss,
     build_model,
     build_optimizer,
     choose_device,
-    read_data,
+    load_job_data,
 )
-from paceline.worker.evaluate import Predict, Share, evaluate_share
-from paceline.worker.feed import Feed
-from paceline.worker.files import open_files
-from paceline.worker.fit import check_room
-from paceline.worker.loop import train
-from paceline.worker.profile import EpochProfiler
+from paceline.worker.memory_check import check_memory
+from paceline.worker.profiler import EpochProfiler
+from paceline.worker.run_files import open_run_files
 from paceline.worker.spawn import unpack_live
-from paceline.worker.witness import Witness
+from paceline.worker.telemetry_reporter import TelemetryReporter
+from paceline.worker.training_loop import run_training_loop
 
 PROBE_PASSES = 4
 RANK_STRIDE = 1_000_003
@@ -64,19 +64,21 @@ RANK_STRIDE = 1_000_003
 class Session:
     """The parts of a worker that do not depend on what is trained."""
 
-    def __init__(self, assignment: Assignment, control: Control, wait_s: float) -> None:
+    def __init__(self, assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
         self.assignment = assignment
         self.control = control
         self.rank, self.size = assignment.index, assignment.workers
         self.wait_s = wait_s
-        self.files = open_files(assignment, control)
+        self.files = open_run_files(assignment, control)
         self.clock = PhaseClock(self.files.began_wall_s)
         self.stages = PhaseClock(self.files.began_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
-        self.counters = Counters()
-        self.witness = Witness(assignment, control, self.files.events, self.clock, self.counters)
-        self.witness.tell(
-            WorkerBegan(
+        self.counters = StepCounters()
+        self.telemetry = TelemetryReporter(
+            assignment, control, self.files.events, self.clock, self.counters
+        )
+        self.telemetry.report(
+            WorkerStarted(
                 t=round(self.clock.now_s(), 6),
                 worker=self.rank,
                 host=socket.gethostname(),
@@ -86,27 +88,27 @@ class Session:
                 quota=quota_cores(),
             )
         )
-        self.witness.start()
-        self.around: Surroundings | None = None
-        self.agent: Agent | None = None
-        self._heart: Heart | None = None
+        self.telemetry.start()
+        self.context: WorkerContext | None = None
+        self.agent: CoordinatorClient | None = None
+        self._heartbeat: HeartbeatThread | None = None
 
-    def surround(self, replica: Replica) -> Surroundings:
+    def join_group(self, replica: Replica) -> WorkerContext:
         """Meet the other workers."""
         told = self.assignment
         store = None
         if self.size > 1:
             store = StoreClient(
-                told.host, told.port, token=told.token, who=told.who, timeout_s=self.wait_s
+                told.host, told.port, token=told.token, who=told.process_name, timeout_s=self.wait_s
             )
-        group = Group.join(
+        group = CollectiveGroup.init(
             store,
             rank=self.rank,
             size=self.size,
             address=told.bind or self.control.local_address,
             timeout_s=self.wait_s,
         )
-        self.around = Surroundings(
+        self.context = WorkerContext(
             rank=self.rank,
             size=self.size,
             replica=replica,
@@ -116,18 +118,18 @@ class Session:
             token=told.token,
             timeout_s=self.wait_s,
         )
-        return self.around
+        return self.context
 
-    def start_heart(self, around: Surroundings) -> None:
-        self._heart = Heart(around, on_lost=lambda: os._exit(1))
-        self._heart.step = lambda: self.agent.step if self.agent is not None else 0
-        self._heart.start()
+    def start_heartbeat(self, around: WorkerContext) -> None:
+        self._heartbeat = HeartbeatThread(around, on_lost=lambda: os._exit(1))
+        self._heartbeat.step = lambda: self.agent.step if self.agent is not None else 0
+        self._heartbeat.start()
 
-    def make_agent(
-        self, around: Surroundings, state: TrainState, duties: Duties, samples: int
-    ) -> Agent:
-        agent = Agent(
-            strategy=read_strategy(self.assignment.strategy),
+    def make_client(
+        self, around: WorkerContext, state: TrainState, duties: LoopCallbacks, samples: int
+    ) -> CoordinatorClient:
+        agent = CoordinatorClient(
+            strategy=parse_strategy(self.assignment.strategy),
             around=around,
             state=state,
             duties=duties,
@@ -139,9 +141,9 @@ class Session:
             ),
             stages=self.stages,
         )
-        agent.before_leave = self.witness.look
+        agent.on_close = self.telemetry.sample_now
         agent.samples_per_epoch = samples
-        agent.troubles = tuple(Trouble.from_plain(t) for t in self.assignment.troubles)
+        agent.slowdown = tuple(InjectedSlowdown.from_plain(t) for t in self.assignment.slowdowns)
         if self.rank < len(state.workers):
             own = state.workers[self.rank]
             torch.set_rng_state(own.tensors["rng/torch"])
@@ -150,7 +152,7 @@ class Session:
         self.stages.enter(TRAIN)
         return agent
 
-    def make_profiler(self, agent: Agent) -> EpochProfiler | None:
+    def make_profiler(self, agent: CoordinatorClient) -> EpochProfiler | None:
         """For the epoch that was asked for; it ends when the epoch's steps do."""
         epoch = self.assignment.profile_epoch
         if epoch is None:
@@ -158,13 +160,13 @@ class Session:
 
         def written(epoch: int, steps: int, path: str) -> None:
             t = round(self.clock.now_s(), 6)
-            self.witness.tell(Profiled(t=t, epoch=epoch, steps=steps, path=path))
+            self.telemetry.report(ProfileWritten(t=t, epoch=epoch, steps=steps, path=path))
 
         # Only where the folder is at hand: a run elsewhere refuses to profile before it starts.
         assert self.assignment.folder is not None
-        path = RunFolder(self.assignment.folder).profile(self.assignment.who)
+        path = RunFolder(self.assignment.folder).profile(self.assignment.process_name)
         profiler = EpochProfiler(epoch, path, self.rank, written)
-        agent.before_settle = profiler.stop
+        agent.on_quiesce = profiler.stop
         return profiler
 
     def _steps_before(self, state: TrainState) -> int:
@@ -172,29 +174,29 @@ class Session:
             return 0
         return int(state.workers[self.rank].plain["step"])
 
-    def share_state(self, around: Surroundings) -> TrainState:
+    def broadcast_state(self, around: WorkerContext) -> TrainState:
         """The state to begin from: worker 0's, or its checkpoint's, the same on every worker."""
         replica = around.replica
-        state = TrainState(capture(replica.model, replica.optimizer))
+        state = TrainState(state_from_model(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
             if self.rank == 0:
                 state = self.files.load(self.assignment.checkpoint)
                 self._check_model(state, replica)
             workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
             state = TrainState(broadcast_section(state.shared, around.group), workers)
-            replica.layout = state.shared.plain["layout"]
+            replica.bucket_layout = state.shared.plain["layout"]
             # A run with another number of workers adds in another order anyway.
-            replica.way = state.shared.plain.get("way")
+            replica.comm_backend = state.shared.plain.get("way")
         elif self.size > 1:
-            state = TrainState(_share_fresh(state.shared, around.group))
+            state = TrainState(_broadcast_initial_state(state.shared, around.group))
         try:
-            restore(state.shared, replica.model, replica.optimizer)
+            load_into_model(state.shared, replica.model, replica.optimizer)
         except StateError as error:
             raise CheckpointError(str(error)) from None
         return state
 
     def _check_model(self, state: TrainState, replica: Replica) -> None:
-        mine = capture(replica.model, replica.optimizer).tensors
+        mine = state_from_model(replica.model, replica.optimizer).tensors
         if state.fingerprint() != fingerprint_of(mine):
             raise CheckpointError(
                 f"checkpoint {self.assignment.checkpoint} is of another model: "
@@ -202,7 +204,7 @@ class Session:
             )
 
     def write_input(self, facts: dict[str, Any]) -> None:
-        self.files.events.write(InputDone(t=round(self.clock.now_s(), 6), **facts))
+        self.files.events.write(InputStats(t=round(self.clock.now_s(), 6), **facts))
 
     def seed_worker(self, seed: int) -> None:
         if self.rank > 0:
@@ -210,9 +212,9 @@ class Session:
 
     def close(self) -> None:
         assert self.agent is not None
-        self.witness.stop()
+        self.telemetry.stop()
         totals = self.agent.totals()
-        self.witness.tell(
+        self.telemetry.report(
             WorkerEnded(
                 t=round(self.clock.now_s(), 6),
                 phases=totals["phases"],
@@ -220,14 +222,14 @@ class Session:
                 peak_rss_bytes=totals["peak_rss_bytes"],
             )
         )
-        if self._heart is not None:
-            self._heart.stop()
-        assert self.around is not None
-        self.around.group.leave()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        assert self.context is not None
+        self.context.group.destroy()
         self.control.close()
 
 
-def _share_fresh(mine: Section, group: Group) -> Section:
+def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
     """Worker 0's state at the beginning; in place where the optimizer remembers nothing yet, for a
     large model has no room for a second copy of itself."""
     weights = sorted(k for k in mine.tensors if is_model_tensor(k))
@@ -239,11 +241,11 @@ def _share_fresh(mine: Section, group: Group) -> Section:
     if told["fingerprint"] != fingerprint_of(mine.tensors):
         raise UsageError(f"worker {group.rank} has built another model than worker 0")
     for name in weights:
-        group.broadcast_into(mine.tensors[name])
+        group.broadcast_any_layout(mine.tensors[name])
     return Section({name: mine.tensors[name] for name in weights})
 
 
-def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section]:
+def _broadcast_all(sections: list[Section] | None, group: CollectiveGroup) -> list[Section]:
     count = Section(plain={"count": len(sections)}) if sections is not None else None
     total = broadcast_section(count, group).plain["count"]
     return [
@@ -252,29 +254,31 @@ def _broadcast_all(sections: list[Section] | None, group: Group) -> list[Section
     ]
 
 
-def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s: float) -> None:
+def run_worker_job(
+    assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
+) -> None:
     """Train a job: read, build, meet, train, until the coordinator says that it is done."""
     session = Session(assignment, control, wait_s)
     session.stages.enter(READ)
     job = unpack_live(live) if live is not None else _resolve(assignment)
     device = choose_device(job)
-    tables = read_data(job)
+    tables = load_job_data(job)
     session.stages.enter(PREPARE)
     model = build_model(job, tables)
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
-    check_room(read_strategy(assignment.strategy), model, optimizer, session.size)
+    check_memory(parse_strategy(assignment.strategy), model, optimizer, session.size)
     replica = Replica(model, optimizer, clip=job.clip)
-    around = session.surround(replica)
-    session.start_heart(around)
+    around = session.join_group(replica)
+    session.start_heartbeat(around)
     session.seed_worker(job.seed)
     set_worker = getattr(model, "set_worker", None)
     if set_worker is not None:
         set_worker(session.rank)
-    state = session.share_state(around)
+    state = session.broadcast_state(around)
 
-    def evaluate(split: str, share: Share, predict: Predict) -> tuple[float, int | None, int]:
-        return evaluate_share(
+    def evaluate(split: str, share: EvalShard, predict: Predict) -> tuple[float, int | None, int]:
+        return evaluate_shard(
             model,
             loss_of,
             getattr(tables, split),
@@ -284,12 +288,12 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
             alive=lambda: session.clock.enter(EVAL),
         )
 
-    duties = Duties(
+    duties = LoopCallbacks(
         evaluate=evaluate,
         save=session.files.save,
         save_model=lambda distant: session.files.save_model(model, distant),
     )
-    feed = Feed(
+    feed = BatchLoader(
         tables.train,
         job.seed,
         device,
@@ -300,21 +304,23 @@ def run_job(assignment: Assignment, control: Control, live: bytes | None, wait_s
     if assignment.checkpoint is None:
         session.stages.enter(READ)
         feed.warm_up()
-    agent = session.make_agent(around, state, duties, feed.samples)
+    agent = session.make_client(around, state, duties, feed.samples)
     del state  # its tensors are the model's: strategies that split it let go of what they can
-    agent.expecting, agent.input_totals = feed.expect, feed.totals
+    agent.on_leases_known, agent.input_stats = feed.prefetch, feed.totals
     speed = 0.0
-    if needs_speeds(read_strategy(assignment.strategy)):
+    if needs_speeds(parse_strategy(assignment.strategy)):
         # As slow as it will ever be: the groups hold for the whole run.
         slow = max(
-            (t.factor / t.cores for t in agent.troubles if t.worker == session.rank), default=1.0
+            (t.factor / t.cores for t in agent.slowdown if t.worker == session.rank), default=1.0
         )
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
-    control.tell(
-        Ready(session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout)
+    control.send(
+        WorkerReady(
+            session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout
+        )
     )
     profiler = session.make_profiler(agent)
-    train(job, agent, replica, feed, loss_of, session.clock, profiler)
+    run_training_loop(job, agent, replica, feed, loss_of, session.clock, profiler)
     feed.close()
     session.close()
 
@@ -323,7 +329,7 @@ def needs_speeds(strategy: Strategy) -> bool:
     return any(isinstance(p, Grouped) and p.by == "speed" for p in strategy.phases)
 
 
-def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: Feed, samples: int) -> float:
+def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: BatchLoader, samples: int) -> float:
     """Samples a second of a few passes on a copy: the model itself and its generator stay as is."""
     generator = torch.get_rng_state()
     copied = copy.deepcopy(model).train()
@@ -344,15 +350,15 @@ def _resolve(assignment: Assignment) -> Job:
     return assignment.job.resolve()
 
 
-def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
+def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
     """Run a user's own loop; `paceline.prepare` in it finds this session."""
-    from paceline.worker import own_loop
+    from paceline.worker import custom_loop
 
     assert assignment.script is not None
     session = Session(assignment, control, wait_s)
     session.stages.enter(PREPARE)
-    own_loop.current = session
-    watch_imports()
+    custom_loop._session = session
+    install_import_hook()
     sys.argv = [assignment.script, *assignment.script_args]
     sys.path.insert(0, str(Path(assignment.script).parent))
     try:
@@ -365,5 +371,5 @@ def run_script(assignment: Assignment, control: Control, wait_s: float) -> None:
             f"{assignment.script} never called paceline.prepare(model, optimizer, loader), "
             "nor fit() of a Keras model"
         )
-    session.agent.end_of_loop()
+    session.agent.finish_custom_loop()
     session.close()

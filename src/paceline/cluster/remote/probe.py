@@ -45,7 +45,7 @@ def main() -> None:
 # ---- what the machine is ---------------------------------------------------------------------
 
 
-def tell_facts(packages: list[str]) -> Answer:
+def machine_facts(packages: list[str]) -> Answer:
     """Everything that is known without measuring."""
     versions = {name: find_version(name) for name in packages}
     load = os.getloadavg()
@@ -133,25 +133,25 @@ def resolve(name: str) -> str | None:
         return None
 
 
-def tell_clock() -> Answer:
+def read_clock() -> Answer:
     return {"time": time.time()}
 
 
 # ---- ways to the others ----------------------------------------------------------------------
 
 
-def tell_routes(peers: list[str]) -> Answer:
+def find_routes(peers: list[str]) -> Answer:
     """For each peer's address: the address and interface that this machine would reach it by."""
     interfaces = list_addresses()
     routes = {}
     for peer in peers:
-        source = source_towards(peer)
+        source = source_address_for(peer)
         name = interfaces.get(source or "")
         routes[peer] = {"source": source, "interface": name, "mtu": read_mtu(name)}
     return {"routes": routes, "addresses": interfaces}
 
 
-def source_towards(peer: str) -> str | None:
+def source_address_for(peer: str) -> str | None:
     """By the kernel's own routing table: connecting a datagram socket sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
@@ -366,9 +366,9 @@ def measure_flops(seconds: float) -> Answer:
 
 
 COMMANDS: dict[str, Callable[..., Answer]] = {
-    "facts": tell_facts,
-    "clock": tell_clock,
-    "routes": tell_routes,
+    "facts": machine_facts,
+    "clock": read_clock,
+    "routes": find_routes,
     "ports": find_ports,
     "listen": listen,
     "reach": reach,

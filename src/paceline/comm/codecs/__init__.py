@@ -12,19 +12,26 @@ turn a whole chunk, or every later message through the residual, into nonsense w
 from __future__ import annotations
 
 from paceline.comm.codecs.build import Compressor, make_coder
-from paceline.comm.codecs.coder import RESIDUAL, Coder, NotFinite, Payload, Shape, check_finite
-from paceline.comm.codecs.feedback import Feedback
-from paceline.comm.codecs.low_rank import LowRank
+from paceline.comm.codecs.coder import (
+    RESIDUAL,
+    Coder,
+    NonFiniteGradient,
+    Payload,
+    Shape,
+    check_finite,
+)
+from paceline.comm.codecs.feedback import ErrorFeedback
+from paceline.comm.codecs.low_rank import PowerSgdCoder
 from paceline.comm.codecs.payload import from_bytes, to_bytes
 
 __all__ = [
     "RESIDUAL",
     "Coder",
     "Compressor",
-    "Feedback",
-    "LowRank",
-    "NotFinite",
+    "ErrorFeedback",
+    "NonFiniteGradient",
     "Payload",
+    "PowerSgdCoder",
     "Shape",
     "check_finite",
     "from_bytes",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.codecs.coder import RESIDUAL, Coder, Payload, Shape
-from paceline.comm.codecs.dense import Rounded, Signs, Steps
-from paceline.comm.codecs.feedback import Feedback
-from paceline.comm.codecs.low_rank import LowRank
-from paceline.comm.codecs.sparse import Above, Largest
+from paceline.comm.codecs.dense import CastCoder, Int8Coder, OneBitCoder
+from paceline.comm.codecs.feedback import ErrorFeedback
+from paceline.comm.codecs.low_rank import PowerSgdCoder
+from paceline.comm.codecs.sparse import ThresholdCoder, TopKCoder
 from paceline.errors import StateError, UsageError
 from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
 
@@ -20,19 +20,19 @@ from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Thre
 def make_coder(spec: Codec, dtype: torch.dtype, shapes: Sequence[Shape] = ()) -> Coder:
     """The coder for a spec; powersgd needs the shapes of what it encodes, to decode none."""
     if isinstance(spec, Fp16):
-        return Rounded(dtype, torch.float16)
+        return CastCoder(dtype, torch.float16)
     if isinstance(spec, Bf16):
-        return Rounded(dtype, torch.bfloat16)
+        return CastCoder(dtype, torch.bfloat16)
     if isinstance(spec, Int8):
-        return Steps(dtype, spec.chunk)
+        return Int8Coder(dtype, spec.chunk)
     if isinstance(spec, OneBit):
-        return Signs(dtype, spec.chunk)
+        return OneBitCoder(dtype, spec.chunk)
     if isinstance(spec, TopK):
-        return Largest(dtype, spec.ratio)
+        return TopKCoder(dtype, spec.ratio)
     if isinstance(spec, Threshold):
-        return Above(dtype, spec.x)
+        return ThresholdCoder(dtype, spec.x)
     if isinstance(spec, PowerSgd):
-        return LowRank(dtype, spec.rank, shapes)
+        return PowerSgdCoder(dtype, spec.rank, shapes)
     raise UsageError(f"there is no coder for {spec}")
 
 
@@ -42,7 +42,7 @@ class Compressor:
     def __init__(self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
         self.numel = sum(math.prod(shape) for shape in shapes)
         self.coder = make_coder(spec, dtype, shapes)
-        self.feedback = Feedback(self.numel, dtype) if spec.feedback else None
+        self.feedback = ErrorFeedback(self.numel, dtype) if spec.uses_error_feedback else None
 
     def encode(self, flat: Tensor) -> Payload:
         """The message for a gradient, which becomes what was meant to be sent (gradient and
@@ -53,7 +53,7 @@ class Compressor:
         payload = self.coder.encode(flat)
         residual = self.feedback.residual
         self.coder.decode(payload, residual)
-        self.feedback.remember(flat, residual)
+        self.feedback.update(flat, residual)
         return payload
 
     def state(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ RESIDUAL = "residual"
 """The name of the residual in exported state; the same for all codecs, so it outlives a change."""
 
 
-class NotFinite(PacelineError):
+class NonFiniteGradient(PacelineError):
     """A gradient that holds NaN or infinity, or is too large for the codec's number format."""
 
 
@@ -85,7 +85,7 @@ class Coder(ABC):
             raise StateError(f"codec state of another codec: {sorted(state)[0]} is not known here")
 
 
-class Room:
+class ScratchBuffer:
     """Memory for intermediate results, taken once and used for every block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -103,30 +103,30 @@ def check_finite(flat: Tensor, short: torch.dtype | None = None) -> None:
         return
     low, high = (float(x) for x in torch.aminmax(flat))
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise NotFinite(
+        raise NonFiniteGradient(
             "the gradient holds NaN or infinity, which no codec sends: "
             "lower the learning rate, or clip the gradients"
         )
     if short is not None and max(-low, high) > torch.finfo(short).max:
-        raise NotFinite(
+        raise NonFiniteGradient(
             f"the gradient reaches {max(-low, high):g}, {dtype_name(short)} ends at "
             f"{torch.finfo(short).max:g}: use bf16 or another codec, or scale the loss down"
         )
 
 
-def expect(payload: Payload, *wanted: tuple[torch.dtype, Shape]) -> None:
+def check_payload_count(payload: Payload, *wanted: tuple[torch.dtype, Shape]) -> None:
     if [(t.dtype, tuple(t.shape)) for t in payload] != list(wanted):
-        found = ", ".join(describe(t) for t in payload) or "nothing"
+        found = ", ".join(describe_tensor(t) for t in payload) or "nothing"
         needed = ", ".join(f"{dtype_name(d)} {s}" for d, s in wanted)
         raise WireError(f"a payload of {found[:200]}; {needed} expected")
 
 
-def check_like(given: Tensor, wanted: Tensor, what: str) -> None:
+def check_tensor(given: Tensor, wanted: Tensor, what: str) -> None:
     if given.shape != wanted.shape or given.dtype != wanted.dtype:
-        raise StateError(f"{what} is {describe(given)}, {describe(wanted)} expected")
+        raise StateError(f"{what} is {describe_tensor(given)}, {describe_tensor(wanted)} expected")
 
 
-def describe(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 

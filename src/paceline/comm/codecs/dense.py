@@ -15,13 +15,13 @@ from paceline.comm.codecs.coder import (
     BLOCK,
     Coder,
     Payload,
-    Room,
+    ScratchBuffer,
     check_finite,
-    expect,
+    check_payload_count,
 )
 
 
-class Rounded(Coder):
+class CastCoder(Coder):
     """fp16 and bf16: each number rounded to a shorter one."""
 
     def __init__(self, dtype: torch.dtype, short: torch.dtype) -> None:
@@ -36,14 +36,14 @@ class Rounded(Coder):
         return [flat.to(self.short, copy=True)]
 
     def _check(self, payload: Payload, numel: int) -> None:
-        expect(payload, (self.short, (numel,)))
+        check_payload_count(payload, (self.short, (numel,)))
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         out.copy_(payload[0])
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChunkRange:
     """Some whole chunks, or the last one that is shorter: elements [start, stop) as rows."""
 
     start: int
@@ -58,7 +58,7 @@ class _Piece:
         return table[self.row : self.row + self.rows]
 
 
-class Chunked(Coder):
+class ChunkedCoder(Coder):
     """A codec with figures for each chunk of neighbouring elements, worked through in pieces."""
 
     def __init__(self, dtype: torch.dtype, chunk: int) -> None:
@@ -68,14 +68,14 @@ class Chunked(Coder):
     def _chunks(self, numel: int) -> int:
         return -(-numel // self.chunk)
 
-    def _pieces(self, numel: int) -> Iterator[_Piece]:
+    def _pieces(self, numel: int) -> Iterator[_ChunkRange]:
         step = max(1, BLOCK // self.chunk)
         whole = numel // self.chunk
         for row in range(0, whole, step):
             rows = min(step, whole - row)
-            yield _Piece(row * self.chunk, (row + rows) * self.chunk, row, rows)
+            yield _ChunkRange(row * self.chunk, (row + rows) * self.chunk, row, rows)
         if whole * self.chunk < numel:
-            yield _Piece(whole * self.chunk, numel, whole, 1)
+            yield _ChunkRange(whole * self.chunk, numel, whole, 1)
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         for piece in self._pieces(out.numel()):
@@ -83,7 +83,7 @@ class Chunked(Coder):
 
     def add(self, payload: Payload, out: Tensor) -> None:
         self._check(payload, out.numel())
-        room = Room(self.dtype)
+        room = ScratchBuffer(self.dtype)
         for piece in self._pieces(out.numel()):
             target = piece.of(out)
             decoded = room.like(target)
@@ -91,11 +91,11 @@ class Chunked(Coder):
             target.add_(decoded)
 
     @abstractmethod
-    def _fill(self, payload: Payload, piece: _Piece, target: Tensor) -> None:
+    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
         """Write one piece of what a payload says."""
 
 
-class Steps(Chunked):
+class Int8Coder(ChunkedCoder):
     """int8: 127 even steps to either side, the outermost at the chunk's largest magnitude."""
 
     def max_payload_bytes(self, numel: int) -> int:
@@ -104,7 +104,7 @@ class Steps(Chunked):
     def _encode(self, flat: Tensor) -> Payload:
         scales = torch.empty(self._chunks(flat.numel()), dtype=self.dtype)
         steps = torch.empty(flat.numel(), dtype=torch.int8)
-        room = Room(self.dtype)
+        room = ScratchBuffer(self.dtype)
         tiny = torch.finfo(self.dtype).tiny
         for piece in self._pieces(flat.numel()):
             rows = piece.of(flat)
@@ -117,13 +117,13 @@ class Steps(Chunked):
         return [scales, steps]
 
     def _check(self, payload: Payload, numel: int) -> None:
-        expect(payload, (self.dtype, (self._chunks(numel),)), (torch.int8, (numel,)))
+        check_payload_count(payload, (self.dtype, (self._chunks(numel),)), (torch.int8, (numel,)))
 
-    def _fill(self, payload: Payload, piece: _Piece, target: Tensor) -> None:
+    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
         target.copy_(piece.of(payload[1])).mul_(piece.of_rows(payload[0]).unsqueeze(1))
 
 
-class Signs(Chunked):
+class OneBitCoder(ChunkedCoder):
     """onebit: above zero or not, and the mean of either kind; a chunk's sum is kept."""
 
     def max_payload_bytes(self, numel: int) -> int:
@@ -132,7 +132,7 @@ class Signs(Chunked):
     def _encode(self, flat: Tensor) -> Payload:
         means = torch.empty(self._chunks(flat.numel()), 2, dtype=self.dtype)
         bits = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
-        room, marks = Room(self.dtype), Room(torch.bool)
+        room, marks = ScratchBuffer(self.dtype), ScratchBuffer(torch.bool)
         for piece in self._pieces(flat.numel()):
             rows = piece.of(flat)
             above = marks.like(rows)
@@ -150,17 +150,17 @@ class Signs(Chunked):
         check_finite(means[:, 1] - means[:, 0])
         return [means, bits]
 
-    def _bits_of(self, bits: Tensor, piece: _Piece) -> Tensor:
+    def _bits_of(self, bits: Tensor, piece: _ChunkRange) -> Tensor:
         return bits[piece.start // 8 : -(-piece.stop // 8)]
 
     def _check(self, payload: Payload, numel: int) -> None:
-        expect(
+        check_payload_count(
             payload,
             (self.dtype, (self._chunks(numel), 2)),
             (torch.uint8, (-(-numel // 8),)),
         )
 
-    def _fill(self, payload: Payload, piece: _Piece, target: Tensor) -> None:
+    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
         packed = self._bits_of(payload[1], piece).numpy()
         loose = np.unpackbits(packed, count=target.numel(), bitorder="little")
         mean = piece.of_rows(payload[0])

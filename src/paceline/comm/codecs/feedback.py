@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import (
-    check_like,
-)
+from paceline.comm.codecs.coder import check_tensor
 
 
-class Feedback:
+class ErrorFeedback:
     """What the messages of one flat buffer have left out so far."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -20,7 +18,7 @@ class Feedback:
         """Add to a gradient what the earlier messages lacked."""
         flat.add_(self.residual)
 
-    def remember(self, flat: Tensor, decoded: Tensor) -> None:
+    def update(self, flat: Tensor, decoded: Tensor) -> None:
         """Keep the difference between what was meant and what the message says.
 
         `decoded` may be the residual itself, which is then overwritten.
@@ -32,5 +30,5 @@ class Feedback:
 
     def load(self, residual: Tensor) -> None:
         """Take back an exported residual; raises StateError when it is of another buffer."""
-        check_like(residual, self.residual, "the residual")
+        check_tensor(residual, self.residual, "the residual")
         self.residual.copy_(residual)

@@ -13,18 +13,18 @@ from paceline.comm.codecs.coder import (
     BLOCK,
     Coder,
     Payload,
-    Room,
+    ScratchBuffer,
     Shape,
     check_finite,
-    check_like,
-    describe,
+    check_tensor,
+    describe_tensor,
 )
-from paceline.comm.codecs.feedback import Feedback
+from paceline.comm.codecs.feedback import ErrorFeedback
 from paceline.errors import StateError, UsageError, WireError
 
 
 @dataclass
-class _Matrix:
+class _MatrixFactors:
     """A parameter at `start` of the flat buffer, seen as rows x columns, and its warm start."""
 
     start: int
@@ -44,7 +44,7 @@ class _Matrix:
         return (self.rows, self.q.shape[0])
 
 
-class LowRank(Coder):
+class PowerSgdCoder(Coder):
     """powersgd (Vogels et al. 2019): a matrix M is sent as P Q, P = orth(M Qᵀ), Q = Pᵀ M.
 
     Q starts from that of the step before, which makes one round of the power method enough.
@@ -57,13 +57,13 @@ class LowRank(Coder):
     def __init__(self, dtype: torch.dtype, rank: int, shapes: Sequence[Shape]) -> None:
         super().__init__(dtype)
         self.rank = rank
-        self._segments: list[_Matrix | tuple[int, int]] = []
+        self._segments: list[_MatrixFactors | tuple[int, int]] = []
         """Matrices, and stretches [start, stop) that are sent as they are."""
         self.numel = 0
         for shape in shapes:
             self._append(shape)
-        self._matrices = [s for s in self._segments if isinstance(s, _Matrix)]
-        self._plain = [s for s in self._segments if not isinstance(s, _Matrix)]
+        self._matrices = [s for s in self._segments if isinstance(s, _MatrixFactors)]
+        self._plain = [s for s in self._segments if not isinstance(s, _MatrixFactors)]
 
     def _append(self, shape: Shape) -> None:
         size = math.prod(shape)
@@ -74,8 +74,8 @@ class LowRank(Coder):
         if len(shape) > 1 and rank * (rows + columns) < size:
             generator = torch.Generator().manual_seed(len(self._segments))
             q = torch.randn(rank, columns, dtype=self.dtype, generator=generator)
-            self._segments.append(_Matrix(start, rows, columns, q))
-        elif self._segments and not isinstance(self._segments[-1], _Matrix):
+            self._segments.append(_MatrixFactors(start, rows, columns, q))
+        elif self._segments and not isinstance(self._segments[-1], _MatrixFactors):
             self._segments[-1] = (self._segments[-1][0], self.numel)
         else:
             self._segments.append((start, self.numel))
@@ -94,7 +94,7 @@ class LowRank(Coder):
         self._check_numel(flat)
         payload = []
         for segment in self._segments:
-            if isinstance(segment, _Matrix):
+            if isinstance(segment, _MatrixFactors):
                 matrix = segment.of(flat)
                 p = orthonormal(segment.project(flat)).contiguous()
                 segment.q = p.t() @ matrix
@@ -114,7 +114,7 @@ class LowRank(Coder):
                     raise WireError("a low-rank gradient whose two factors do not fit")
                 size = part.shape[0] * q.shape[1]
             if part.dtype != self.dtype or part.dim() not in (1, 2):
-                raise WireError(f"a low-rank gradient with a part of {describe(part)}")
+                raise WireError(f"a low-rank gradient with a part of {describe_tensor(part)}")
             total += size
         if total != numel:
             raise WireError(f"a low-rank gradient of {total} elements, {numel} expected")
@@ -129,12 +129,12 @@ class LowRank(Coder):
                 q = next(parts)
                 size = part.shape[0] * q.shape[1]
                 shape = (part.shape[0], q.shape[1])
-                multiply_out(part, q, out[start : start + size].view(shape))
+                deterministic_matmul(part, q, out[start : start + size].view(shape))
             start += size
 
     # ---- the sum over workers, in steps so that the first exchange can go on meanwhile ----
 
-    def project(self, flat: Tensor) -> Tensor:
+    def compute_p(self, flat: Tensor) -> Tensor:
         """What is summed first: all that is sent as it is, then every M Qᵀ."""
         self._check_numel(flat)
         check_finite(flat)
@@ -142,35 +142,35 @@ class LowRank(Coder):
         parts += [m.project(flat).reshape(-1) for m in self._matrices]
         return torch.cat(parts) if parts else flat.clone()
 
-    def bases(self, first: Tensor) -> Tensor:
+    def p_matrices(self, first: Tensor) -> Tensor:
         """The part of the first sum that holds every P; `orthogonalize` works on it."""
         return first[sum(stop - start for start, stop in self._plain) :]
 
     def orthogonalize(self, first: Tensor) -> None:
-        for p in self._split(self.bases(first), [m.p_shape for m in self._matrices]):
+        for p in self._split(self.p_matrices(first), [m.p_shape for m in self._matrices]):
             p.copy_(orthonormal(p))
 
-    def answer(self, flat: Tensor, first: Tensor) -> Tensor:
+    def compute_q(self, flat: Tensor, first: Tensor) -> Tensor:
         """What is summed second: every Pᵀ M."""
-        ps = self._split(self.bases(first), [m.p_shape for m in self._matrices])
+        ps = self._split(self.p_matrices(first), [m.p_shape for m in self._matrices])
         return torch.cat(
             [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
         )
 
-    def leave(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
+    def update_residual(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
         """What this worker's gradient has beyond what it put into the sum, into `residual`."""
         residual.zero_()
         for matrix, p, q in self._factors(first, own):
             torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
 
-    def rebuild(self, first: Tensor, second: Tensor, out: Tensor) -> None:
+    def decompress(self, first: Tensor, second: Tensor, out: Tensor) -> None:
         """The sum, from both exchanges; the second one is the next step's start."""
         at = 0
         for start, stop in self._plain:
             out[start:stop].copy_(first[at : at + stop - start])
             at += stop - start
         for matrix, p, q in self._factors(first, second):
-            multiply_out(p, q, matrix.of(out))
+            deterministic_matmul(p, q, matrix.of(out))
             matrix.q = q.clone()
 
     def reduce(
@@ -178,12 +178,12 @@ class LowRank(Coder):
         flat: Tensor,
         all_sum: Callable[[Tensor], None],
         from_first: Callable[[Tensor], None],
-        feedback: Feedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         """Sum over workers in place, with two exchanges (and one to agree on P)."""
         if feedback is not None:
             feedback.compensate(flat)
-        first = self.project(flat)
+        first = self.compute_p(flat)
         all_sum(first)
         self.finish(flat, first, all_sum, from_first, feedback)
 
@@ -193,7 +193,7 @@ class LowRank(Coder):
         first: Tensor,
         all_sum: Callable[[Tensor], None],
         from_first: Callable[[Tensor], None],
-        feedback: Feedback | None,
+        feedback: ErrorFeedback | None,
     ) -> None:
         """What follows the first sum.
 
@@ -204,15 +204,17 @@ class LowRank(Coder):
             flat.copy_(first)
             return
         self.orthogonalize(first)
-        from_first(self.bases(first))
-        second = self.answer(flat, first)
+        from_first(self.p_matrices(first))
+        second = self.compute_q(flat, first)
         if feedback is not None:
-            self.leave(flat, first, second, feedback.residual)
+            self.update_residual(flat, first, second, feedback.residual)
         all_sum(second)
-        self.rebuild(first, second, flat)
+        self.decompress(first, second, flat)
 
-    def _factors(self, first: Tensor, second: Tensor) -> list[tuple[_Matrix, Tensor, Tensor]]:
-        ps = self._split(self.bases(first), [m.p_shape for m in self._matrices])
+    def _factors(
+        self, first: Tensor, second: Tensor
+    ) -> list[tuple[_MatrixFactors, Tensor, Tensor]]:
+        ps = self._split(self.p_matrices(first), [m.p_shape for m in self._matrices])
         qs = self._split(second, [tuple(m.q.shape) for m in self._matrices])
         return list(zip(self._matrices, ps, qs, strict=True))
 
@@ -230,7 +232,7 @@ class LowRank(Coder):
             odd = sorted(set(state).symmetric_difference(expected))[0]
             raise StateError(f"powersgd state of another model or rank: {odd} fits nothing")
         for name, q in expected.items():
-            check_like(state[name], q, f"powersgd state {name}")
+            check_tensor(state[name], q, f"powersgd state {name}")
         for index, matrix in enumerate(self._matrices):
             matrix.q = state[f"q/{index}"].clone()
 
@@ -244,11 +246,11 @@ def orthonormal(columns: Tensor) -> Tensor:
     return basis
 
 
-def multiply_out(p: Tensor, q: Tensor, out: Tensor) -> None:
+def deterministic_matmul(p: Tensor, q: Tensor, out: Tensor) -> None:
     """P Q, bit for bit the same everywhere, which a matrix product of the libraries is not."""
     if not p.shape[1]:
         out.zero_()
-    room = Room(out.dtype)
+    room = ScratchBuffer(out.dtype)
     step = max(1, BLOCK // max(1, out.shape[1]))
     for start in range(0, out.shape[0], step):
         target = out[start : start + step]

@@ -13,7 +13,7 @@ from paceline.comm.codecs.coder import (
     Shape,
     dtype_name,
 )
-from paceline.comm.shards import as_memory
+from paceline.comm.flat_layout import as_memoryview
 from paceline.errors import WireError
 
 WIRE_TYPES = {
@@ -26,7 +26,7 @@ MAX_DIMS = 2
 def to_bytes(payload: Payload) -> tuple[list[list[Any]], list[memoryview]]:
     """A table of type, shape and size for a message's head, and the memory for its body."""
     table = [[dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size()] for t in payload]
-    return table, [as_memory(t) for t in payload]
+    return table, [as_memoryview(t) for t in payload]
 
 
 def from_bytes(table: Any, body: Tensor) -> Payload:

@@ -13,13 +13,13 @@ from paceline.comm.codecs.coder import (
     SAMPLE,
     Coder,
     Payload,
-    Room,
-    expect,
+    ScratchBuffer,
+    check_payload_count,
 )
 from paceline.errors import WireError
 
 
-class Sparse(Coder):
+class SparseCoder(Coder):
     """Some elements as they are, each with its place; the others are zero.
 
     Where places and values together would be larger than all elements, these are sent, those
@@ -43,7 +43,9 @@ class Sparse(Coder):
     def _check(self, payload: Payload, numel: int) -> None:
         count = payload[1].numel() if len(payload) == 2 else 0
         dense = count == 0 and payload[0].numel() == numel if payload else False
-        expect(payload, (self.dtype, (numel if dense else count,)), (torch.int32, (count,)))
+        check_payload_count(
+            payload, (self.dtype, (numel if dense else count,)), (torch.int32, (count,))
+        )
         if count:
             low, high = torch.aminmax(payload[1])
             if int(low) < 0 or int(high) >= numel:
@@ -65,7 +67,7 @@ class Sparse(Coder):
             out.index_add_(0, places, values)
 
 
-class Largest(Sparse):
+class TopKCoder(SparseCoder):
     """topk: so many elements of the largest magnitude; of equal ones those that come first."""
 
     def __init__(self, dtype: torch.dtype, ratio: float) -> None:
@@ -79,16 +81,16 @@ class Largest(Sparse):
         return min(numel * self.item, self.count(numel) * (self.item + 4))
 
     def _encode(self, flat: Tensor) -> Payload:
-        return self._pack(flat, find_largest(flat, self.count(flat.numel())))
+        return self._pack(flat, topk_indices(flat, self.count(flat.numel())))
 
     def _check(self, payload: Payload, numel: int) -> None:
         super()._check(payload, numel)
         count = self.count(numel)
         expected = 0 if self._is_dense(numel, count) else count
-        expect(payload[1:], (torch.int32, (expected,)))
+        check_payload_count(payload[1:], (torch.int32, (expected,)))
 
 
-class Above(Sparse):
+class ThresholdCoder(SparseCoder):
     """threshold: every element of at least that magnitude, with its value.
 
     The values are sent as they are, not as plus or minus the threshold: what stays behind is then
@@ -103,12 +105,12 @@ class Above(Sparse):
         self.limit = limit
 
     def _encode(self, flat: Tensor) -> Payload:
-        return self._pack(flat, find_at_least(flat, self.limit))
+        return self._pack(flat, indices_at_least(flat, self.limit))
 
 
-def find_at_least(flat: Tensor, limit: float) -> Tensor:
+def indices_at_least(flat: Tensor, limit: float) -> Tensor:
     """Places of all elements of at least this magnitude, in order."""
-    room = Room(flat.dtype)
+    room = ScratchBuffer(flat.dtype)
     found = []
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK]
@@ -118,7 +120,7 @@ def find_at_least(flat: Tensor, limit: float) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
-def find_largest(flat: Tensor, count: int) -> Tensor:
+def topk_indices(flat: Tensor, count: int) -> Tensor:
     """Places of the `count` largest magnitudes, in order; of equal ones the first.
 
     Sorting out a few candidates is several times faster than partly sorting everything: a sample
@@ -147,5 +149,5 @@ def _find_candidates(flat: Tensor, count: int) -> Tensor | None:
     if rank >= sample.numel() // 2:
         return None
     limit = float(sample.kthvalue(sample.numel() - rank + 1).values)
-    places = find_at_least(flat, limit)
+    places = indices_at_least(flat, limit)
     return places if places.numel() >= count else None

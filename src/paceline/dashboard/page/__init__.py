@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report.charts import PHASE_STYLES, STRATEGY_COLOURS
-from paceline.report.page import drop_nan
+from paceline.report.html_page import drop_nan
 
 HERE = Path(__file__).parent
 SCRIPTS = ("charts.js", "timeline.js", "app.js")

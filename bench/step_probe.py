@@ -1,0 +1,98 @@
+"""What is probed before a measurement: a worker alone, with a server, and the way between two."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.job import refer_to_job
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.specs.strategy import parse_strategy
+from paceline.telemetry.run_folder import RunFolder
+from paceline.twin.calibration import busy_s, coefficient_of_variation, read_steps, trimmed_mean
+from paceline.twin.machine_probe import probe_backends
+from paceline.twin.run import TwinOptions, run_twin
+
+COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
+"""The parts of a step."""
+COLD = 7
+"""Steps of a probe that are left out, beside the first tenth: torch still warms up."""
+
+
+def train(job: Path, out: Path, *options: object, home: Path | None = None) -> None:
+    """One real run, each of its processes with one thread."""
+    command = [sys.executable, "-c", "from paceline.cli.main import main; main()", "train", job]
+    command += [*options, "--threads", 1, "--out", out, "--force", "--quiet"]
+    told = {**os.environ, **({"HOME": str(home)} if home is not None else {})}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=600, env=told
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
+
+
+def limit(cores: Iterable[float]) -> list[str]:
+    """Options that give each worker so much of a core."""
+    return [part for w, c in enumerate(cores) for part in ("--slow", f"worker={w},cores={c}")]
+
+
+def play(job: Path, pool: Pool, strategy: str, cores: list[float], out: Path) -> dict[str, Any]:
+    """The same run in virtual time."""
+    troubles = tuple(InjectedSlowdown(worker=w, cores=c) for w, c in enumerate(cores))
+    options = TwinOptions(
+        out=out, pool=pool, depth="cost", slowdowns=troubles, force=True, workers=len(cores)
+    )
+    return run_twin(refer_to_job(job, {}), parse_strategy(strategy), options)
+
+
+def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
+    """This machine as one of a pool that has `quotas[0]` of a core for its worker.
+
+    One process is up to a fifth faster than the next here, all its life: so there are three.
+    """
+    quota, other = quotas
+    runs: Mapping[str, tuple[str, float]] = {
+        "alone": ("single", quota),
+        "slow": ("single", other),
+        "served": ("ps(via=network)", quota),
+    }
+    for name, (strategy, cores) in runs.items():
+        train(job, folder / name, "--strategy", strategy, "--workers", 1, *limit([cores]))
+    steps = {name: read_steps(RunFolder(folder / name), 0)[COLD:] for name in runs}
+    busy = [runs[name][1] * trimmed_mean([busy_s(s) for s in mine]) for name, mine in steps.items()]
+    spec = refer_to_job(job, {}).resolve()
+    cost = StepCost(
+        per_sample_s=statistics.fmean(busy) / spec.batch,
+        update_s=trimmed_mean([s["optimizer"] / 1e6 for s in steps["alone"]]),
+    )
+    nbytes = int(RunFolder(folder / "alone").read_result()["parameter_bytes"])
+    pool = Pool(
+        hosts=(Host(host="localhost", measured={"any": cost}),),
+        link=Link(mbit_s=float("inf"), latency_ms=0.0),
+        jitter=Jitter(cv=min(2.0, coefficient_of_variation(steps["alone"]))),
+    ).model_copy(update={**probe_backends(nbytes, shared=False), "control_ms": 0.0})
+    # What one worker and one server take for an exchange beyond what is modelled.
+    played = play(job, pool, "ps", [quota], folder / "played")
+    phases = played["phases"]["worker-0"]
+    modelled = 1e3 * (phases["comm_exposed"] + phases["wait"]) * spec.batch / played["samples"]
+    real = trimmed_mean([s["comm_exposed"] + s["wait"] for s in steps["served"]]) / 1e3
+    return pool.model_copy(update={"control_ms": max(0.0, real - modelled)})
+
+
+def read_cells(path: Path) -> dict[str, Any]:
+    cells: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return cells
+
+
+def write_cells(path: Path, cells: dict[str, Any]) -> None:
+    """A line for each row of the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

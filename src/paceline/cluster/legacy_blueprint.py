@@ -1,0 +1,264 @@
+"""The old blueprint: connections with IP, username, Password, GPUS and energy efficient.
+
+It was written by hand and printed in a paper: commas are missing, `yes` stands bare, quotes are
+typographic, user names are left out. What can only be meant one way is read that way, and each such
+repair is told. A password is read past and never kept: no text made here, error or repair, quotes a
+value that could be one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from paceline.errors import UsageError
+
+KEYS = {
+    "ip": "host",
+    "host": "host",
+    "username": "user",
+    "user": "user",
+    "port": "port",
+    "password": "password",
+    "gpus": "gpus",
+    "gpu": "gpus",
+    "energy efficient": "energy_efficient",
+}
+"""What a blueprint calls things, in lower case with spaces, and what a pool calls them."""
+
+YES_NO = {"yes": True, "no": False, "true": True, "false": False}
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)
+      | (?P<mark>[{}\[\]:,])
+      | (?P<string>"(?:[^"\\\n]|\\.)*")
+      | (?P<curly>[\u201c\u201d](?:[^\u201c\u201d\n])*[\u201c\u201d])
+      | (?P<bare>[^\s{}\[\]:,"\u201c\u201d]+)""",
+    re.VERBOSE,
+)
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+_INTEGER = re.compile(r"[+-]?\d+\Z")
+
+
+def is_blueprint(text: str) -> bool:
+    """A blueprint begins with its one key, whatever else is wrong with it."""
+    return re.match(r"\s*\{\s*[\"\u201c\u201d]?connections[\"\u201c\u201d]?\s*:", text) is not None
+
+
+def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The pool that a blueprint describes, as plain data, and what had to be repaired.
+
+    Raises UsageError, with the line, where it cannot be guessed what was meant.
+    """
+    reader = _BlueprintParser(text, where)
+    top = reader.value()
+    reader.expect_end()
+    machines = top.get("connections") if isinstance(top, dict) else None
+    if not isinstance(machines, list) or not machines:
+        raise UsageError(f"blueprint {where}: 'connections' must be a list of machines")
+    repairs = reader.repairs()
+    hosts: list[dict[str, Any]] = []
+    passwords = 0
+    for number, machine in enumerate(machines, start=1):
+        if not isinstance(machine, dict):
+            raise UsageError(f"blueprint {where}: connection {number} must be a mapping with 'IP'")
+        host, had_password = _read_machine(machine, number, where, repairs)
+        passwords += had_password
+        hosts.append(host)
+    if passwords:
+        repairs.append(
+            f"{passwords} password{'s were' if passwords > 1 else ' was'} left out: "
+            "`paceline pool keys` installs a key in place of a password"
+        )
+    return {"hosts": hosts}, repairs
+
+
+def _read_machine(
+    machine: dict[str, Any], number: int, where: str, repairs: list[str]
+) -> tuple[dict[str, Any], bool]:
+    found: dict[str, Any] = {}
+    for key, value in machine.items():
+        name = KEYS.get(" ".join(key.lower().replace("_", " ").replace("-", " ").split()))
+        if name is None:
+            repairs.append(f"connection {number}: key {key!r} has no meaning here and was left out")
+        elif name in found:
+            raise UsageError(f"blueprint {where}: connection {number} says {key!r} twice")
+        else:
+            found[name] = value
+    had_password = found.pop("password", None) is not None
+    address = found.get("host")
+    if not isinstance(address, str) or not address:
+        raise UsageError(f"blueprint {where}: connection {number} has no 'IP': say its address")
+    label = f"connection {number} ({address})"
+    host: dict[str, Any] = {"host": address}
+    if found.get("user"):
+        host["user"] = str(found["user"])
+    else:
+        repairs.append(f"{label} has no username: the name of whoever connects is used")
+    if "port" in found:
+        host["port"] = _count(found["port"], "port", label, where, repairs)
+    gpus = _count(found.get("gpus", 0), "GPUS", label, where, repairs)
+    if gpus:
+        host["gpus"] = [{"count": gpus}]
+    if _yes_or_no(found.get("energy_efficient", False), label, where, repairs):
+        host["energy_efficient"] = True
+    return host, had_password
+
+
+def _count(value: Any, name: str, label: str, where: str, repairs: list[str]) -> int:
+    if isinstance(value, bool):
+        repairs.append(f"{label}: {name} yes/no read as {int(value)}")
+        return int(value)
+    if isinstance(value, str) and _INTEGER.match(value.strip()):
+        repairs.append(f"{label}: {name} in quotes read as a number")
+        value = int(value)
+    if not isinstance(value, int) or value < 0:
+        raise UsageError(f"blueprint {where}: {label}: {name} must be a whole number, 0 or more")
+    return value
+
+
+def _yes_or_no(value: Any, label: str, where: str, repairs: list[str]) -> bool:
+    if isinstance(value, str) and value.strip().lower() in YES_NO:
+        repairs.append(f"{label}: {value.strip().lower()!r} in quotes read as yes or no")
+        return YES_NO[value.strip().lower()]
+    if value in (0, 1):  # booleans too
+        return bool(value)
+    raise UsageError(f"blueprint {where}: {label}: energy efficient must be yes or no")
+
+
+@dataclass
+class _BlueprintToken:
+    kind: str
+    text: str
+    line: int
+
+
+@dataclass
+class _BlueprintParser:
+    """JSON in which commas may be missing and words may stand bare."""
+
+    text: str
+    where: str
+    _tokens: list[_BlueprintToken] = field(default_factory=list)
+    _at: int = 0
+    _commas: list[int] = field(default_factory=list)
+    _extra: list[int] = field(default_factory=list)
+    _quotes: list[int] = field(default_factory=list)
+    _bare: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        place, line = 0, 1
+        while place < len(self.text):
+            match = _TOKEN.match(self.text, place)
+            if match is None:  # only a quote that is opened and not closed gets here
+                self._refuse(line, "a quote is not closed")
+            kind = match.lastgroup or ""
+            if kind != "space":
+                self._tokens.append(_BlueprintToken(kind, match.group(), line))
+            line += match.group().count("\n")
+            place = match.end()
+
+    def repairs(self) -> list[str]:
+        told = []
+        if self._commas:
+            told.append(f"missing commas put in {_lines(self._commas)}")
+        if self._extra:
+            told.append(f"commas too many left out {_lines(self._extra)}")
+        if self._quotes:
+            told.append(f"typographic quotes read as plain ones {_lines(self._quotes)}")
+        for word in dict.fromkeys(word for _, word in self._bare):
+            lines = [line for line, found in self._bare if found == word]
+            told.append(f"bare {word} read as {str(YES_NO[word]).lower()} {_lines(lines)}")
+        return told
+
+    def expect_end(self) -> None:
+        if self._at < len(self._tokens):
+            self._refuse(self._tokens[self._at].line, "something follows the closing brace")
+
+    def value(self) -> Any:
+        token = self._next("a value")
+        if token.text == "{" and token.kind == "mark":
+            return self._mapping(token.line)
+        if token.text == "[" and token.kind == "mark":
+            return self._list(token.line)
+        if token.kind in ("string", "curly"):
+            return self._string(token)
+        if token.kind == "bare":
+            return self._word(token)
+        self._refuse(token.line, f"{token.text!r} stands where a value is needed")
+
+    def _mapping(self, opened: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not self._closes("}", opened, bool(found)):
+            token = self._next("a key")
+            if token.kind == "mark":
+                self._refuse(token.line, f"{token.text!r} stands where a key is needed")
+            key = token.text if token.kind == "bare" else self._string(token)
+            if self._next("':'").text != ":":
+                self._refuse(token.line, "a key is not followed by ':'")
+            if key in found:
+                self._refuse(token.line, f"key {key!r} is there twice")
+            found[key] = self.value()
+        return found
+
+    def _list(self, opened: int) -> list[Any]:
+        found: list[Any] = []
+        while not self._closes("]", opened, bool(found)):
+            found.append(self.value())
+        return found
+
+    def _closes(self, end: str, opened: int, has_items: bool) -> bool:
+        """Step over what separates two items; true at the closing mark."""
+        commas = 0
+        last = self._tokens[self._at - 1].line
+        while self._at < len(self._tokens) and self._tokens[self._at].text == ",":
+            commas, self._at = commas + 1, self._at + 1
+        if self._at >= len(self._tokens):
+            self._refuse(opened, f"what is opened here is not closed by {end!r}")
+        closing = self._tokens[self._at].text == end
+        if commas > (0 if closing or not has_items else 1):
+            self._extra.append(last)
+        elif has_items and not closing and not commas:
+            self._commas.append(last)
+        self._at += closing
+        return closing
+
+    def _string(self, token: _BlueprintToken) -> str:
+        if token.kind == "curly":
+            self._quotes.append(token.line)
+            return token.text[1:-1].strip()
+        return _ESCAPE.sub(_unescape, token.text[1:-1])
+
+    def _word(self, token: _BlueprintToken) -> Any:
+        word = token.text
+        if word.lower() in ("true", "false"):
+            return YES_NO[word.lower()]
+        if word.lower() in YES_NO:
+            self._bare.append((token.line, word.lower()))
+            return YES_NO[word.lower()]
+        if word == "null":
+            return None
+        return int(word) if _INTEGER.match(word) else word
+
+    def _next(self, wanted: str) -> _BlueprintToken:
+        if self._at >= len(self._tokens):
+            self._refuse(self._tokens[-1].line if self._tokens else 1, f"it ends before {wanted}")
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _refuse(self, line: int, why: str) -> NoReturn:
+        raise UsageError(f"blueprint {self.where}, line {line}: {why}")
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match.group(1)
+    if code[0] == "u" and len(code) == 5:
+        return chr(int(code[1:], 16))
+    return _ESCAPES.get(code, code)
+
+
+def _lines(lines: list[int]) -> str:
+    unique = sorted(set(lines))
+    return f"(line{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))})"

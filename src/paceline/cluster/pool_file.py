@@ -1,0 +1,157 @@
+"""Pool files: YAML or JSON by their contents, the old blueprint too; read strictly, written whole.
+
+Errors give the line, the key, the value and the rule. Of a file that cannot be parsed nothing is
+quoted: it may hold passwords, which have no place in a pool but do stand in blueprints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from paceline.cluster.legacy_blueprint import is_blueprint, read_blueprint
+from paceline.cluster.pool import Gpu, Host, Jitter, Link, Pool, SlowPeriod, StepCost, Watts
+from paceline.errors import UsageError, suggest_name
+
+_PARTS: dict[str, type[BaseModel]] = {
+    "hosts": Host,
+    "link": Link,
+    "jitter": Jitter,
+    "slow": SlowPeriod,
+    "measured": StepCost,
+    "watts": Watts,
+    "gpus": Gpu,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFile:
+    """A pool as it was found on disk."""
+
+    path: Path
+    pool: Pool
+    form: Literal["yaml", "json", "blueprint"]
+    repairs: tuple[str, ...] = ()
+    """What an old blueprint needed; empty for everything else."""
+
+
+def load_pool(path: Path) -> PoolFile:
+    """Read a pool file of any form; raises UsageError that names line, key, value and rule."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"pool {path} cannot be read: {reason}") from None
+    if is_blueprint(text):
+        plain, repairs = read_blueprint(text, str(path))
+        pool = _make(plain, str(path), None)
+        return PoolFile(path=path, pool=pool, form="blueprint", repairs=tuple(repairs))
+    is_json = path.suffix == ".json" or (
+        text.lstrip().startswith("{") and path.suffix not in (".yaml", ".yml")
+    )
+    form: Literal["yaml", "json"] = "json" if is_json else "yaml"
+    return PoolFile(path=path, pool=_make(_parse(text, form, path), str(path), text), form=form)
+
+
+def pool_from_mapping(plain: Any, where: str) -> Pool:
+    """A pool of plain data; raises UsageError as `load_pool` does, without a line."""
+    return _make(plain, where, None)
+
+
+def write_pool(found: PoolFile, pool: Pool) -> None:
+    """Put a changed pool in the place of a file, whole or not at all; comments are not kept."""
+    if found.form == "blueprint":
+        raise UsageError(
+            f"pool {found.path} is an old blueprint, which has no place for measurements: "
+            f"make a pool of it first (paceline pool convert {found.path} -o pool.yaml)"
+        )
+    text = pool.to_yaml()
+    if found.form == "json":
+        text = json.dumps(yaml.safe_load(text), indent=2) + "\n"
+    partial = found.path.with_name(found.path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, found.path)
+    except OSError as error:
+        raise UsageError(f"pool {found.path} cannot be written: {error.strerror}") from None
+
+
+def _parse(text: str, form: str, path: Path) -> Any:
+    try:
+        if form == "json":
+            return json.loads(text)
+        return yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        _refuse(path, error.lineno, error.msg)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        _refuse(path, mark.line + 1 if mark else 1, error.problem or "not valid YAML")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        _refuse(path, 1, "it is neither YAML nor JSON")
+
+
+def _refuse(path: Path, line: int, why: str) -> NoReturn:
+    raise UsageError(f"pool {path}, line {line}: {' '.join(why.split())}")
+
+
+def _make(plain: Any, where: str, text: str | None) -> Pool:
+    if not isinstance(plain, dict):
+        kind = "nothing" if plain is None else f"a {type(plain).__name__}"
+        raise UsageError(f"pool {where}: a mapping with 'hosts' is needed, but it holds {kind}")
+    try:
+        return Pool.model_validate(plain)
+    except ValidationError as error:
+        line = find_line(text, error.errors()[0]["loc"]) if text is not None else None
+        place = where if line is None else f"{where}, line {line}"
+        raise UsageError(f"pool {place}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake in one line: where, the value, the rule."""
+    first = error.errors()[0]
+    place = ".".join(str(p) for p in first["loc"])
+    rule = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] = Pool
+        for part in first["loc"][:-1]:
+            if isinstance(part, str):
+                model = _PARTS.get(part, model)
+        key = str(first["loc"][-1])
+        if "password" in key.lower():
+            return f"{place}: a pool holds no passwords: take it out and run `paceline pool keys`"
+        return f"{place} is unknown: {suggest_name(key, list(model.model_fields))}"
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if isinstance(first["input"], dict | list | tuple) and first["input"]:
+        return f"{place}: {rule}" if place else rule  # the value would fill the screen
+    return f"{place} is {first['input']!r}: {rule}"
+
+
+def find_line(text: str, loc: tuple[int | str, ...]) -> int | None:
+    """The line of a place in a YAML or JSON text; of what is around it where it is missing."""
+    try:
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return None  # JSON that YAML does not read, such as one with tabs
+    if node is None or not loc:
+        return None
+    line = int(node.start_mark.line) + 1
+    for part in loc:
+        below: Any = None
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            below = node.value[part] if part < len(node.value) else None
+            line = int(below.start_mark.line) + 1 if below is not None else line
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(part):
+                    below, line = value, int(key.start_mark.line) + 1
+        if below is None:
+            break
+        node = below
+    return line

@@ -1,0 +1,232 @@
+"""Sums of gradients over all workers, with a codec between: what each sends is made smaller.
+
+torch's own communication hooks (torch.distributed.algorithms.ddp_comm_hooks) are not used: they
+work on the buckets of DistributedDataParallel only, average with equal weights where workers here
+have shares of unequal size, and keep residuals inside the hook, out of reach of checkpoints.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.codecs import (
+    Compressor,
+    Payload,
+    PowerSgdCoder,
+    Shape,
+    check_finite,
+    from_bytes,
+    to_bytes,
+)
+from paceline.comm.flat_layout import as_byte_tensor
+from paceline.comm.process_group import CollectiveGroup
+from paceline.errors import UsageError
+from paceline.specs.codec import Codec
+
+
+class CompressedAllReduce:
+    """Sums the flat gradients of one bucket over a group; a group of one compresses as well.
+
+    Every worker ends with bitwise the same tensor. `begin` starts the exchange and `finish` ends
+    it; between them the buffer belongs to the sum. All workers must begin their buckets in one
+    order, and finish them in one order. A worker that raises (NotFinite for NaN or infinity) has
+    to end: the others learn of it when its connections close.
+    """
+
+    def __init__(
+        self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype, group: CollectiveGroup
+    ) -> None:
+        self._compressor = Compressor(spec, shapes, dtype)
+        self._flat: Tensor | None = None
+        self._way: _Reduction
+        coder = self._compressor.coder
+        if spec.summable:
+            self._way = _SumReduction(self._compressor, group)
+        elif isinstance(coder, PowerSgdCoder):
+            self._way = _LowRankReduction(self._compressor, coder, group)
+        else:
+            self._way = _GatherReduction(self._compressor, group)
+        self.bytes_before = 0
+        """What this worker would have handed to the collectives without a codec."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has handed to the collectives (their traffic depends on the group)."""
+        return self._way.bytes_sent
+
+    def run(self, flat: Tensor) -> None:
+        """In place: this worker's weighted gradient becomes the sum of what all sent."""
+        self.begin(flat)
+        self.finish()
+
+    def begin(self, flat: Tensor) -> None:
+        """Compress and start sending; raises NotFinite before anything is sent."""
+        numel = self._compressor.numel
+        if flat.shape != (numel,) or not flat.is_contiguous():
+            raise UsageError(f"a compressed sum of {numel} elements was given {tuple(flat.shape)}")
+        if self._flat is not None:
+            raise UsageError("a compressed sum was begun twice: call finish() between")
+        self._way.begin(flat)
+        self._flat = flat
+        self.bytes_before += flat.numel() * flat.element_size()
+
+    def finish(self) -> None:
+        """Wait for the others and write the sum; raises RuntimeError when one of them is lost."""
+        if self._flat is None:
+            raise UsageError("a compressed sum was finished before it was begun")
+        flat, self._flat = self._flat, None
+        self._way.finish(flat)
+
+    def state(self) -> dict[str, Tensor]:
+        """Residual and warm start as named tensors (copies); call it between two sums."""
+        return self._compressor.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state()` bit for bit; raises StateError for that of another model."""
+        self._compressor.load_state(state)
+
+
+class _Reduction(ABC):
+    """One way to sum payloads over a group."""
+
+    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
+        self.compressor = compressor
+        self.group = group
+        self.bytes_sent = 0
+        self._work: dist.Work | None = None
+
+    @abstractmethod
+    def begin(self, flat: Tensor) -> None: ...
+
+    @abstractmethod
+    def finish(self, flat: Tensor) -> None: ...
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._count(tensor)
+        self.group.all_reduce(tensor)
+
+    def _begin_sum(self, tensor: Tensor) -> None:
+        self._count(tensor)
+        self._work = self.group.all_reduce_async(tensor)
+
+    def _begin_gather(self, mine: Tensor) -> list[Tensor]:
+        """Everybody's tensor, all of one size; whole only after `_wait`."""
+        self._count(mine)
+        if self.group.size == 1:
+            return [mine]
+        theirs = [torch.empty_like(mine) for _ in range(self.group.size)]
+        self._work = dist.all_gather(theirs, mine, async_op=True)
+        return theirs
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _count(self, tensor: Tensor) -> None:
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+
+
+class _SumReduction(_Reduction):
+    """Shorter numbers, added by the all-reduce itself (Gloo knows fp16 and bf16)."""
+
+    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
+        super().__init__(compressor, group)
+        self._short = torch.empty(0)
+
+    def begin(self, flat: Tensor) -> None:
+        (self._short,) = self.compressor.encode(flat)
+        self._begin_sum(self._short)
+
+    def finish(self, flat: Tensor) -> None:
+        self._wait()
+        flat.copy_(self._short)
+        # The sum can leave fp16's range though no part did; all workers see it alike.
+        check_finite(flat)
+
+
+class _GatherReduction(_Reduction):
+    """Everybody gets every payload, and adds them in the order of the ranks."""
+
+    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
+        super().__init__(compressor, group)
+        self._payload: Payload = []
+        self._gathered: list[Tensor] = []
+
+    def begin(self, flat: Tensor) -> None:
+        self._payload = self.compressor.encode(flat)
+        if self.compressor.coder.fixed_size:
+            self._gathered = self._begin_gather(_join(self._payload))
+        else:
+            counts = [t.numel() for t in self._payload]
+            self._gathered = self._begin_gather(torch.tensor(counts))
+
+    def finish(self, flat: Tensor) -> None:
+        coder = self.compressor.coder
+        payloads = self._receive()
+        coder.decode(payloads[0], flat)
+        for payload in payloads[1:]:
+            coder.add(payload, flat)
+        self._payload, self._gathered = [], []
+
+    def _receive(self) -> list[Payload]:
+        self._wait()
+        table, _ = to_bytes(self._payload)
+        if self.compressor.coder.fixed_size:
+            return [from_bytes(table, body) for body in self._gathered]
+        # The sizes came first; everybody now sends as much as the one with the most.
+        tables = [_resize(table, counts.tolist()) for counts in self._gathered]
+        sizes = [sum(size for _, _, size in one) for one in tables]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine = _join(self._payload)
+        padded[: mine.numel()] = mine
+        bodies = self._begin_gather(padded)
+        self._wait()
+        return [
+            from_bytes(table, body[:size])
+            for table, body, size in zip(tables, bodies, sizes, strict=True)
+        ]
+
+
+class _LowRankReduction(_Reduction):
+    """PowerSGD: two sums, of thin matrices."""
+
+    def __init__(
+        self, compressor: Compressor, coder: PowerSgdCoder, group: CollectiveGroup
+    ) -> None:
+        super().__init__(compressor, group)
+        self._coder = coder
+        self._first = torch.empty(0)
+
+    def begin(self, flat: Tensor) -> None:
+        if self.compressor.feedback is not None:
+            self.compressor.feedback.compensate(flat)
+        self._first = self._coder.compute_p(flat)
+        self._begin_sum(self._first)
+
+    def finish(self, flat: Tensor) -> None:
+        self._wait()
+        self._coder.finish(flat, self._first, self._sum, self._from_first, self.compressor.feedback)
+
+    def _from_first(self, tensor: Tensor) -> None:
+        if self.group.rank == 0 and self.group.size > 1:
+            self._count(tensor)
+        self.group.broadcast(tensor)
+
+
+def _join(payload: Payload) -> Tensor:
+    return torch.cat([as_byte_tensor(t) for t in payload])
+
+
+def _resize(table: list[list[object]], counts: list[int]) -> list[tuple[str, list[int], int]]:
+    """The table of a payload of the same types with other lengths."""
+    sized = []
+    for (name, _, _), count in zip(table, counts, strict=True):
+        item = getattr(torch, str(name)).itemsize
+        sized.append((str(name), [count], count * item))
+    return sized

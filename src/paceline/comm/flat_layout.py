@@ -1,0 +1,130 @@
+"""How a model's parameters lie in one flat buffer, and how servers divide it among themselves.
+
+Parameters are cut anywhere between two elements when the optimizer works element by element;
+otherwise only between parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_BYTES = 64
+MIN_SHARD_BYTES = 64 << 10
+"""Smaller shards cost more in messages than they save: further servers stay empty."""
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Adamax"}
+)
+"""torch.optim classes whose update of an element depends on that element alone."""
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state can be cut anywhere; an optimizer of our own says so itself."""
+    said = getattr(optimizer, "elementwise", None)
+    return type(optimizer).__name__ in ELEMENTWISE if said is None else bool(said)
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Elements [start, stop) of a parameter, at byte `offset` of the whole buffer."""
+
+    parameter: int
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The bytes [lo, hi) of the whole buffer, made of these slices."""
+
+    lo: int
+    hi: int
+    slices: tuple[ParameterSlice, ...]
+
+
+def as_byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def as_memoryview(tensor: torch.Tensor) -> memoryview:
+    return as_byte_tensor(tensor).numpy().data
+
+
+class FlatLayout:
+    """Where each parameter lies in the flat buffer, and which shard holds which bytes."""
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], servers: int, *, elementwise: bool
+    ) -> None:
+        self.parameters = parameters
+        self.offsets: list[int] = []
+        position = 0
+        for parameter in parameters:
+            self.offsets.append(position)
+            size = parameter.numel() * parameter.element_size()
+            position += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        self.total_bytes = position
+        self.shards = self._cut(servers, elementwise)
+
+    def _cut(self, servers: int, elementwise: bool) -> list[ShardLayout]:
+        used = max(1, min(servers, self.total_bytes // MIN_SHARD_BYTES))
+        goal = self.total_bytes / used
+        pieces: list[list[ParameterSlice]] = [[] for _ in range(servers)]
+        for index, parameter in enumerate(self.parameters):
+            item, count = parameter.element_size(), parameter.numel()
+            offset, start = self.offsets[index], 0
+            while start < count:
+                shard = min(used - 1, int((offset + start * item) / goal))
+                stop = count
+                while elementwise and shard < used - 1:
+                    until = int(((shard + 1) * goal - offset) / item) // ALIGN_BYTES * ALIGN_BYTES
+                    if until > start:
+                        stop = min(count, until)
+                        break
+                    shard += 1  # What is left of this shard is less than a line of cache.
+                pieces[shard].append(
+                    ParameterSlice(index, start, stop, offset + start * item, (stop - start) * item)
+                )
+                start = stop
+        return [_as_shard(slices) for slices in pieces]
+
+    def shapes_of(self, shard: ShardLayout) -> list[tuple[int, ...]]:
+        """Shapes that cover a shard's bytes from end to end, the padding between them included.
+
+        A parameter that lies in the shard as a whole keeps its shape, a part of one is flat.
+        """
+        shapes: list[tuple[int, ...]] = []
+        if not shard.slices:
+            return shapes
+        for piece, after in zip(shard.slices, [*shard.slices[1:], None], strict=True):
+            parameter = self.parameters[piece.parameter]
+            whole = piece.stop - piece.start == parameter.numel()
+            shapes.append(tuple(parameter.shape) if whole else (piece.stop - piece.start,))
+            end = shard.hi if after is None else after.offset
+            gap = (end - piece.offset - piece.nbytes) // parameter.element_size()
+            if gap:
+                shapes.append((gap,))
+        return shapes
+
+    def new_buffer(self) -> torch.Tensor:
+        return torch.zeros(self.total_bytes, dtype=torch.uint8)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a buffer, in their own types and shapes."""
+        found = []
+        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+            size = parameter.numel() * parameter.element_size()
+            found.append(buffer[offset : offset + size].view(parameter.dtype).view_as(parameter))
+        return found
+
+
+def _as_shard(slices: list[ParameterSlice]) -> ShardLayout:
+    if not slices:
+        return ShardLayout(0, 0, ())
+    last = slices[-1]
+    return ShardLayout(slices[0].offset, last.offset + last.nbytes, tuple(slices))

@@ -1,0 +1,260 @@
+"""The process group of all workers: torch.distributed, met through the coordinator."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from paceline.comm.control import StoreClient
+from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.segment import create_segment, shm_domain_id, unlink_segment
+from paceline.errors import UsageError
+
+
+class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
+    """torch's rendezvous store, kept by the coordinator behind the run's token."""
+
+    def __init__(self, client: StoreClient, timeout_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        value = self._client.call("get", key, self._timeout_s)
+        assert isinstance(value, bytes)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._client.call("add", key, amount))
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._client.call("get", key, limit)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._client.call("check", list(keys)))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value = self._client.call("compare_set", key, bytes(expected), bytes(desired))
+        assert isinstance(value, bytes)
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._client.call("delete", key))
+
+    def num_keys(self) -> int:
+        return int(self._client.call("count"))
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._timeout_s)
+
+
+def find_interface(address: str) -> str:
+    """The network interface that has this address: Gloo wants its name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        # A link-local address of IPv6 comes with its interface behind a percent sign.
+        if any(found.address.split("%")[0] == address.split("%")[0] for found in addresses):
+            return name
+    raise UsageError(f"no network interface here has the address {address}")
+
+
+_LIVE_STORES: list[CoordinatorStore] = []
+
+
+@dataclass(frozen=True)
+class SharedMemoryGroup:
+    """Memory of this machine's workers; the firsts of several machines form a group."""
+
+    region: SharedRegion
+    leaders: dist.ProcessGroup | None
+    machines: int
+
+
+class CollectiveGroup:
+    """Collectives among all workers; a group of one does nothing, exactly."""
+
+    def __init__(self, rank: int, size: int, members: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._members = members
+        """None is everybody."""
+        self._timeout: datetime.timedelta | None = None
+        self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
+        self._store: CoordinatorStore | None = None
+        self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
+
+    def new_subgroup(self, groups: tuple[tuple[int, ...], ...]) -> CollectiveGroup:
+        """This worker's part of a division into groups; every worker must ask for the same."""
+        if groups not in self._divided:
+            # torch wants every process to take part in making every group, in one order.
+            made = [
+                dist.new_group(list(g), timeout=self._timeout) if len(g) > 1 else None
+                for g in groups
+            ]
+            mine = next(i for i, g in enumerate(groups) if self.rank in g)
+            self._divided[groups] = CollectiveGroup(self.rank, len(groups[mine]), made[mine])
+        return self._divided[groups]
+
+    @classmethod
+    def init(
+        cls, store: StoreClient | None, *, rank: int, size: int, address: str, timeout_s: float
+    ) -> CollectiveGroup:
+        """Meet the others; Gloo listens on that address's interface, and knows no token."""
+        if size > 1:
+            assert store is not None
+            os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
+            meeting = CoordinatorStore(store, timeout_s)
+            # torch keeps only the C++ half: without this the Python half, which does the work,
+            # would be gone when a further group is made.
+            _LIVE_STORES.append(meeting)
+            dist.init_process_group(
+                "gloo",
+                store=meeting,
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+        group = cls(rank, size)
+        group._timeout = datetime.timedelta(seconds=timeout_s)
+        if size > 1:
+            group._store = meeting
+        return group
+
+    def shared_memory(self, slot_bytes: int, use: str = "gradients") -> SharedMemoryGroup | str:
+        """Memory shared with the workers of this machine, or why there is none.
+
+        Every worker must ask for the same; all get memory, or none does. What is asked for again
+        for the same use is the same memory.
+        """
+        key = (use, slot_bytes)
+        if key not in self._shared:
+            self._shared[key] = self._make_shared(slot_bytes)
+        return self._shared[key]
+
+    def _make_shared(self, slot_bytes: int) -> SharedMemoryGroup | str:
+        store = self._store
+        if store is None or self._timeout is None:
+            return "a part of the workers has no way to meet"
+        prefix = f"shared/{len(self._shared)}"
+        machines = self._all_gather_text(f"{prefix}/machine", shm_domain_id() or "")
+        if "" in machines:
+            return "it needs Linux on x86-64 with /dev/shm on every machine"
+        together: dict[str, list[int]] = {}
+        for rank, machine in enumerate(machines):
+            together.setdefault(machine, []).append(rank)
+        if len(together) == self.size:
+            return "every worker has a machine of its own"
+        mine = together[machines[self.rank]]
+        name, why, arena = "", "", None
+        try:
+            if mine[0] == self.rank:
+                try:
+                    name = create_segment(SharedRegion.size_for(len(mine), slot_bytes))
+                finally:
+                    store.set(f"{prefix}/name/{self.rank}", name)
+            name = store.get(f"{prefix}/name/{mine[0]}").decode()
+            if name:
+                arena = SharedRegion.open(
+                    name, mine, self.rank, slot_bytes, self._timeout.total_seconds()
+                )
+            else:
+                why = f"worker {mine[0]} could not make it"
+        except OSError as error:
+            why = f"{error.strerror} in /dev/shm on worker {self.rank}'s machine"
+        told = self._all_gather_text(f"{prefix}/trouble", why)
+        if name and mine[0] == self.rank:
+            unlink_segment(name)
+        if any(told):
+            return next(filter(None, told))
+        assert arena is not None
+        leaders = None
+        if len(together) > 1:
+            # torch wants every process to take part in making a group.
+            leaders = dist.new_group([m[0] for m in together.values()], timeout=self._timeout)
+        return SharedMemoryGroup(arena, leaders, len(together))
+
+    def _all_gather_text(self, key: str, value: str) -> list[str]:
+        """What each worker says, in their order."""
+        assert self._store is not None
+        self._store.set(f"{key}/{self.rank}", value)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin summing in place over all workers; `wait()` on what comes back."""
+        if self.size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(tensor, group=self._members, async_op=True)
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._members)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._members)
+
+    def all_reduce_max_async(self, tensor: torch.Tensor) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(
+            tensor, op=dist.ReduceOp.MAX, group=self._members, async_op=True
+        )
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        if self.size > 1:
+            dist.broadcast(tensor, source, group=self._members)
+
+    def broadcast_any_layout(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """The same for a tensor of any layout."""
+        if self.size > 1:
+            flat = tensor.detach().contiguous()
+            dist.broadcast(flat, source, group=self._members)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, all of one shape, in the order of ranks."""
+        if self.size == 1:
+            return [tensor]
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(pieces, tensor, group=self._members)
+        return pieces
+
+    def isend(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin sending to a worker (by its rank among all), who receives with the same tag."""
+        work = dist.isend(tensor, rank, tag=tag)
+        assert work is not None
+        return work
+
+    def irecv(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Be ready for what a worker sends with this tag: it passes as soon as it is sent."""
+        work = dist.irecv(tensor, rank, tag=tag)
+        assert work is not None
+        return work
+
+    def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self.irecv(tensor, rank, tag).wait()
+
+    def barrier(self) -> None:
+        """Wait until everybody is here."""
+        if self.size > 1:
+            dist.barrier(group=self._members)
+
+    def destroy(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""Whole sections of state between workers: one has it, all get it; or each has its own."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.process_group import CollectiveGroup
+from paceline.state import Section
+
+
+def broadcast_section(section: Section | None, group: CollectiveGroup, source: int = 0) -> Section:
+    """`source` gives its section, everybody returns it."""
+    if group.size == 1:
+        assert section is not None
+        return section
+    size = torch.zeros(1, dtype=torch.int64)
+    body = torch.empty(0, dtype=torch.uint8)
+    if group.rank == source:
+        assert section is not None
+        body = torch.frombuffer(bytearray(section.to_bytes()), dtype=torch.uint8)
+        size[0] = body.numel()
+    group.broadcast(size, source)
+    if group.rank != source:
+        body = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(body, source)
+    if group.rank == source:
+        assert section is not None
+        return section
+    return Section.from_bytes(body.numpy().tobytes())
+
+
+def all_gather_sections(section: Section, group: CollectiveGroup) -> list[Section]:
+    """Every worker's section, in the order of ranks, on every worker."""
+    return [
+        broadcast_section(section if rank == group.rank else None, group, rank)
+        for rank in range(group.size)
+    ]

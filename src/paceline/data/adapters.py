@@ -1,0 +1,203 @@
+"""A user's own data as a table: tensors, NumPy arrays or a map-style torch Dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from paceline.data.dataset import MapDataset
+from paceline.data.dataset_builder import FeatureOptions, build_dataset
+from paceline.data.in_memory import check_dtype
+from paceline.data.pipeline import DataPipeline
+from paceline.errors import DataError, UsageError
+
+Collate = Callable[[list[Any]], Any]
+
+CHUNK = 1024
+MOST_HELD_BYTES = 2 << 30
+"""Of an IterableDataset, which every worker has to hold as a whole."""
+
+
+def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = None) -> MapDataset:
+    """Wrap a user's data; what already is a table is returned as it is.
+
+    Accepts a pipeline (`paceline.data.read`), a pair (x, y) of tensors or NumPy arrays, a
+    TensorDataset of two tensors, any object with `__len__` and `__getitem__` whose items are
+    (features, label), an IterableDataset, which is read at once and held, and a DataLoader of any
+    of these. The items of a batch are joined by `collate`, by the DataLoader's own, or by torch's
+    `default_collate`. Integer labels become
+    int64. `dtype` ("float32", "float64") converts features and labels that are floating point;
+    without it they stay what they are. Raises UsageError for anything else and DataError for data
+    that is empty or of unequal lengths.
+    """
+    kind = check_dtype(dtype) if dtype is not None else None
+    if isinstance(obj, DataPipeline):
+        return build_dataset(obj, FeatureOptions(dtype=dtype or "float32")).table
+    if isinstance(obj, DataLoader):
+        obj, collate = _open_loader(obj, collate)
+    if isinstance(obj, TensorDataset) and len(obj.tensors) == 2 and collate is None:
+        return TensorPairDataset(obj.tensors[0], obj.tensors[1], dtype=kind)
+    if isinstance(obj, (tuple, list)) and len(obj) == 2 and all(map(_is_array, obj)):
+        if collate is not None:
+            raise UsageError("collate is for a data set of single rows, not for a pair (x, y)")
+        return TensorPairDataset(obj[0], obj[1], dtype=kind)
+    if isinstance(obj, IterableDataset):
+        return _hold_rows(obj, collate, kind)
+    # Other libraries' data sets may have a method `batch` too; a table has no __getitem__.
+    if callable(getattr(obj, "batch", None)) and not hasattr(obj, "__getitem__"):
+        return cast(MapDataset, obj)
+    if _is_array(obj) or not (hasattr(obj, "__len__") and hasattr(obj, "__getitem__")):
+        raise UsageError(
+            f"{type(obj).__name__} is not data to train on: expected a pair (x, y) of tensors or "
+            "arrays, a map-style Dataset, or a table"
+        )
+    return TorchDatasetAdapter(obj, collate=collate, dtype=kind)
+
+
+def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any, Collate | None]:
+    """A loader's data set and how it joins rows; its sampler and threads are not used."""
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "the DataLoader's data set makes its own batches (batch_size=None): rows are leased "
+            "one by one, so give it a batch_size"
+        )
+    given = loader.collate_fn if loader.collate_fn is not default_collate else None
+    return loader.dataset, collate or given
+
+
+def _hold_rows(
+    dataset: Any, collate: Collate | None, kind: torch.dtype | None
+) -> TensorPairDataset:
+    """An IterableDataset has no numbers for its rows, so that all are read and held."""
+    join = collate or default_collate
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rows: list[Any] = []
+    held = 0
+    for row in dataset:
+        rows.append(row)
+        if len(rows) == CHUNK:
+            parts.append(_check_pair(dataset, join(rows), len(rows)))
+            held += sum(part.numel() * part.element_size() for part in parts[-1])
+            rows = []
+        if held > MOST_HELD_BYTES:
+            raise UsageError(
+                f"{type(dataset).__name__} is an IterableDataset of more than "
+                f"{MOST_HELD_BYTES >> 20:,} MB: rows are fetched by number, so give a map-style "
+                "Dataset, or write it as Parquet and read that"
+            )
+    if rows:
+        parts.append(_check_pair(dataset, join(rows), len(rows)))
+    if not parts:
+        raise DataError(f"empty table: {type(dataset).__name__} has no rows")
+    x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    return TensorPairDataset(x, y, dtype=kind)
+
+
+class TensorPairDataset:
+    """Two tensors or arrays, row by row, not copied unless they have to be converted.
+
+    Raises DataError if they are empty, differ in length or have a dtype torch does not know.
+    """
+
+    def __init__(self, x: Any, y: Any, *, dtype: torch.dtype | None = None) -> None:
+        x, y = _as_tensor(x, "x"), _as_tensor(y, "y")
+        if len(x) != len(y):
+            raise DataError(f"table with {len(x):,} rows of features but {len(y):,} labels")
+        if len(x) == 0:
+            raise DataError("empty table: expected at least one row")
+        self._x, self._y = _convert(x, y, dtype)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def batch(
+        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.from_numpy(indices)
+        return self._x[rows], self._y[rows]
+
+
+class TorchDatasetAdapter:
+    """A map-style Dataset, fetched a row at a time (or by its `__getitems__`) and collated.
+
+    Randomness inside the Dataset is its own: it is not keyed by seed, epoch and row, so such a
+    run cannot be repeated exactly. Raises DataError if it is empty, or if what a batch collates
+    to is not a pair of tensors with one row for each index.
+    """
+
+    def __init__(
+        self, dataset: Any, *, collate: Collate | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        if len(dataset) == 0:
+            raise DataError(f"empty table: {type(dataset).__name__} has no rows")
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(
+        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers: list[int] = indices.tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            rows = self._dataset.__getitems__(numbers)
+        else:
+            rows = [self._dataset[number] for number in numbers]
+        pair = _check_pair(self._dataset, self._collate(rows), len(numbers))
+        return _convert(pair[0], pair[1], self._dtype)
+
+
+def _check_pair(dataset: Any, pair: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whose = f"a batch of {type(dataset).__name__}"
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(isinstance(part, torch.Tensor) for part in pair)
+    ):
+        raise DataError(f"{whose} is not a pair of tensors (features, labels): {_name(pair)}")
+    if any(part.ndim == 0 or len(part) != count for part in pair):
+        raise DataError(f"{whose} of {count} rows has the shapes {_name(pair)}")
+    return pair[0], pair[1]
+
+
+def _is_array(obj: Any) -> bool:
+    return isinstance(obj, (torch.Tensor, np.ndarray))
+
+
+def _as_tensor(array: Any, name: str) -> torch.Tensor:
+    if isinstance(array, np.ndarray):
+        try:
+            # Only an array that torch would warn about, or cannot take, is copied.
+            sound = array.flags.writeable and min(array.strides, default=0) >= 0
+            array = torch.from_numpy(array if sound else array.copy())
+        except TypeError as error:
+            raise DataError(f"{name} is an array of {array.dtype}, which torch has not") from error
+    tensor = cast(torch.Tensor, array).detach()
+    if tensor.ndim == 0:
+        raise DataError(f"{name} is a single number: expected one row for each sample")
+    return tensor
+
+
+def _convert(
+    x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if dtype is not None and x.is_floating_point():
+        x = x.to(dtype)
+    if not y.is_floating_point():
+        y = y.to(torch.int64)
+    elif dtype is not None:
+        y = y.to(dtype)
+    return x, y
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_name(part) for part in value)})"
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,124 @@
+"""A named data set, laid where a cluster reads it: Parquet or TFRecord files, and what they hold.
+
+Bytes stay bytes: features are written as they are stored, and how they are scaled goes into the
+set's description, `dataset.json`, beside the files. It also says the names, the shape and the
+classes, so that `--data URL` alone is enough to train on it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import load
+from paceline.data.discovery import FACTS, PARTS, read_metadata
+from paceline.data.in_memory import ArrayDataset
+from paceline.data.named_datasets import PIXELS
+from paceline.data.stores import join_url, make_absolute, require_extra, write_bytes
+from paceline.errors import UsageError
+
+FORMATS = ("parquet", "tfrecord")
+GROUP_BYTES = 1 << 20
+"""A row group or block of about so many bytes: small enough to be dealt out evenly."""
+
+
+def convert(
+    name: str,
+    url: str,
+    *,
+    form: str = "parquet",
+    files: int = 8,
+    data_dir: Path | None = None,
+    compress: bool = False,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Write a named set as so many training files, and fewer of validation and test.
+
+    Returns its description. Raises UsageError for a set that is not of numbers or a place that
+    holds a set already, DataError for what cannot be read or written.
+    """
+    url = make_absolute(url)
+    if form not in FORMATS:
+        raise UsageError(f"--format {form!r}: one of {' and '.join(FORMATS)} can be written")
+    if files < 1:
+        raise UsageError(f"--files is {files}: at least one is needed")
+    require_extra("pyarrow" if form == "parquet" else "google_crc32c", "data", form)
+    if read_metadata(join_url(url, FACTS)) and not force:
+        raise UsageError(f"{url} holds a data set already: name another place or give --force")
+    found = load(name, data_dir=data_dir)
+    feature = "image" if found.kind == "image" else "features"
+    suffix = {"parquet": ".parquet", "tfrecord": ".tfrecord.gz" if compress else ".tfrecord"}[form]
+    rows_of: dict[str, int] = {}
+    for part in PARTS:
+        table = getattr(found, part)
+        if not isinstance(table, ArrayDataset):
+            raise UsageError(f"{name} is a text: copy its file, and read that by --data URL")
+        rows_of[part] = len(table)
+        count = min(len(table), files if part == "train" else max(1, files // 8))
+        for number, rows in enumerate(np.array_split(np.arange(len(table)), count)):
+            features, labels = table.stored(rows)
+            features = features.reshape(len(features), -1)
+            if features.dtype == np.float64:
+                features = features.astype(np.float32)
+            path = join_url(url, f"{part}-{number:05}-of-{count:05}{suffix}")
+            if form == "parquet":
+                content = write_parquet(feature, features, labels, compress)
+            else:
+                content = _write_tfrecord(feature, features, labels, compress)
+            write_bytes(path, content)
+    facts: dict[str, Any] = {
+        "name": found.name,
+        "format": form,
+        "features": [feature],
+        "label": "label",
+        "shape": list(found.input_shape),
+        "classes": found.classes,
+        "parts": rows_of,
+        "notes": list(found.notes),
+    }
+    if found.name in PIXELS:
+        full, mean, std = PIXELS[found.name]
+        facts["scale"] = [full, list(mean), list(std)]
+    # Last, so that a set without a description is one that was not finished.
+    write_bytes(join_url(url, FACTS), json.dumps(facts, indent=2).encode())
+    return facts
+
+
+def write_parquet(
+    feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
+) -> bytes:
+    """One file: bytes as binary, other features as fixed-size lists, in many row groups."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    width = features.shape[1]
+    if features.dtype == np.uint8:
+        # Parquet has no bytes but in binary: as numbers each would take four.
+        data = pa.py_buffer(np.ascontiguousarray(features))
+        column = pa.Array.from_buffers(pa.binary(width), len(features), [None, data])
+    else:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), width)
+    group = max(1, GROUP_BYTES // max(1, width * features.itemsize))
+    stream = io.BytesIO()
+    pq.write_table(
+        pa.table({feature: column, "label": pa.array(labels)}),
+        stream,
+        row_group_size=group,
+        compression="zstd" if compress else "snappy",
+        use_dictionary=False,
+    )
+    return stream.getvalue()
+
+
+def _write_tfrecord(
+    feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
+) -> bytes:
+    from paceline.data.tfrecord import write_records
+
+    rows = ({feature: x, "label": y} for x, y in zip(features, labels, strict=True))
+    return write_records(rows, compress=compress)

@@ -1,0 +1,156 @@
+"""Tables held in memory: rows of numbers or images, and the windows of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.augmentation import Augmentation
+from paceline.errors import DataError, UsageError
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+
+
+def check_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of this name; raises UsageError if features cannot be of it."""
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+@dataclass(frozen=True)
+class PixelScaling:
+    """From stored bytes to features: (byte / full - mean) / std, mean and std by channel."""
+
+    full: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def factors(self, dtype: torch.dtype, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as one multiplication and one addition, for rows of so many dimensions."""
+        around = (-1, *[1] * (dimensions - 1))
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(around)
+        std = torch.tensor(self.std, dtype=torch.float64).view(around)
+        return (1 / (self.full * std)).to(dtype), (-mean / std).to(dtype)
+
+
+class BatchTransform:
+    """The last step to a batch, the same for every table: augment, scale, convert.
+
+    `dimensions` are those of a row of features. Integer labels become int64, others `dtype`.
+    Raises UsageError for an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        dimensions: int = 1,
+        scaling: PixelScaling | None = None,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.dtype = check_dtype(dtype)
+        self._factors = scaling.factors(self.dtype, dimensions) if scaling else None
+        self._augmentation = augmentation
+        self._seed = seed
+
+    def __call__(
+        self,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        rows: npt.NDArray[np.int64],
+        epoch: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored rows, numbered `rows`, as tensors; both arrays are the caller's to give away."""
+        if epoch is not None and self._augmentation is not None:
+            x = self._augmentation.apply(x, rows, seed=self._seed, epoch=epoch)
+        features = torch.from_numpy(x).to(self.dtype)
+        if self._factors is not None:
+            factor, offset = self._factors
+            features = features.mul_(factor).add_(offset)
+        labels = torch.from_numpy(y)
+        return features, labels.to(self.dtype if labels.is_floating_point() else torch.int64)
+
+
+class ArrayDataset:
+    """Rows of a NumPy array, made into features when a batch is asked for.
+
+    With `scaling` the array holds bytes: images (N, C, H, W), or vectors. `rows` selects and orders
+    rows of a larger array without copying it. Raises DataError if it is empty or x and y differ in
+    length, and UsageError for an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        *,
+        dtype: str = "float32",
+        rows: npt.NDArray[np.int64] | None = None,
+        scaling: PixelScaling | None = None,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        if len(x) != len(y):
+            raise DataError(f"table with {len(x):,} rows of features but {len(y):,} labels")
+        if len(x) == 0 or (rows is not None and len(rows) == 0):
+            raise DataError("empty table: expected at least one row")
+        self._x, self._y = x, y
+        self._rows = rows
+        self._finish = BatchTransform(
+            dtype,
+            dimensions=x.ndim - 1,
+            scaling=scaling,
+            augmentation=augmentation,
+            seed=seed,
+        )
+
+    def __len__(self) -> int:
+        return len(self._y) if self._rows is None else len(self._rows)
+
+    def batch(
+        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.stored(indices)
+        return self._finish(x, y, indices, epoch)
+
+    def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """A copy of rows as they are stored, neither scaled nor augmented."""
+        rows = indices if self._rows is None else self._rows[indices]
+        return self._x[rows], self._y[rows]
+
+
+class TextWindowDataset:
+    """Windows of a sequence, side by side: row n is characters n*size to (n+1)*size.
+
+    The label is the same window one character on. Characters at the end that do not fill a window
+    are left out. Raises DataError if the sequence does not fill one.
+    """
+
+    def __init__(self, sequence: npt.NDArray[Any], size: int) -> None:
+        self._count = (len(sequence) - 1) // size
+        if self._count < 1:
+            raise DataError(
+                f"empty table: {len(sequence):,} characters, expected at least {size + 1}"
+            )
+        self._sequence = sequence
+        self._size = size
+        self._steps = np.arange(size + 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(
+        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(indices) and (indices.max() >= self._count or indices.min() < -self._count):
+            raise IndexError(f"row out of range: the table has {self._count} rows")
+        starts = (indices % self._count) * self._size
+        windows = self._sequence[starts[:, None] + self._steps].astype(np.int64)
+        x, y = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        return torch.from_numpy(x), torch.from_numpy(y)

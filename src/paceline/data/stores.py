@@ -1,0 +1,296 @@
+"""Files by URL: where data lies, whatever the machine it lies on.
+
+`file`, `hdfs`, `s3`, `sftp` and `http(s)` go through fsspec. What a store says when something is
+wrong becomes one line that names the URL, the rule and the remedy. Keys are never part of a URL:
+s3 takes them from the usual variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_ENDPOINT_URL), sftp from the user's SSH keys, hdfs from HADOOP_CONF_DIR where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import DataError, UsageError, suggest_name
+
+T = TypeVar("T")
+
+EXTRAS = {"s3": "s3", "hdfs": "hdfs", "sftp": "sftp", "http": "http", "https": "http", "file": ""}
+"""Schemes, and the extra that brings what each needs beyond `[data]`."""
+
+ATTEMPTS = 3
+"""A read that fails is tried so often, half a second apart and then more."""
+PAUSE_S = 0.5
+
+_GLOB = "*?["
+_HIDDEN = ("_", ".")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file somewhere, and its size in bytes when it was listed."""
+
+    url: str
+    size: int
+    stamp: str = ""
+    """Changes when the file does, where the store says so."""
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+def is_url_or_path(text: str) -> bool:
+    """Whether this says where data lies, rather than which published data set is meant."""
+    return "://" in text or "/" in text or any(c in text for c in _GLOB) or "." in text
+
+
+def scheme_of(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else "file"
+
+
+def make_absolute(url: str) -> str:
+    """Local paths in full, so that a process started elsewhere finds the same files."""
+    if "://" in url:
+        return url
+    return str(Path(os.path.expanduser(url)).absolute())
+
+
+def require_extra(module: str, extra: str, what: str) -> Any:
+    """Import what an extra brings; raises UsageError with the command that installs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{what} needs {module.partition('.')[0]}, which is not installed ({error}): "
+            f"pip install 'paceline[{extra}]'"
+        ) from None
+
+
+@lru_cache(maxsize=64)
+def _open_store(scheme: str, netloc: str) -> Any:
+    fsspec = require_extra("fsspec", "data", "reading files by URL")
+    if scheme == "hdfs":
+        native = require_extra("hdfs_native.fsspec", "hdfs", "hdfs://")
+        host, _, port = netloc.partition(":")
+        return native.HdfsFileSystem(host=host, port=int(port) if port else None)
+    if scheme == "sftp":
+        sshfs = require_extra("sshfs", "sftp", "sftp://")
+        user, _, address = netloc.rpartition("@")
+        host, _, port = address.partition(":")
+        options: dict[str, Any] = {"port": int(port)} if port else {}
+        if user:
+            options["username"] = user
+        return sshfs.SSHFileSystem(host, **options)
+    if scheme in ("http", "https"):
+        require_extra("aiohttp", "http", f"{scheme}://")
+    if scheme == "s3":
+        require_extra("s3fs", "s3", "s3://")
+        # A listing that was kept would hide what was written since.
+        return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    return fsspec.filesystem(scheme)
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it; raises UsageError for an unknown scheme."""
+    scheme = scheme_of(url)
+    if scheme not in EXTRAS:
+        raise UsageError(f"{url}: unknown scheme {scheme!r}: {suggest_name(scheme, EXTRAS)}")
+    rest = url.partition("://")[2] if "://" in url else url
+    if scheme == "file":
+        return _open_store("file", ""), make_absolute(rest)
+    if scheme in ("http", "https"):
+        return _open_store(scheme, ""), url
+    netloc, _, path = rest.partition("/")
+    if not netloc:
+        raise UsageError(f"{url}: no {'bucket' if scheme == 's3' else 'host'} in it")
+    if scheme == "s3":
+        return _open_store("s3", ""), rest
+    try:
+        return _open_store(scheme, netloc), f"/{path}"
+    except (UsageError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise explain_store_error(url, error) from error
+
+
+def explain_store_error(url: str, error: BaseException) -> DataError:
+    """What a store said, as one line."""
+    scheme = scheme_of(url)
+    said = " ".join(str(error).split()) or type(error).__name__
+    if scheme == "s3":
+        bucket = url.partition("://")[2].partition("/")[0]
+        if isinstance(error, PermissionError) or "credentials" in said.lower():
+            return DataError(
+                f"{url}: the store refuses the key ({said}): check AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
+        if isinstance(error, FileNotFoundError) and "bucket" in said.lower():
+            return DataError(f"{url}: there is no bucket {bucket!r}: check its name")
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{url}: there is no such file")
+    if isinstance(error, PermissionError):
+        return DataError(f"{url}: reading it is not allowed ({said})")
+    return DataError(f"{url}: cannot be read ({said})")
+
+
+def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
+    """Carry something out on a store, again where it fails in passing; raises DataError."""
+    pause_s = PAUSE_S
+    for last in (*([False] * (ATTEMPTS - 1)), True):
+        try:
+            return act()
+        except (DataError, UsageError):
+            raise
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            raise explain_store_error(url, error) from error
+        except Exception as error:
+            if last:
+                raise explain_store_error(url + where, error) from error
+            time.sleep(pause_s)
+            pause_s *= 2
+    raise AssertionError
+
+
+def list_files(url: str) -> tuple[StoredFile, ...]:
+    """The data files that a URL names, sorted: a file, a folder's, or all that a pattern fits.
+
+    Names that begin with "_" or "." are marks of the programs that wrote them, and are left out.
+    Raises DataError if there are none.
+    """
+    store, path = open_store(url)
+    found = with_retries(url, lambda: _find(store, path))
+    prefix = _prefix_of(url)
+    files = [
+        StoredFile(
+            prefix + _strip(str(facts["name"]), prefix), int(facts["size"] or 0), _stamp(facts)
+        )
+        for facts in found
+        if not str(facts["name"]).rpartition("/")[2].startswith(_HIDDEN)
+    ]
+    if not files:
+        if scheme_of(url) == "s3":
+            bucket = path.partition("/")[0]
+            if not with_retries(url, lambda: _exists(store, bucket)):
+                raise DataError(f"{url}: there is no bucket {bucket!r}: check its name")
+        raise DataError(f"{url}: no data files there: name a file, a folder or a pattern")
+    return tuple(sorted(files, key=lambda file: file.url))
+
+
+def _exists(store: Any, bucket: str) -> bool:
+    # Asked for by its contents: `exists` answers from the list of one's own buckets.
+    try:
+        store.ls(bucket, refresh=True)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _stamp(facts: dict[str, Any]) -> str:
+    for name in ("ETag", "mtime", "modification_time", "LastModified"):
+        if facts.get(name):
+            return str(facts[name])
+    return ""
+
+
+def _find(store: Any, path: str) -> list[dict[str, Any]]:
+    if any(c in path for c in _GLOB):
+        found = store.glob(path, detail=True).values()
+    else:
+        try:
+            facts = store.info(path)
+        except FileNotFoundError:
+            return []
+        if facts["type"] == "file":
+            return [facts]
+        found = store.find(path, detail=True).values()
+    return [facts for facts in found if facts["type"] == "file"]
+
+
+def _prefix_of(url: str) -> str:
+    """What comes before a path that a store gives, so that it is a URL again."""
+    scheme = scheme_of(url)
+    if scheme == "file":
+        return "file://" if url.startswith("file://") else ""
+    if scheme in ("http", "https"):
+        return ""
+    rest = url.partition("://")[2]
+    return f"{scheme}://" if scheme == "s3" else f"{scheme}://{rest.partition('/')[0]}"
+
+
+def _strip(name: str, prefix: str) -> str:
+    name = name.removeprefix(prefix)
+    if prefix and not prefix.endswith("://") and not name.startswith("/"):
+        return f"/{name}"
+    return name
+
+
+def parent_url(url: str) -> str:
+    """The folder that a pattern or a file lies in; a folder is its own."""
+    head = url
+    while any(c in head for c in _GLOB):
+        head = head.rpartition("/")[0]
+    if head == url and "." in url.rpartition("/")[2]:
+        head = url.rpartition("/")[0]
+    return head.rstrip("/")
+
+
+def join_url(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def read_bytes(url: str, start: int = 0, stop: int | None = None) -> bytes:
+    """A part of a file in one request; raises DataError that names URL and bytes."""
+    store, path = open_store(url)
+    if scheme_of(url) == "file":
+        return with_retries(url, lambda: _read_local(path, start, stop))
+    where = f" (bytes {start:,} to {stop:,})" if stop is not None else ""
+
+    def read() -> bytes:
+        if scheme_of(url) == "sftp":
+            # Its cat_file gives the whole file, whatever range is asked for.
+            with store.open(path, "rb") as stream:
+                stream.seek(start)
+                part: bytes = stream.read(-1 if stop is None else stop - start)
+                return part
+        content: bytes = store.cat_file(path, start=start or None, end=stop)
+        return content
+
+    return with_retries(url, read, where)
+
+
+def _read_local(path: str, start: int, stop: int | None) -> bytes:
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        return stream.read(-1 if stop is None else stop - start)
+
+
+def read_if_exists(url: str) -> bytes | None:
+    """A small file that may not be there."""
+    store, path = open_store(url)
+    try:
+        content: bytes = store.cat_file(path)
+    except Exception:
+        # Whatever the reason, the caller goes on without; what matters fails by itself later.
+        return None
+    return content
+
+
+def write_bytes(url: str, content: bytes) -> None:
+    """A whole file, its folder made first; raises DataError."""
+    store, path = open_store(url)
+
+    def write() -> None:
+        if scheme_of(url) in ("file", "hdfs", "sftp"):
+            store.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with store.open(path, "wb") as stream:
+            stream.write(content)
+
+    with_retries(url, write)

@@ -1,0 +1,210 @@
+"""`model.fit` of an unchanged script, under a strategy of Paceline.
+
+Every worker runs the whole script. Up to `fit` each is alone; there they take over worker 0's
+weights, train together, and hold the same model when it returns. Files are written by worker 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.errors import UsageError
+from paceline.keras.backend import check_backend
+from paceline.keras.fit_data import ArrayFitData, FitData, make_fit_data
+from paceline.keras.fit_loop import FitSession
+from paceline.worker import custom_loop
+from paceline.worker.session import Session
+
+SEED = 0
+"""Of every generator when a script begins, so that unseeded scripts draw alike on all workers."""
+WORKER_0_ONLY = ("CSVLogger", "TensorBoard", "RemoteMonitor", "SwapEMAWeights")
+"""Callbacks that only write."""
+
+
+def patch_fit(keras: Any) -> None:
+    """Called when the script has imported keras: from here on `fit` is ours."""
+    check_backend(keras)
+    session = custom_loop._session
+    if session is None:
+        return
+    hide_tensorflow_stub()
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    _FitPatch(keras, session).install()
+
+
+def hide_tensorflow_stub() -> None:
+    """Keras looks for TensorFlow by itself: it must not take our stand-in for the real one."""
+    from keras.src.utils import module_utils
+
+    if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
+        module_utils.tensorflow._available = False
+
+
+class _FitPatch:
+    """The trainee of this process: made by the first fit, found again by later ones."""
+
+    def __init__(self, keras: Any, session: Session) -> None:
+        self._keras = keras
+        self._session = session
+        self._trainee: FitSession | None = None
+        self._seed: int | None = None
+
+    def install(self) -> None:
+        model = self._keras.Model
+        takeover = self
+
+        @functools.wraps(model.fit)
+        def fit(model_self: Any, *args: Any, **options: Any) -> Any:
+            return takeover.fit(model_self, *args, **options)
+
+        model.fit = fit
+        for name, quiet in (("evaluate", 2), ("predict", 0)):
+            setattr(model, name, self._speak_once(getattr(model, name), quiet))
+        for name in ("save", "save_weights", "export"):
+            setattr(model, name, self._write_once(getattr(model, name)))
+        for module in (self._keras.models, self._keras.saving):
+            module.save_model = self._write_once(module.save_model)
+        _lock_downloads()
+
+    def _speak_once(self, method: Any, wordy: int) -> Any:
+        """One worker shows progress, in lines and not as a bar that overwrites itself."""
+
+        @functools.wraps(method)
+        def call(model: Any, *args: Any, **options: Any) -> Any:
+            if options.get("verbose", "auto") in ("auto", 1):
+                options["verbose"] = wordy if self._session.rank == 0 else 0
+            return method(model, *args, **options)
+
+        return call
+
+    def _write_once(self, method: Any) -> Any:
+        """Worker 0 writes; nobody goes on to read before it has."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options) if self._session.rank == 0 else None
+            if self._trainee is not None and not self._trainee.in_batch:
+                self._trainee.synchronize()
+            return result
+
+        return call
+
+    def fit(
+        self,
+        model: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        model._assert_compile_called("fit")
+        if self._seed is None:
+            # Once: from the first fit on, the workers' generators differ.
+            self._seed = torch.initial_seed() % 2**31
+        seed = self._seed
+        source = make_fit_data(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            seed=seed,
+            class_weight=class_weight,
+        )
+        validation: FitData | None = None
+        if validation_data is not None:
+            given = (
+                validation_data if isinstance(validation_data, tuple | list) else (validation_data,)
+            )
+            validation = make_fit_data(
+                *given,
+                batch_size=validation_batch_size or source.batch,
+                steps=validation_steps,
+                shuffle=False,
+                seed=seed,
+            )
+        elif validation_split:
+            if not isinstance(source, ArrayFitData):
+                raise UsageError("validation_split needs arrays: pass validation_data")
+            source, validation = source.split(validation_split)
+        if self._trainee is None:
+            self._trainee = FitSession(self._session, model, source, validation, seed)
+            self._trainee.begin(max(0, epochs - initial_epoch))
+        trainee = self._trainee
+        trainee.check_again(model, source)
+        return trainee.fit(
+            source,
+            validation,
+            epochs=range(initial_epoch, epochs),
+            callbacks=self._list_callbacks(model, callbacks, verbose, epochs, source),
+            validation_freq=validation_freq,
+        )
+
+    def _list_callbacks(
+        self, model: Any, callbacks: Any, verbose: Any, epochs: int, source: FitData
+    ) -> Any:
+        known = self._keras.callbacks
+        if isinstance(callbacks, known.CallbackList):
+            return callbacks
+        given = self._keras.tree.flatten(callbacks) if callbacks else []
+        for callback in given:
+            if isinstance(callback, known.BackupAndRestore):
+                raise UsageError("the callback BackupAndRestore is not carried over: leave it out")
+        if self._session.rank > 0:
+            writing = tuple(getattr(known, n) for n in WORKER_0_ONLY if hasattr(known, n))
+            given = [c for c in given if not isinstance(c, writing)]
+            verbose = 0
+        return known.CallbackList(
+            given,
+            add_history=True,
+            add_progbar=verbose != 0,
+            verbose=2 if verbose in ("auto", 1) else verbose,
+            epochs=epochs,
+            steps=-(-source.samples // source.batch),
+            model=model,
+        )
+
+
+def _lock_downloads() -> None:
+    """Workers of one machine share Keras's cache: one downloads, the others find the file."""
+    import fcntl
+    import sys
+    from pathlib import Path
+
+    from keras.src.backend.config import keras_home
+    from keras.src.utils import file_utils
+
+    plain = file_utils.get_file
+
+    @functools.wraps(plain)
+    def get_file(*args: Any, **options: Any) -> Any:
+        home = Path(keras_home())
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / ".paceline.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return plain(*args, **options)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keras.") and getattr(module, "get_file", None) is plain:
+            module.get_file = get_file  # type: ignore[attr-defined]

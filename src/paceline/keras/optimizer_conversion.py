@@ -1,0 +1,164 @@
+"""From a compiled Keras optimizer to ours and back: options, learning rate, slots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.keras.backend import import_keras
+from paceline.keras.optimizers import CLASSES, TorchKerasOptimizer
+from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
+from paceline.specs.optimizer_base import OptimizerSpec
+
+# Where Keras keeps a slot: a list, one variable a trained weight.
+SLOT_LISTS = {
+    "SGD": {"momentum": "momentums"},
+    "Adam": {
+        "momentum": "_momentums",
+        "velocity": "_velocities",
+        "velocity_hat": "_velocity_hats",
+    },
+    "Adamax": {"momentum": "_m", "norm": "_u"},
+    "Nadam": {"momentum": "_momentums", "velocity": "_velocities"},
+    "RMSprop": {
+        "velocity": "_velocities",
+        "momentum": "_momentums",
+        "average_gradient": "_average_gradients",
+    },
+    "Adagrad": {"accumulator": "_accumulators"},
+    "Adadelta": {
+        "accumulated_grad": "_accumulated_grads",
+        "accumulated_delta_var": "_accumulated_delta_vars",
+    },
+    "Lion": {"momentum": "_momentums"},
+}
+SLOT_LISTS["AdamW"] = SLOT_LISTS["Adam"]
+
+NOT_CARRIED = {
+    "use_ema": "a moving average of weights",
+    "loss_scale_factor": "loss scaling",
+    "gradient_accumulation_steps": "gradient accumulation (choose a larger batch)",
+}
+
+
+@dataclass(frozen=True)
+class ConvertedOptimizer:
+    """An optimizer in our words; `clip` is the largest norm of the whole gradient."""
+
+    spec: OptimizerSpec
+    clip: float | None
+
+
+def translate(optimizer: Any) -> ConvertedOptimizer:
+    """Raises UsageError for what has no counterpart here."""
+    name = type(optimizer).__name__
+    if name not in CLASSES or not type(optimizer).__module__.startswith("keras."):
+        raise UsageError(
+            f"the Keras optimizer {name} is not one that runs distributed: "
+            f"use one of {', '.join(CLASSES)}"
+        )
+    config = optimizer.get_config()
+    for option, what in NOT_CARRIED.items():
+        if config.get(option):
+            raise UsageError(f"{name}({option}={config[option]!r}): {what} is not carried over")
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise UsageError(f"{name}.exclude_from_weight_decay() is not carried over")
+    cls = KERAS_OPTIMIZERS[f"keras_{name.lower()}"]
+    known = {f for f in cls.__dataclass_fields__ if f != "name"}
+    options = {k: v for k, v in config.items() if k in known and v is not None}
+    return ConvertedOptimizer(cls(**options), config.get("global_clipnorm") or None)
+
+
+def make_torch_optimizer(
+    optimizer: Any, parameters: Iterable[torch.nn.Parameter]
+) -> TorchKerasOptimizer:
+    """The torch optimizer that does what the Keras one would do."""
+    spec = translate(optimizer).spec
+    cls = CLASSES[type(optimizer).__name__]
+    return cls(parameters, lr=float(optimizer.learning_rate), **spec.options())
+
+
+def import_slots(optimizer: Any, model: Any, ours: TorchKerasOptimizer) -> None:
+    """What a loaded Keras optimizer remembers becomes the beginning of our slots."""
+    if not optimizer.built or int(optimizer.iterations) == 0:
+        return
+    for index, variable in enumerate(model.trainable_variables):
+        group = ours.param_groups[0]
+        state = ours.first_slots(variable.value.detach(), group)
+        state["step"].fill_(int(optimizer.iterations))
+        if "u_product" in state:
+            state["u_product"].copy_(optimizer._u_product.value.detach())
+        for slot, attribute in SLOT_LISTS[type(optimizer).__name__].items():
+            kept = getattr(optimizer, attribute, [])
+            if slot in state and kept:
+                state[slot].copy_(kept[index].value.detach())
+        ours.state[variable.value] = state
+
+
+def export_slots(
+    optimizer: Any, variables: list[Any], names: list[str], slots: dict[str, dict[str, Any]]
+) -> None:
+    """Slots back into the Keras optimizer, so that saving it keeps them."""
+    if not optimizer.built:
+        optimizer.build(variables)
+    for index, name in enumerate(names):
+        for slot, attribute in SLOT_LISTS[type(optimizer).__name__].items():
+            kept = getattr(optimizer, attribute, [])
+            if kept and slot in slots.get(name, {}):
+                kept[index].assign(slots[name][slot])
+        if "u_product" in slots.get(name, {}):
+            optimizer._u_product.assign(slots[name]["u_product"])
+
+
+class KerasSchedule:
+    """A Keras learning-rate schedule as a job's: its step is the number of global batches before.
+
+    Travels as JSON: the schedule's class and configuration.
+    """
+
+    def __init__(self, schedule: Any, batch: int, base: float) -> None:
+        keras = import_keras()
+        self._text = json.dumps(keras.saving.serialize_keras_object(schedule))
+        self._batch = batch
+        self._base = base
+        self._made: Any = None
+
+    def __str__(self) -> str:
+        return f"keras {json.loads(self._text)['class_name']}"
+
+    def __reduce__(self) -> Any:
+        return _read_schedule, (self._text, self._batch, self._base)
+
+    def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
+        if self._made is None:
+            keras = import_keras()
+            self._made = keras.saving.deserialize_keras_object(json.loads(self._text))
+        step = step_at(samples // per_epoch, samples % per_epoch, per_epoch, self._batch)
+        return float(self._made(step)) / self._base
+
+    def drops(self, *, per_epoch: int, total: int) -> list[float]:
+        return []
+
+
+def step_at(epoch: int, start: int, samples: int, batch: int) -> int:
+    """Keras's count of updates at a position of an epoch, whatever the strategy made of them."""
+    return epoch * -(-samples // batch) + start // batch
+
+
+def _read_schedule(text: str, batch: int, base: float) -> KerasSchedule:
+    schedule = KerasSchedule.__new__(KerasSchedule)
+    schedule._text, schedule._batch, schedule._base = text, batch, base
+    schedule._made = None
+    return schedule
+
+
+def schedule_of(optimizer: Any) -> Any | None:
+    """The Keras schedule behind an optimizer's learning rate, if there is one."""
+    keras = import_keras()
+    kept = getattr(optimizer, "_learning_rate", None)
+    return kept if isinstance(kept, keras.optimizers.schedules.LearningRateSchedule) else None

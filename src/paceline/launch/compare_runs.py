@@ -1,0 +1,109 @@
+"""Several strategies, several seeds, one comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.job import Job, JobRef
+from paceline.launch.run import (
+    DEFAULT_TIMEOUT_S,
+    RunOptions,
+    check_sizes,
+    new_run_name,
+    run_training,
+)
+from paceline.report.comparison import write_comparison
+from paceline.report.terminal import terminal_reporter
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.specs.strategy import Single, Strategy, parse_strategy
+from paceline.telemetry.run_folder import RunFolder
+
+
+def compare(
+    job: Job | JobRef,
+    strategies: list[Strategy | str],
+    workers: int = 2,
+    *,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    threads: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    troubles: tuple[InjectedSlowdown, ...] = (),
+    force: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Run every strategy with every seed; returns what `comparison.json` holds.
+
+    A run that fails or diverges is kept and counted; the others still run. `single` always runs
+    on one worker.
+    """
+    folder = Path(out) if out is not None else Path("runs") / new_run_name("compare")
+    chosen = [parse_strategy(s) for s in strategies]
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    if seeds < 1:
+        raise UsageError(f"--seeds is {seeds}: at least one is needed")
+    for strategy in chosen:
+        check_sizes(resolved.batch, strategy, workers_for(strategy, workers))
+    if (folder / "comparison.json").exists() and not force:
+        raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
+    # All options are checked before the first run.
+    options = RunOptions(
+        out=folder,
+        workers=workers,
+        threads=threads,
+        timeout_s=timeout_s,
+        slowdowns=troubles,
+        force=force,
+    )
+    # Every worker of every strategy gets the same threads, the only one of `single` too.
+    options = dataclasses.replace(options, threads=options.threads_each)
+    clear_runs(folder)
+    results = []
+    # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
+    for seed in range(resolved.seed, resolved.seed + seeds):
+        for number, strategy in enumerate(chosen):
+            mine = dataclasses.replace(
+                options,
+                out=folder / f"{number + 1}-{strategy.name}-seed{seed}",
+                workers=workers_for(strategy, workers),
+            )
+            results.append(_run_one(with_job_seed(job, seed), strategy, mine, progress))
+    return write_comparison(folder / "comparison.json", results)
+
+
+def clear_runs(folder: Path) -> None:
+    """Runs of the comparison that is replaced must not be taken for runs of this one."""
+    for old in folder.glob("*-seed*"):
+        if (old / "run.json").exists():
+            RunFolder(old).clear()
+            with contextlib.suppress(OSError):
+                old.rmdir()
+
+
+def workers_for(strategy: Strategy, workers: int) -> int:
+    return 1 if isinstance(strategy, Single) else workers
+
+
+def with_job_seed(job: Job | JobRef, seed: int) -> Job | JobRef:
+    if isinstance(job, JobRef):
+        return job.model_copy(update={"fields": {**job.fields, "seed": seed}})
+    return job.model_copy(update={"seed": seed})
+
+
+def _run_one(
+    job: Job | JobRef, strategy: Strategy, options: RunOptions, progress: bool
+) -> dict[str, Any]:
+    label = f"{strategy} [{options.out.name}]"
+    with terminal_reporter(label, quiet=not progress) as show:
+        try:
+            result = run_training(job, strategy, dataclasses.replace(options, on_event=show))
+        except UsageError:
+            raise
+        except PacelineError:
+            result = RunFolder(options.out).read_result()
+    return {**result, "dir": options.out.name}

@@ -1,0 +1,1 @@
+"""Where processes are started: on this machine, over SSH, by an engine."""

@@ -1,0 +1,352 @@
+"""Places on an engine as machines: each has called back (`worker/outpost.py`) and runs programs.
+
+An engine is a thing of three methods (`Engine`); `EngineLauncher` makes a launcher of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from paceline.cluster.pool import Host
+from paceline.cluster.shell import BOOT, ProgramStreams, Shell
+from paceline.comm.wire import (
+    HANDSHAKE_TIMEOUT_S,
+    HEADER,
+    HELLO,
+    PROOF_BYTES,
+    check_proof,
+    make_greeting,
+    pack_head,
+    prove,
+    read_greeting,
+    unpack_head,
+    unpack_header,
+)
+from paceline.errors import HostError, RunFailed, WireError
+from paceline.launch.hosts import RemoteHost
+from paceline.launch.remote_launcher import ProjectBundle, RemoteLauncher
+from paceline.worker.assignment import Assignment
+from paceline.worker.outpost import BEAT_S, MAX_PART, SILENT_S, make_agent_ticket
+
+STARTUP_TIMEOUT_S = 120.0
+"""How long an engine may take to start its places, unless told otherwise."""
+CLOSE_S = 12.0
+"""Programs of a place may take some seconds to end; then the place itself goes."""
+
+
+class Engine(Protocol):
+    """Whatever can run a Python function in several places at the same time."""
+
+    name: str
+    """One word for run.json and messages: ray, spark."""
+
+    def find_address(self) -> str:
+        """An address of this machine that the engine's machines reach. Called first; may block."""
+        ...
+
+    def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
+        """Runs `paceline.worker.outpost.run_host_agent(ticket)` for all tickets concurrently.
+
+        Returns at once or blocks until all are placed; raises UsageError or RunFailed if they
+        cannot be. `on_lost` may be called from any thread when a place is known to be gone.
+        """
+        ...
+
+    def end(self) -> None:
+        """Let go of everything that `begin` took; called once, whatever happened. May block."""
+        ...
+
+
+class OnAgentLost(Protocol):
+    def __call__(self, index: int, why: str) -> None:
+        """Place `index` will not come back; `why` names its machine and what is known."""
+
+
+class EngineLauncher(RemoteLauncher):
+    """One place a worker, and one more if servers are to have a place of their own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        workers: int,
+        luggage: ProjectBundle | None = None,
+        *,
+        own_servers: int = 0,
+        threads: int = 0,
+        arrive_s: float = STARTUP_TIMEOUT_S,
+    ) -> None:
+        super().__init__(luggage or ProjectBundle())
+        self.engine = engine.name
+        self._engine = engine
+        self._workers = workers
+        self.threads = threads
+        self._own_servers = own_servers
+        self._arrive_s = arrive_s
+        self.agents: HostAgentListener | None = None
+
+    @property
+    def workers(self) -> int:
+        return self._workers
+
+    def place_servers(self, servers: int, workers: int) -> list[int | None]:
+        if self._own_servers:
+            return [None] * servers
+        return super().place_servers(servers, workers)
+
+    def host_index_of(self, assignment: Assignment) -> int:
+        if assignment.kind == "server":
+            return self.workers + assignment.index % self._own_servers
+        return assignment.index
+
+    async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
+        address = await asyncio.to_thread(self._engine.find_address)
+        places = self.workers + self._own_servers
+        self.agents = HostAgentListener(self.engine, places)
+        stack.push_async_callback(asyncio.to_thread, self._engine.end)
+        stack.push_async_callback(self.agents.close)
+        port = await self.agents.listen(address)
+        tickets = [make_agent_ticket(address, port, self.agents.token, i) for i in range(places)]
+        loop = asyncio.get_running_loop()
+
+        def on_lost(index: int, why: str) -> None:
+            assert self.agents is not None
+            loop.call_soon_threadsafe(self.agents.mark_lost, index, why)
+
+        await asyncio.to_thread(self._engine.begin, tickets, on_lost)
+        shells = await self.agents.wait_for_all(self._arrive_s)
+        return [
+            RemoteHost(
+                host=shell.host,
+                shell=shell,
+                python=shell.python,
+                node=shell.node,
+                agent_index=shell.index,
+            )
+            for shell in shells
+        ]
+
+
+class HostAgentListener:
+    """Listens for places that call back, and keeps their connections."""
+
+    def __init__(self, engine: str, count: int) -> None:
+        self.token = secrets.token_hex(32)
+        self._engine = engine
+        self._shells: list[HostAgentShell | None] = [None] * count
+        self._lost: dict[int, str] = {}
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def listen(self, address: str) -> int:
+        self._server = await asyncio.start_server(self._accept, address, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def wait_for_all(self, timeout_s: float) -> list[HostAgentShell]:
+        """All places, as soon as all have called; raises RunFailed when one cannot."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while None in self._shells:
+                    if self._lost:
+                        index, why = min(self._lost.items())
+                        raise RunFailed(f"{self._engine}: place {index} did not start: {why}")
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            late = [str(i) for i, shell in enumerate(self._shells) if shell is None]
+            raise RunFailed(
+                f"{self._engine}: of {len(self._shells)} places {len(late)} did not call back "
+                f"within {timeout_s:g} s (number {', '.join(late)}): free more cores, or open the "
+                "way from its machines to this one"
+            ) from None
+        return [shell for shell in self._shells if shell is not None]
+
+    def mark_lost(self, index: int, why: str) -> None:
+        self._lost.setdefault(index, why)
+        shell = self._shells[index]
+        if shell is not None:
+            shell.lose(why)
+        self._changed.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        shell = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await self._greet(reader, writer)
+                hello = await _read(reader)
+            index = int(hello["index"])
+            if not 0 <= index < len(self._shells) or self._shells[index] is not None:
+                raise WireError(f"place {index} calls a second time")
+            shell = HostAgentShell(hello, writer)
+            self._shells[index] = shell
+            self._changed.set()
+            await shell.listen(reader)
+        except (WireError, OSError, EOFError, TimeoutError, KeyError, TypeError, ValueError):
+            pass  # A stranger, or a place whose machine went away: `lose` says which.
+        finally:
+            if shell is not None:
+                shell.lose("")
+            writer.close()
+            self._serving.discard(task)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greeting, mine = make_greeting()
+        writer.write(greeting)
+        theirs = read_greeting(await reader.readexactly(HELLO.size))
+        proof = await reader.readexactly(PROOF_BYTES)
+        check_proof(proof, self.token, "client", theirs, mine)
+        writer.write(prove(self.token, "server", theirs, mine))
+
+    async def close(self) -> None:
+        for shell in self._shells:
+            if shell is not None:
+                await shell.close()
+        if self._serving:
+            # They end when the other side hangs up, after it has ended its programs.
+            await asyncio.wait(list(self._serving), timeout=CLOSE_S)
+            for task in list(self._serving):
+                task.cancel()
+        if self._server is not None:
+            self._server.close()
+
+
+async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
+    header = await reader.readexactly(HEADER.size)
+    head_bytes, _ = unpack_header(header, max_body=0)
+    head = unpack_head(await reader.readexactly(head_bytes))
+    if not isinstance(head, dict):
+        raise WireError("a place that does not speak in mappings")
+    return head
+
+
+class HostAgentShell(Shell):
+    """A place on an engine as a machine that runs programs."""
+
+    def __init__(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.host = Host(host=str(hello["address"]))
+        self.address: str | None = str(hello["address"])
+        self.python = str(hello["python"])
+        self.node = str(hello["node"])
+        self.index = int(hello["index"])
+        self.why_lost = ""
+        self._writer = writer
+        self._programs: dict[int, HostAgentStreams] = {}
+        self._next = 0
+        self._gone = False
+        self._beating = asyncio.create_task(self._beat())
+
+    async def open(self, python: str | None) -> ProgramStreams:
+        if self._gone:
+            raise HostError(self.host.host, "lost", self.why_lost or "its connection was lost")
+        number = self._next = self._next + 1
+        streams = HostAgentStreams(self, number)
+        self._programs[number] = streams
+        await self.send({"do": "open", "id": number, "argv": [python or self.python, "-c", BOOT]})
+        return streams
+
+    async def send(self, head: dict[str, Any]) -> None:
+        if self._gone:
+            raise EOFError
+        self._writer.write(pack_head(head))
+        await self._writer.drain()
+
+    async def listen(self, reader: asyncio.StreamReader) -> None:
+        """Until the other side hangs up, or has been silent for too long."""
+        while True:
+            async with asyncio.timeout(SILENT_S):
+                head = await _read(reader)
+            program = self._programs.get(head.get("id", 0))
+            if program is not None:
+                program.take(head)
+                if "end" in head:
+                    del self._programs[program.number]
+
+    async def _beat(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                await self.send({"do": "beat"})
+        except (OSError, EOFError):
+            pass
+
+    def lose(self, why: str) -> None:
+        self.why_lost = self.why_lost or why
+        self._gone = True
+        self._beating.cancel()
+        for program in self._programs.values():
+            program.take({"end": None, "why": self.why_lost})
+        self._programs.clear()
+
+    async def close(self) -> None:
+        try:
+            await self.send({"do": "leave"})
+        except (OSError, EOFError):
+            pass
+
+
+class HostAgentStreams:
+    """One program there."""
+
+    def __init__(self, shell: HostAgentShell, number: int) -> None:
+        self.number = number
+        self._shell = shell
+        self._out: asyncio.Queue[bytes] = asyncio.Queue()
+        self._err: asyncio.Queue[bytes] = asyncio.Queue()
+        self._ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._sending: asyncio.Task[None] | None = None
+
+    def take(self, head: dict[str, Any]) -> None:
+        if "out" in head:
+            self._out.put_nowait(head["out"])
+        elif "err" in head:
+            self._err.put_nowait(head["err"])
+        elif "end" in head and not self._ended.done():
+            if head["why"]:
+                self._err.put_nowait(str(head["why"]).encode())
+            self._out.put_nowait(b"")
+            self._err.put_nowait(b"")
+            status = head["end"]
+            self._ended.set_result(status if status is None or status >= 0 else 128 - status)
+
+    async def write(self, data: bytes) -> None:
+        for at in range(0, len(data), MAX_PART):
+            piece = data[at : at + MAX_PART]
+            await self._shell.send({"do": "in", "id": self.number, "data": piece})
+
+    async def read(self) -> bytes:
+        return await _next_piece(self._out)
+
+    async def read_errors(self) -> bytes:
+        return await _next_piece(self._err)
+
+    async def wait(self) -> int | None:
+        return await asyncio.shield(self._ended)
+
+    def close_input(self) -> None:
+        self._say("eof")
+
+    def kill(self) -> None:
+        self._say("kill")
+
+    def _say(self, word: str) -> None:
+        async def say() -> None:
+            try:
+                await self._shell.send({"do": word, "id": self.number})
+            except (OSError, EOFError):
+                pass
+
+        self._sending = asyncio.create_task(say())
+
+
+async def _next_piece(pieces: asyncio.Queue[bytes]) -> bytes:
+    piece = await pieces.get()
+    if not piece:
+        pieces.put_nowait(b"")  # The end stays the end, however often it is read.
+    return piece

@@ -1,0 +1,78 @@
+"""Workers on the machines of a pool, over SSH; `localhost` needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from paceline.cluster.pool import Host
+from paceline.cluster.ssh import SshTimeouts
+from paceline.errors import UsageError
+from paceline.launch.hosts import RemoteHost, connect_hosts
+from paceline.launch.remote_launcher import ProjectBundle, RemoteLauncher
+from paceline.worker.assignment import Assignment
+
+
+class SshLauncher(RemoteLauncher):
+    """As many workers on each machine as its `workers` says, in the pool's order."""
+
+    engine = "ssh"
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        luggage: ProjectBundle | None = None,
+        *,
+        servers_on: Sequence[Host] = (),
+        patience: SshTimeouts | None = None,
+    ) -> None:
+        super().__init__(luggage or ProjectBundle())
+        self.hosts = list(hosts)
+        self._patience = patience or SshTimeouts()
+        self._seats = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
+        names = [host.host for host in self.hosts]
+        self.hosts += [host for host in servers_on if host.host not in names]
+        names = [host.host for host in self.hosts]
+        self._server_sites = [names.index(host.host) for host in servers_on]
+
+    @property
+    def workers(self) -> int:
+        return len(self._seats)
+
+    @property
+    def worker_hosts(self) -> list[Host]:
+        """The machine of each worker."""
+        return [self.hosts[place] for place in self._seats]
+
+    def place_servers(self, servers: int, workers: int) -> list[int | None]:
+        if not self._server_sites:
+            return super().place_servers(servers, workers)
+        return [self._seat(server) for server in range(servers)]
+
+    def _seat(self, server: int) -> int | None:
+        """Beside a worker of its machine, or alone on a machine without workers."""
+        site = self._find_server_site(server)
+        beside = [rank for rank, place in enumerate(self._seats) if place == site]
+        return beside[server // len(self._server_sites) % len(beside)] if beside else None
+
+    def _find_server_site(self, server: int) -> int:
+        return self._server_sites[server % len(self._server_sites)]
+
+    def host_index_of(self, assignment: Assignment) -> int:
+        if assignment.kind == "server":
+            return self._find_server_site(assignment.index)
+        return self._seats[assignment.index]
+
+    async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
+        self.project_bundle.on_progress(
+            f"connecting to {', '.join(host.host for host in self.hosts)}"
+        )
+        return await connect_hosts(self.hosts, self._patience, stack)
+
+
+def find_host(hosts: Sequence[Host], name: str, option: str) -> Host:
+    for host in hosts:
+        if host.host == name:
+            return host
+    known = ", ".join(host.host for host in hosts)
+    raise UsageError(f"{option} {name}: the pool has no such machine (it has {known})")

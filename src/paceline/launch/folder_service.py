@@ -1,0 +1,126 @@
+"""What workers on other machines send for the run folder, written where the supervisor is.
+
+Nothing that a worker says becomes a path as it is: its own events go by the name that it proved to
+have, files by names that are known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import WireError
+from paceline.protocol.messages import (
+    EventLine,
+    FileChunk,
+    FileRequest,
+    FileResponse,
+    FilesComplete,
+    Message,
+    RunClockRequest,
+    RunClockResponse,
+)
+from paceline.telemetry.run_folder import (
+    KERAS,
+    EventWriter,
+    RunFolder,
+    commit_checkpoint,
+    partial_checkpoint_path,
+)
+
+GIVE_BYTES = 1 << 20
+SYNC_BYTES = 32 << 20
+"""Written through piece by piece: one long wait for the disk at the end would keep the event loop
+from telling the machines that it is still there."""
+FILE = re.compile(r"state\.json|state\.safetensors|worker-\d{1,6}\.safetensors")
+MODELS = {"model": "model.safetensors", KERAS: KERAS}
+"""What is known of a model, and its name in the run folder."""
+CHECKPOINT = re.compile(r"\d{1,20}")
+
+
+class FolderService:
+    """Takes and gives files for one run."""
+
+    def __init__(self, folder: RunFolder, checkpoint: str | None) -> None:
+        self._folder = folder
+        self._checkpoint = Path(checkpoint) if checkpoint is not None else None
+        self._events: dict[str, EventWriter] = {}
+        self._open: dict[str, IO[bytes]] = {}
+
+    def handle(self, who: str, message: Message, age_s: float) -> tuple[bool, Message | None]:
+        """Whether the message was for this desk, and the answer to it, if any."""
+        if isinstance(message, EventLine):
+            if who not in self._events:
+                self._events[who] = EventWriter(self._folder.events(who))
+            self._events[who].write_line(message.line.replace("\n", " "))
+        elif isinstance(message, FileChunk):
+            self._write(message)
+        elif isinstance(message, FilesComplete):
+            self._finish(message)
+        elif isinstance(message, FileRequest):
+            return True, self._read_chunk(message)
+        elif isinstance(message, RunClockRequest):
+            return True, RunClockResponse(age_s)
+        else:
+            return False, None
+        return True, None
+
+    def _write(self, part: FileChunk) -> None:
+        if part.path not in self._open:
+            target = self._target_path(part.path)
+            if target.parent.name.endswith(".partial") and not any(
+                name.startswith(part.path.split("/")[0] + "/") for name in self._open
+            ):
+                shutil.rmtree(target.parent, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._open[part.path] = target.open("wb")
+        file = self._open[part.path]
+        file.write(part.data)
+        if file.tell() // SYNC_BYTES != (file.tell() - len(part.data)) // SYNC_BYTES:
+            os.fsync(file.fileno())
+
+    def _target_path(self, path: str) -> Path:
+        if path in MODELS:
+            target = self._folder.path / MODELS[path]
+            return target.with_name(target.name + ".partial")
+        name, _, file = path.partition("/")
+        if not CHECKPOINT.fullmatch(name) or not FILE.fullmatch(file):
+            raise WireError(f"a file {path!r} that belongs to no run")
+        return partial_checkpoint_path(self._folder.checkpoints, name) / file
+
+    def _finish(self, done: FilesComplete) -> None:
+        if done.path not in MODELS and not CHECKPOINT.fullmatch(done.path):
+            raise WireError(f"a checkpoint {done.path!r} that belongs to no run")
+        for path in [p for p in self._open if p.split("/")[0] == done.path]:
+            self._open.pop(path).close()
+        if done.path in MODELS:
+            os.replace(self._target_path(done.path), self._folder.path / MODELS[done.path])
+        else:
+            commit_checkpoint(self._folder.checkpoints, done.path, keep=max(1, done.keep))
+
+    def _read_chunk(self, asked: FileRequest) -> FileResponse:
+        if not FILE.fullmatch(asked.name):
+            raise WireError(f"a file {asked.name!r} of no checkpoint")
+        try:
+            assert self._checkpoint is not None
+            with (self._checkpoint / asked.name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(asked.offset)
+                return FileResponse(file.read(GIVE_BYTES), size)
+        except FileNotFoundError:
+            return FileResponse(b"", -1)
+
+    def close(self) -> None:
+        """What was not finished is dropped, as a process that dies in the middle leaves it."""
+        for path, file in self._open.items():
+            file.close()
+            self._target_path(path).unlink(missing_ok=True)
+        for place in self._folder.checkpoints.glob(".*.partial"):
+            if self._open:
+                shutil.rmtree(place, ignore_errors=True)
+        self._open.clear()
+        for writer in self._events.values():
+            writer.close()

@@ -1,0 +1,249 @@
+"""Machines made ready for a script: reached, looked at, given the project and its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from paceline.cluster.doctor import most_common
+from paceline.cluster.pool import Host
+from paceline.cluster.shell import RemoteProgram, Shell, read_remote, run_on_all, run_program
+from paceline.cluster.ssh import SshTimeouts, open_shell
+from paceline.errors import HostError, RunFailed
+from paceline.launch.project import Project
+from paceline.launch.script_tasks import ScriptTask
+
+ASK_S = 30.0
+CHUNK = 1 << 18
+CHUNK_S = 60.0
+"""A machine that takes no more of the project for so long is given up."""
+BEAT_S = 2.0
+SILENT_S = 10.0
+"""A keeper that hears nothing for so long ends what it keeps."""
+GRACE_S = 3.0
+"""From asking a process to end to making it."""
+KEEPER_END_S = 10.0
+"""How long a keeper itself may take to end; it takes GRACE_S and what killing takes."""
+
+
+@dataclass
+class RemoteHost:
+    """One machine, and where things are on it."""
+
+    host: Host
+    shell: Shell
+    facts: dict[str, Any] = field(default_factory=dict)
+    address: str = "127.0.0.1"
+    interface: str | None = "lo"
+    """Towards the other machines; on a single one they are the machine's own."""
+    ports: list[int] = field(default_factory=list)
+    copy_root: str | None = None
+    """Where the project is kept there; None where it runs in place."""
+    folder: str = ""
+    python: str = "python3"
+    node: str = ""
+    agent_index: int | None = None
+    """Several places on one machine keep their files apart by number."""
+
+    @property
+    def title(self) -> str:
+        """For people: the machine, and what an engine calls it."""
+        return f"{self.host.host} ({self.node})" if self.node else self.host.host
+
+    @property
+    def label(self) -> str:
+        return (
+            self.host.host if self.agent_index is None else f"{self.host.host}-{self.agent_index}"
+        )
+
+    @property
+    def lock(self) -> str | None:
+        return None if self.copy_root is None else f"{self.copy_root}/lock"
+
+
+async def connect_hosts(
+    hosts: Sequence[Host], patience: SshTimeouts, stack: AsyncExitStack
+) -> list[RemoteHost]:
+    """Reach all machines at once; if some cannot be, all of those are named."""
+    shells = await run_on_all(list(hosts), lambda host: open_shell(host, patience))
+    for shell in shells:
+        if not isinstance(shell, HostError):
+            stack.push_async_callback(shell.close)
+    found = raise_host_errors(shells)
+    return [RemoteHost(host=shell.host, shell=shell, python=find_python(shell)) for shell in found]
+
+
+def find_python(shell: Shell) -> str:
+    """What the pool names, else python3 of another machine and our own interpreter here."""
+    return shell.host.python or ("python3" if shell.address else sys.executable)
+
+
+Found = TypeVar("Found")
+
+
+def raise_host_errors(results: list[Found | HostError]) -> list[Found]:
+    wrong = [result for result in results if isinstance(result, HostError)]
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        names = ", ".join(error.host for error in wrong)
+        raise RunFailed(
+            f"{len(wrong)} of {len(results)} machines cannot be used: {names}; "
+            "`paceline doctor` says what mends it",
+            details="\n".join(map(str, wrong)),
+        )
+    return [result for result in results if not isinstance(result, HostError)]
+
+
+async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
+    """Ask each for its facts, the way to the others and free ports."""
+    reached = {id(site): site.shell.address for site in sites}
+
+    async def one(site: RemoteHost) -> None:
+        others = [reached[id(s)] for s in sites if s is not site and reached[id(s)]]
+        mine = [task for task in tasks if sites[task.site] is site]
+        async with run_program(site.shell, "probe") as probe:
+            site.facts = await probe.ask({"do": "facts", "packages": []}, ASK_S)
+            asked = {"do": "routes", "peers": others}
+            routes = list((await probe.ask(asked, ASK_S))["routes"].values())
+            # One for each task, and one to meet at.
+            ports = await probe.ask({"do": "ports", "count": len(mine) + 1}, ASK_S)
+        site.ports = ports["ports"]
+        if len(sites) > 1:
+            sources = [route["source"] for route in routes if route["source"]]
+            site.address = most_common(sources) or site.shell.address or site.address
+            reached[id(site)] = site.address
+            names = [r["interface"] for r in routes if r["source"] == site.address]
+            site.interface = names[0] if names else None
+
+    # Where the machine that we sit at is reached shows from its own routes: it comes first.
+    here = [site for site in sites if site.shell.address is None]
+    elsewhere = [site for site in sites if site.shell.address is not None]
+    raise_host_errors(await run_on_all(here, one))
+    raise_host_errors(await run_on_all(elsewhere, one))
+
+
+async def copy_project(
+    sites: list[RemoteHost], project: Project, inner: str, tell: Callable[[str], None]
+) -> None:
+    """Make every other machine's copy equal to ours; here the project runs where it lies."""
+
+    async def one(site: RemoteHost) -> tuple[int, int]:
+        if site.host.is_local:
+            site.folder = str(project.folder / inner)
+            return 0, 0
+        site.copy_root = project.root_on(site.label)
+        site.folder = str(PurePosixPath(site.copy_root, "files", inner))
+        async with run_program(site.shell, "file_sync", grace_s=5.0) as receiver:
+            files = {path: list(facts) for path, facts in project.files.items()}
+            asked = {"root": site.copy_root, "files": files}
+            needed = (await receiver.ask(asked, ASK_S + CHUNK_S))["needed"]
+            sent = 0
+            for path in needed:
+                sent += await _send(receiver, site, project, path)
+            await receiver.answer(CHUNK_S, "copying")
+            return len(needed), sent
+
+    copied = raise_host_errors(await run_on_all(sites, one))
+    for site, (count, nbytes) in zip(sites, copied, strict=True):
+        if site.copy_root is not None:
+            tell(f"{site.host.host}: {count} of {len(project.files)} files copied, {nbytes} bytes")
+
+
+async def _send(receiver: RemoteProgram, site: RemoteHost, project: Project, path: str) -> int:
+    size = project.files[path][0]
+    left = size
+    with (project.folder / path).open("rb") as file:
+        while left:
+            # One that has become shorter is filled up: the hash will not fit, and that is told.
+            piece = file.read(min(CHUNK, left)) or bytes(min(CHUNK, left))
+            try:
+                async with asyncio.timeout(CHUNK_S):
+                    await receiver.write(piece)
+            except TimeoutError:
+                problem = f"it took nothing of {path} for {CHUNK_S:g} s"
+                raise HostError(site.host.host, "deadline", problem) from None
+            left -= len(piece)
+    return size
+
+
+async def create_venvs(
+    sites: list[RemoteHost],
+    requirements: Path,
+    timeout_s: float,
+    on_line: Callable[[str, str], None],
+) -> None:
+    """A virtual environment on each machine from the project's requirements, made once."""
+    text = requirements.read_bytes()
+
+    async def one(site: RemoteHost) -> None:
+        root = site.copy_root or "~/.paceline/launch/here"
+        version = str(site.facts["python"])
+        name = hashlib.sha256(text + version.encode()).hexdigest()[:12]
+        folder = f"{root}/venv-{name}"
+        listed = f"{root}/files/{requirements.name}" if site.copy_root else str(requirements)
+        source = read_remote("venv")
+        argv = [site.facts["executable"], "-c", source, folder, listed]
+        spec = watchdog_command(argv, {}, "~", None)
+        label = f"venv-{site.host.host}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, errors = await run_guarded(site, spec, lambda line: on_line(label, line))
+        except TimeoutError:
+            problem = f"its environment was not made within {timeout_s:g} s"
+            raise HostError(site.host.host, "venv", problem) from None
+        if status != 0:
+            why = errors or f"exit status {status}, see logs/{label}.log"
+            raise HostError(site.host.host, "venv", f"its environment cannot be made: {why}")
+        site.python = f"{folder}/bin/python"
+
+    raise_host_errors(await run_on_all(sites, one))
+
+
+def watchdog_command(
+    argv: list[str], env: dict[str, str], cwd: str, lock: str | None, **defaults: str
+) -> dict[str, Any]:
+    """What a keeper is told."""
+    return {
+        "argv": argv,
+        "env": env,
+        "defaults": defaults,
+        "cwd": cwd,
+        "lock": lock,
+        "beat_s": SILENT_S,
+        "grace_s": GRACE_S,
+    }
+
+
+async def run_guarded(
+    site: RemoteHost,
+    spec: dict[str, Any],
+    on_line: Callable[[str], None],
+    on_start: Callable[[RemoteProgram], None] = lambda keeper: None,
+) -> tuple[int | None, str]:
+    """Run a command under a keeper to its end: status (None: the machine was lost), and its word.
+
+    Cancelling this ends the command there, and waits for that.
+    """
+    async with run_program(site.shell, "watchdog", grace_s=KEEPER_END_S) as keeper:
+        await keeper.tell(spec)
+        on_start(keeper)
+        beating = asyncio.create_task(_beat(keeper))
+        try:
+            async for line in keeper.lines():
+                on_line(line)
+            return await keeper.wait(), keeper.errors
+        finally:
+            beating.cancel()
+
+
+async def _beat(keeper: RemoteProgram) -> None:
+    while True:
+        await asyncio.sleep(BEAT_S)
+        await keeper.write(b"beat\n")

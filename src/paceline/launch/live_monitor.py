@@ -1,0 +1,68 @@
+"""Watching a run live: its processes' vitals, verdicts, and metrics for those who ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.metrics_server import MetricsServer
+from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics, VerdictChanged
+from paceline.telemetry.live_run import LiveRun
+from paceline.telemetry.prometheus import expose
+from paceline.telemetry.run_folder import EventWriter
+from paceline.telemetry.sampler import MetricsDownsampler, Sampler
+
+
+class LiveMonitor:
+    """The supervisor's own vitals, and the record of everybody's."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        writer: EventWriter,
+        *,
+        metrics_port: int | None = None,
+        metrics_file: Path | None = None,
+    ) -> None:
+        self.live = LiveRun(config)
+        self._metrics: MetricsServer | None = None
+        if metrics_port is not None:
+            assert metrics_file is not None
+            self._metrics = MetricsServer(metrics_port, metrics_file, lambda: expose(self.live))
+        self._thinner = MetricsDownsampler(writer.write)
+        self._sampler: Sampler | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self, now_s: Callable[[], float], run_key: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._metrics is not None:
+            await self._metrics.start()
+        self._sampler = Sampler(now_s=now_s, tell=self._tell, run_key=run_key)
+        self._sampler.start()
+
+    def _tell(self, event: Event) -> None:
+        """Comes from the sampler's thread; the live record belongs to the event loop's."""
+        assert isinstance(event, ProcessMetrics | HostMetrics)
+        assert self._loop is not None
+        self._thinner(event)
+        self._loop.call_soon_threadsafe(self.live.add, "run", event.to_plain())
+
+    def record(self, who: str, event: dict[str, Any]) -> None:
+        self.live.add(who, event)
+
+    def sample_now(self) -> None:
+        """Take this process's vitals now: a connection is about to be closed."""
+        if self._sampler is not None:
+            self._sampler.sample()
+
+    def changed_verdicts(self, now_s: float) -> list[VerdictChanged]:
+        return self.live.changed_verdicts(now_s)
+
+    async def stop(self) -> None:
+        if self._metrics is not None:
+            await self._metrics.stop()
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._thinner.flush()

@@ -1,0 +1,263 @@
+"""Workers on other machines: the same processes, started under keepers through shells.
+
+A machine is whatever gives a `Shell` (`cluster/shell.py`): one behind SSH, or a place on an engine
+that has called back (`outposts.py`). A kind of machines says only how they are reached; looking at
+them, copying the project, checking packages, starting, watching and ending is done here for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.doctor import most_common
+from paceline.cluster.remote.probe import source_address_for
+from paceline.cluster.shell import RemoteProgram, format_ssh_command, run_on_all, run_program
+from paceline.errors import HostError, RunFailed, UsageError
+from paceline.launch.hosts import (
+    ASK_S,
+    RemoteHost,
+    copy_project,
+    create_venvs,
+    probe_hosts,
+    raise_host_errors,
+    run_guarded,
+    watchdog_command,
+)
+from paceline.launch.launcher import OnLine, round_robin_parents
+from paceline.launch.project import Project, find_project, read_project
+from paceline.worker.assignment import Assignment, pack_assignment
+
+PACKAGES = ("paceline", "torch")
+"""Must be the same everywhere: messages and gradients have the form of one version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectBundle:
+    """What goes along to other machines, and how much is prepared there."""
+
+    project: Project | None = None
+    requirements: Path | None = None
+    """Make a virtual environment from it."""
+    venv_timeout_s: float = 1200.0
+    on_progress: Callable[[str], None] = field(default=lambda line: None)
+    """Gets what happens, for people."""
+
+
+def bundle_project(
+    job_file: Path | None,
+    *,
+    out: Path,
+    folder: Path | None = None,
+    venv: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
+) -> ProjectBundle:
+    """The project around a job file; a job of names needs none, unless a folder is said."""
+    if job_file is None and folder is None:
+        if venv:
+            raise UsageError("--venv needs --project: the folder that holds requirements.txt")
+        return ProjectBundle(on_progress=tell)
+    if job_file is not None:
+        found = find_project(job_file, folder)
+    else:
+        assert folder is not None
+        if not folder.is_dir():
+            raise UsageError(f"--project {folder} is not a folder")
+        found = folder.resolve()
+    requirements = found / "requirements.txt" if venv else None
+    if requirements is not None and not requirements.is_file():
+        raise UsageError(f"--venv: {found} has no requirements.txt to make an environment from")
+    # Earlier runs beside this one stay here too.
+    project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
+    if job_file is not None and job_file.relative_to(found).as_posix() not in project.files:
+        raise UsageError(f"job file {job_file} is named in an ignore file of {found}")
+    return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
+
+
+class RemoteLauncher:
+    """A launcher for machines that are reached as `reach` says."""
+
+    engine = "distant"
+    supports_live_objects = False
+    threads = 0
+    """Of a worker, where the user has not said; 0: a machine's cores divided by its workers."""
+
+    def __init__(self, luggage: ProjectBundle) -> None:
+        self.host = "127.0.0.1"
+        self.project_bundle = luggage
+        self.remote_hosts: list[RemoteHost] = []
+        self._stack = AsyncExitStack()
+
+    def bundle(self, job_file: Path | None, out: Path) -> None:
+        if job_file is not None and self.project_bundle.project is None:
+            self.project_bundle = bundle_project(
+                job_file, out=out, tell=self.project_bundle.on_progress
+            )
+
+    async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
+        """Reach the machines; what is opened is closed with the stack."""
+        raise NotImplementedError
+
+    @property
+    def workers(self) -> int:
+        """How many it has places for."""
+        raise NotImplementedError
+
+    def host_index_of(self, assignment: Assignment) -> int:
+        """Which machine a worker, or a server of its own, is started on."""
+        raise NotImplementedError
+
+    def place_servers(self, servers: int, workers: int) -> list[int | None]:
+        return round_robin_parents(servers, workers)
+
+    async def open(self, on_line: OnLine) -> None:
+        luggage = self.project_bundle
+        self.remote_hosts = sites = await self.connect(self._stack)
+        await probe_hosts(sites, ())
+        if luggage.project is not None:
+            await copy_project(sites, luggage.project, ".", luggage.on_progress)
+        if luggage.requirements is not None:
+            luggage.on_progress("making the environments")
+            await create_venvs(sites, luggage.requirements, luggage.venv_timeout_s, on_line)
+        await check_packages(sites)
+        self.host = own_address_towards(sites)
+
+    async def start(
+        self, assignment: Assignment, live: bytes | None, on_line: OnLine
+    ) -> RemoteProcess:
+        assert live is None, "live objects go to child processes only"
+        site = self.remote_hosts[self.host_index_of(assignment)]
+        told = assignment.model_copy(
+            update={
+                "bind": site.address if len(self.remote_hosts) > 1 else None,
+                "folder": None,
+                "threads": self._threads_on(site, assignment),
+                "beside": self._local_rank(site, assignment),
+                "job": self._move_job(assignment),
+            }
+        )
+        threads = str(told.threads)
+        spec = watchdog_command(
+            [site.python, "-m", "paceline.worker"],
+            {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
+            site.folder or "~",
+            site.lock,
+        )
+        # Over standard input, as everything: arguments and environment can be read by others.
+        spec["input"] = base64.b64encode(pack_assignment(told)).decode()
+        return RemoteProcess(told.process_name, site, spec, on_line)
+
+    def _threads_on(self, site: RemoteHost, assignment: Assignment) -> int:
+        """Cores divided by the workers there, where the user has not said how many."""
+        if assignment.threads > 0 or self.threads > 0:
+            return assignment.threads or self.threads
+        _, here = self._local_rank(site, assignment)
+        return max(1, int(site.facts["cores"]) // here)
+
+    def _local_rank(self, site: RemoteHost, assignment: Assignment) -> tuple[int, int]:
+        """Which of the workers there it is, and how many there are."""
+        others = [
+            assignment.model_copy(update={"kind": "worker", "index": rank})
+            for rank in range(assignment.workers)
+        ]
+        here = [
+            o.index for o in others if self.remote_hosts[self.host_index_of(o)].host == site.host
+        ]
+        return here.index(assignment.index) if assignment.index in here else 0, max(1, len(here))
+
+    def _move_job(self, assignment: Assignment) -> Any:
+        """The job file as the machine finds it: inside the project, where the process starts."""
+        job, project = assignment.job, self.project_bundle.project
+        if job is None or job.file is None:
+            return job
+        assert project is not None, "a job file goes along with its project"
+        return job.model_copy(update={"file": job.file.relative_to(project.folder)})
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+class RemoteProcess:
+    """A process under a keeper; ending the conversation ends it, and all that it started."""
+
+    def __init__(self, who: str, site: RemoteHost, spec: dict[str, Any], on_line: OnLine) -> None:
+        self.process_name = who
+        self.location = f"on {site.title}"
+        self._site = site
+        self._keeper: RemoteProgram | None = None
+        self._running = asyncio.create_task(
+            run_guarded(site, spec, lambda line: on_line(who, line), self._remember)
+        )
+
+    def _remember(self, keeper: RemoteProgram) -> None:
+        self._keeper = keeper
+
+    async def wait(self) -> str | None:
+        done, _ = await asyncio.wait([self._running])
+        ended = done.pop()
+        if ended.cancelled():
+            return "ended by the supervisor"
+        if (problem := ended.exception()) is not None:
+            return str(problem)
+        status, words = ended.result()
+        if status is None:
+            why = self._site.shell.why_lost
+            return f"host {self._site.title} was lost" + (f" ({why})" if why else "")
+        if status == 0:
+            return None
+        text = f"exit status {status}" if status <= 128 else f"killed by signal {status - 128}"
+        return f"{text}: {words.splitlines()[-1]}" if words else text
+
+    def request_stacks(self) -> None:
+        if self._keeper is not None and not self._running.done():
+            self._asking = asyncio.create_task(self._keeper.write(b"say stacks\n"))
+
+    def kill(self) -> None:
+        self._running.cancel()
+
+
+async def check_packages(sites: Sequence[RemoteHost]) -> None:
+    """Paceline and torch must be there, in our versions; each machine that lacks one is named."""
+    ours = {name: _find_version(name) for name in PACKAGES}
+
+    async def one(site: RemoteHost) -> None:
+        async with run_program(site.shell, "probe", python=site.python) as probe:
+            facts = await probe.ask({"do": "facts", "packages": list(PACKAGES)}, ASK_S)
+        for name, version in ours.items():
+            found = facts["packages"][name]
+            if found == version:
+                continue
+            problem = (
+                f"{name} is not installed for {facts['executable']}"
+                if found is None
+                else f"{name} is {found} there and {version} here"
+            )
+            fix = f"{facts['executable']} -m pip install {name}=={version}"
+            raise HostError(site.host.host, "packages", problem, format_ssh_command(site.host, fix))
+
+    raise_host_errors(await run_on_all(list(sites), one))
+
+
+def _find_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        raise RunFailed(f"{name} is not installed here") from None
+
+
+def own_address_towards(sites: Sequence[RemoteHost]) -> str:
+    """Our address as the others reach it: by this machine's routes to them, never by its name."""
+    elsewhere = [site for site in sites if site.shell.address is not None]
+    if not elsewhere:
+        return "127.0.0.1"
+    sources = [source_address_for(site.shell.address or "") for site in elsewhere]
+    found = most_common([source for source in sources if source])
+    if found is None:
+        raise HostError(elsewhere[0].host.host, "route", "there is no route to it from here")
+    return found

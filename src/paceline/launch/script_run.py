@@ -1,0 +1,340 @@
+"""Any script on the machines of a pool: started everywhere, watched, and ended everywhere.
+
+The first failure ends the run, as Ctrl-C does: every machine ends what it started, and one that
+cannot be reached any more does so by itself, because its keeper hears nothing from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.cluster.pool import Host
+from paceline.cluster.ssh import SshTimeouts
+from paceline.errors import RunFailed, UsageError
+from paceline.launch.hosts import (
+    KEEPER_END_S,
+    RemoteHost,
+    connect_hosts,
+    copy_project,
+    create_venvs,
+    probe_hosts,
+    run_guarded,
+    watchdog_command,
+)
+from paceline.launch.project import Project, find_project, read_project
+from paceline.launch.script_tasks import (
+    UNENDING,
+    ScriptTask,
+    TaskAddress,
+    make_environment,
+    place_tasks,
+)
+from paceline.telemetry.run_folder import RunFolder, write_json
+
+SETTLE_S = 1.0
+"""After a failure that may be a consequence, wait this long for its cause to show."""
+LAST_LINES = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun:
+    """What to run, where, and how."""
+
+    script: Path
+    args: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    out: Path
+    roles: dict[str, int] | None = None
+    project: Path | None = None
+    venv: bool = False
+    venv_timeout_s: float = 1200.0
+    force: bool = False
+    patience: SshTimeouts = field(default_factory=SshTimeouts)
+    tell: Callable[[str], None] = field(default=lambda line: None)
+    """Gets what happens, for people."""
+    on_line: Callable[[str, str], None] = field(default=lambda label, line: None)
+    """Gets what the script prints, with the name of the task."""
+
+
+@dataclass
+class TaskResult:
+    """How one task ended; `status` is None if its machine was lost."""
+
+    task: ScriptTask
+    status: int | None
+    seconds: float
+    words: str = ""
+
+    @property
+    def weight(self) -> int:
+        """Causes before consequences: a lost machine, a killed process, an exit."""
+        return 3 if self.status is None else 2 if self.status > 128 else 1
+
+    @property
+    def text(self) -> str:
+        where = f"{self.task.role} {self.task.index} on {self.task.host.host}"
+        if self.status is None:
+            return f"host {self.task.host.host} was lost, with {self.task.role} {self.task.index}"
+        if self.status > 128:
+            try:
+                return f"{where} was killed by {signal.Signals(self.status - 128).name}"
+            except ValueError:
+                pass
+        return f"{where} failed with exit status {self.status}"
+
+
+class ScriptFailed(RunFailed):
+    """A task failed; the command line ends with the script's own exit status."""
+
+    def __init__(self, text: str, details: str, exit_code: int) -> None:
+        super().__init__(text, details)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedScript:
+    """What is known before any machine is asked."""
+
+    project: Project
+    script: str
+    """Its path as seen from the folder it starts in."""
+    inner: str
+    """The folder to start in, inside the project."""
+    tasks: list[ScriptTask]
+    requirements: Path | None
+
+
+def prepare_script(run: ScriptRun) -> PreparedScript:
+    """Check everything that can be checked from here; raises UsageError before anything starts."""
+    folder = find_project(run.script, run.project)
+    script = run.script.resolve()
+    here = Path.cwd().resolve()
+    start = here if here.is_relative_to(folder) else folder
+    requirements = folder / "requirements.txt" if run.venv else None
+    if requirements is not None and not requirements.is_file():
+        raise UsageError(f"--venv: {folder} has no requirements.txt to make an environment from")
+    # Earlier runs beside this one stay here too.
+    ours = run.out.parent if run.out.parent.name == "runs" else run.out
+    project = read_project(folder, leave_out=ours)
+    name = script.relative_to(folder).as_posix()
+    if name not in project.files:
+        raise UsageError(f"script {run.script} is named in an ignore file of {folder}")
+    up = Path(*[".."] * len(start.relative_to(folder).parts))
+    return PreparedScript(
+        project=project,
+        script=(up / name).as_posix(),
+        inner=start.relative_to(folder).as_posix(),
+        tasks=place_tasks(run.hosts, run.roles),
+        requirements=requirements,
+    )
+
+
+def describe_launch(run: ScriptRun, ready: PreparedScript) -> str:
+    """`--dry-run`: what would run where. Addresses and ports are the machines' to choose."""
+    project = ready.project
+    lines = [f"project {project.folder}: {len(project.files)} files, {project.nbytes} bytes"]
+    for host in run.hosts:
+        if not any(task.host is host for task in ready.tasks):
+            lines.append(f"{host.host}: nothing to do")
+        elif host.is_local:
+            lines.append(f"{host.host}: in place")
+        else:
+            lines.append(f"{host.host}: copied to {project.root_on(host.host)}/files")
+    places = [
+        TaskAddress(
+            address=f"<address of {task.host.host}>", interface="<by route>", port="<free port>"
+        )
+        for task in ready.tasks
+    ]
+    for task in ready.tasks:
+        environment = make_environment(ready.tasks, places, task, "<free port>")
+        root = project.root_on(task.host.host)
+        folder = str(project.folder) if task.host.is_local else f"{root}/files"
+        python = task.host.python or (sys.executable if task.host.is_local else "python3")
+        if run.venv:
+            python = f"{root}/venv-*/bin/python"
+        lines.append(f"{task.role} {task.index} on {task.host.host}, rank {task.rank}:")
+        lines.append(f"  cd {folder}" + ("" if ready.inner == "." else f"/{ready.inner}"))
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in environment.items()]
+        lines.append("  " + shlex.join([python, "-u", ready.script, *run.args]))
+    return "\n".join(lines)
+
+
+def launch_script(run: ScriptRun) -> dict[str, Any]:
+    """Run a script to its end and return its result; raises ScriptFailed, HostError, UsageError.
+
+    The run folder keeps `result.json` and every task's output in logs/, whatever happens.
+    """
+    ready = prepare_script(run)
+    folder = RunFolder(run.out)
+    folder.prepare(force=run.force, resume=False)
+    config = {
+        "format": 1,
+        "kind": "script",
+        "script": str(run.script),
+        "args": list(run.args),
+        "project": str(ready.project.folder),
+        "tasks": [
+            {"who": t.who, "host": t.host.host, "rank": t.rank, "local_rank": t.local_rank}
+            for t in ready.tasks
+        ],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_json(folder.config, config)
+    launch = _ScriptLaunch(run, ready, folder)
+    return launch.go(config)
+
+
+class _ScriptLaunch:
+    def __init__(self, run: ScriptRun, ready: PreparedScript, folder: RunFolder) -> None:
+        self._run = run
+        self._ready = ready
+        self._folder = folder
+        self._logs: dict[str, IO[str]] = {}
+        self._ended: list[TaskResult] = []
+
+    def go(self, config: dict[str, Any]) -> dict[str, Any]:
+        began = time.monotonic()
+        status = "failed"
+        error: str | None = "the launcher failed"
+        try:
+            asyncio.run(self._main())
+            chief = self._chief()
+            status, error = ("done", None) if chief is None else ("failed", chief.text)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            status, error = "cancelled", "interrupted by the user"
+            raise KeyboardInterrupt from None
+        except Exception as problem:
+            error = str(problem)
+            raise
+        finally:
+            for log in self._logs.values():
+                log.close()
+            result = {
+                **config,
+                "status": status,
+                "error": error,
+                "seconds": time.monotonic() - began,
+                "ended": [
+                    {"who": e.task.who, "status": e.status, "seconds": e.seconds}
+                    for e in self._ended
+                ],
+            }
+            write_json(self._folder.result, result)
+        if chief is not None:
+            code = chief.status if chief.status is not None else 1
+            raise ScriptFailed(chief.text, self._details(chief), code)
+        return result
+
+    async def _main(self) -> None:
+        task = asyncio.current_task()
+        if task is not None and threading.current_thread() is threading.main_thread():
+            # A batch system ends a job by SIGTERM: the same as Ctrl-C.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        run, ready = self._run, self._ready
+        used = sorted({t.site for t in ready.tasks})
+        async with AsyncExitStack() as stack:
+            run.tell(f"connecting to {', '.join(run.hosts[s].host for s in used)}")
+            sites = await connect_hosts([run.hosts[s] for s in used], run.patience, stack)
+            tasks = [replace(t, site=used.index(t.site)) for t in ready.tasks]
+            await probe_hosts(sites, tasks)
+            await copy_project(sites, ready.project, ready.inner, run.tell)
+            if ready.requirements is not None:
+                run.tell("making the environments")
+                await create_venvs(sites, ready.requirements, run.venv_timeout_s, self._write_log)
+            run.tell(f"{len(tasks)} tasks start; logs in {self._folder.path / 'logs'}")
+            await self._watch(sites, tasks)
+
+    async def _watch(self, sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
+        """Until all who end have ended, or one failed; then everything else is ended."""
+        places = [
+            TaskAddress(
+                address=sites[t.site].address,
+                interface=sites[t.site].interface,
+                port=sites[t.site].ports[1 + t.local_rank],
+            )
+            for t in tasks
+        ]
+        meeting = sites[tasks[0].site].ports[0]
+        running = {
+            asyncio.create_task(
+                self._one(sites[t.site], t, make_environment(tasks, places, t, meeting))
+            ): t
+            for t in tasks
+        }
+        try:
+            while any(task.role not in UNENDING for task in running.values()):
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                self._note(done, running)
+                chief = self._chief()
+                if chief is not None:
+                    if chief.status is not None and running:
+                        done, _ = await asyncio.wait(running, timeout=SETTLE_S)
+                        self._note(done, running)
+                    break
+        finally:
+            for each in running:
+                each.cancel()
+            if running:
+                await asyncio.wait(running, timeout=2 * KEEPER_END_S)
+
+    def _note(
+        self,
+        done: set[asyncio.Task[TaskResult]],
+        running: dict[asyncio.Task[TaskResult], ScriptTask],
+    ) -> None:
+        for each in done:
+            if running.pop(each, None) is not None:
+                ended = each.result()
+                self._ended.append(ended)
+                done_well = ended.status == 0
+                self._run.tell(f"{ended.task.label} is done" if done_well else ended.text)
+
+    async def _one(
+        self, site: RemoteHost, task: ScriptTask, environment: dict[str, str]
+    ) -> TaskResult:
+        began = time.monotonic()
+        argv = [site.python, "-u", self._ready.script, *self._run.args]
+        defaults = {}
+        if task.local_size > 1:
+            threads = max(1, int(site.facts["cores"]) // task.local_size)
+            defaults["OMP_NUM_THREADS"] = str(threads)
+        spec = watchdog_command(argv, environment, site.folder, site.lock, **defaults)
+
+        def show(line: str) -> None:
+            self._write_log(task.who, line)
+            self._run.on_line(task.label, line)
+
+        status, words = await run_guarded(site, spec, show)
+        if words:
+            show(words)
+        return TaskResult(task, status, time.monotonic() - began, words)
+
+    def _write_log(self, name: str, line: str) -> None:
+        if name not in self._logs:
+            self._logs[name] = self._folder.log(name).open("a", encoding="utf-8")
+        self._logs[name].write(line + "\n")
+        self._logs[name].flush()
+
+    def _chief(self) -> TaskResult | None:
+        """The failure that explains the others: the heaviest, of equals the first."""
+        failed = [ended for ended in self._ended if ended.status != 0]
+        return max(failed, key=lambda ended: ended.weight, default=None)
+
+    def _details(self, chief: TaskResult) -> str:
+        path = self._folder.log(chief.task.who)
+        if not path.exists():
+            return ""
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [f"last lines of {chief.task.label} ({path}):", *lines[-LAST_LINES:]]
+        return "\n  ".join(said) if lines else ""

@@ -1,0 +1,142 @@
+"""Who does what where: the tasks of a launched script, and what each finds in its environment.
+
+Both conventions at once: torch's (MASTER_ADDR, RANK, ...) and TensorFlow's (TF_CONFIG). Every
+process has a rank of its own, servers and evaluators too, because all run the same script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.cluster.pool import Host
+from paceline.errors import UsageError, suggest_name
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+"""In the order of their ranks."""
+AT_MOST_ONE = ("chief", "evaluator")
+UNENDING = ("ps",)
+"""Serve until they are stopped: the job is done without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTask:
+    """One process of the script."""
+
+    role: str
+    index: int
+    rank: int
+    site: int
+    """Place of its machine in the list of machines."""
+    host: Host
+    local_rank: int
+    local_size: int
+
+    @property
+    def who(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.role} {self.index} {self.host.host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskAddress:
+    """What is known of a task when all machines have been asked."""
+
+    address: str
+    interface: str | None
+    port: int | str
+    """Where a TensorFlow task listens; words in place of a number before it is chosen."""
+
+
+def read_roles(text: str | None) -> dict[str, int] | None:
+    """`chief=1,worker=6,ps=2`; raises UsageError for what TensorFlow would not accept."""
+    if text is None:
+        return None
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        role, equals, number = part.strip().partition("=")
+        if role not in ROLES:
+            raise UsageError(f"--roles: {role!r} is unknown: {suggest_name(role, ROLES)}")
+        if not equals or not number.strip().isdigit():
+            raise UsageError(f"--roles: {part.strip()!r} must be {role}=NUMBER")
+        if role in counts:
+            raise UsageError(f"--roles: {role} is there twice")
+        counts[role] = int(number)
+        if role in AT_MOST_ONE and counts[role] > 1:
+            raise UsageError(f"--roles: {role}={counts[role]}: there can be only one {role}")
+    if not counts.get("chief") and not counts.get("worker"):
+        raise UsageError(f"--roles {text}: at least one chief or worker is needed")
+    return counts
+
+
+def place_tasks(hosts: Sequence[Host], roles: dict[str, int] | None) -> list[ScriptTask]:
+    """Without roles, each machine's `workers` beside each other, as torch's launcher ranks them.
+
+    With roles they go round the machines one by one, so that servers do not share one; a machine
+    with more `workers` is passed over less often, and more tasks than places start anew.
+    """
+    if roles is None:
+        seats = [site for site, host in enumerate(hosts) for _ in range(host.workers)]
+        named = [("worker", index) for index in range(len(seats))]
+    else:
+        most = max(host.workers for host in hosts)
+        turns = [[s for s, h in enumerate(hosts) if h.workers > turn] for turn in range(most)]
+        circle = [site for turn in turns for site in turn]
+        named = [(role, index) for role in ROLES for index in range(roles.get(role, 0))]
+        seats = [circle[number % len(circle)] for number in range(len(named))]
+    tasks = []
+    for rank, ((role, index), site) in enumerate(zip(named, seats, strict=True)):
+        tasks.append(
+            ScriptTask(
+                role=role,
+                index=index,
+                rank=rank,
+                site=site,
+                host=hosts[site],
+                local_rank=seats[:rank].count(site),
+                local_size=seats.count(site),
+            )
+        )
+    return tasks
+
+
+def make_environment(
+    tasks: Sequence[ScriptTask],
+    places: Sequence[TaskAddress],
+    task: ScriptTask,
+    master_port: int | str,
+) -> dict[str, str]:
+    """What one task finds in its environment; `places` are those of all tasks, by rank."""
+    place = places[task.rank]
+    environment = {
+        "MASTER_ADDR": places[0].address,
+        "MASTER_PORT": str(master_port),
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(len(tasks)),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_size),
+        "TF_CONFIG": make_tf_config(tasks, places, task),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if place.interface is not None:
+        # By route: what a library would choose by name or by host name is often the wrong one.
+        for library in ("GLOO", "NCCL", "TP"):
+            environment[f"{library}_SOCKET_IFNAME"] = place.interface
+    return environment
+
+
+def make_tf_config(
+    tasks: Sequence[ScriptTask], places: Sequence[TaskAddress], task: ScriptTask
+) -> str:
+    """An evaluator is told of the cluster but is no part of it, as TensorFlow has it."""
+    cluster: dict[str, list[str]] = {}
+    for other in tasks:
+        if other.role != "evaluator":
+            place = places[other.rank]
+            address = f"[{place.address}]" if ":" in place.address else place.address
+            cluster.setdefault(other.role, []).append(f"{address}:{place.port}")
+    return json.dumps({"cluster": cluster, "task": {"type": task.role, "index": task.index}})

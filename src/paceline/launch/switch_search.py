@@ -1,0 +1,232 @@
+"""Find the smallest synchronous share that keeps the accuracy, from one synchronous run.
+
+The run keeps a checkpoint of every epoch; a probe of a switch point starts from the checkpoint
+there, so that it costs only its asynchronous tail. What is done already is not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.job import Job, JobRef
+from paceline.launch.compare_runs import workers_for
+from paceline.launch.run import RunOptions, run_training
+from paceline.specs.strategy import Strategy
+from paceline.telemetry.run_folder import RunFolder, write_json
+
+KEEP_ALL = 1_000_000
+
+Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchTrial:
+    """What came of one share of the run under the first strategy."""
+
+    share: float
+    strategy: str
+    status: str
+    val_acc: float | None
+    test_acc: float | None
+    seconds: float | None
+    folder: str
+
+
+def search_switch_point(
+    job: Job | JobRef,
+    first: Strategy,
+    second: Strategy,
+    options: RunOptions,
+    *,
+    tolerance: float,
+    others: list[Strategy],
+    tell: Callable[[str], None] = lambda line: None,
+    run: Run = run_training,
+    where: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Bisect over the epochs of one run of `first`; returns what `tune.json` holds.
+
+    `run` carries a run out: on processes here, unless another way is given; `where` says on what.
+
+    `tolerance` is the loss of validation accuracy that is accepted, as a fraction. A probe that
+    fails or diverges counts as not acceptable and is kept in the table.
+    """
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    for strategy in (first, second):
+        strategy.check_workers(options.workers)
+    for strategy in others:
+        strategy.check_workers(workers_for(strategy, options.workers))
+    if resolved.epochs < 2:
+        raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
+    if not 0 <= tolerance < 1:
+        raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
+    _check_same_job(options, resolved, first, second, where)
+    job = _keeping_checkpoints(job)
+    search = _SwitchSearch(job, resolved.epochs, first, second, options, tell, run)
+    whole = search.probe(resolved.epochs)
+    if whole.status != "done" or whole.val_acc is None:
+        raise UsageError(f"the run under {first} ended {whole.status}: nothing to compare with")
+    least = whole.val_acc - tolerance
+    low, high = 0, resolved.epochs
+    if _acceptable(search.probe(0), least):
+        high = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _acceptable(search.probe(middle), least):
+            high = middle
+        else:
+            low = middle
+    probes = [search.probes[e] for e in sorted(search.probes)]
+    probes += [search.run_other(strategy) for strategy in others]
+    good = [p for p in probes if _acceptable(p, least)]
+    chosen = min(good, key=lambda p: p.seconds or 0.0)
+    result = {
+        "first": str(first),
+        "second": str(second),
+        "tolerance": tolerance,
+        "needed_val_acc": least,
+        "smallest_share": high / resolved.epochs,
+        "probes": [dataclasses.asdict(p) for p in probes],
+        "recommended": dataclasses.asdict(chosen),
+        "evidence": explain_switch_choice(chosen, whole, tolerance),
+    }
+    write_json(options.out / "tune.json", result)
+    return result
+
+
+def _check_same_job(
+    options: RunOptions,
+    job: Job,
+    first: Strategy,
+    second: Strategy,
+    where: dict[str, Any] | None,
+) -> None:
+    """Probes of another job, or on other workers, must not be taken for this one's."""
+    folder = options.out
+    facts = {
+        **job.describe(),
+        "first": str(first),
+        "second": str(second),
+        "workers": options.workers,
+        "threads": options.threads_each,
+        "troubles": [t.to_plain() for t in options.slowdowns],
+        "where": where,
+    }
+    asked = json.loads(json.dumps(facts))
+    stored = folder / "asked.json"
+    if stored.exists():
+        before = json.loads(stored.read_text(encoding="utf-8"))
+        odd = sorted(k for k in asked if before.get(k) != asked[k])
+        if odd:
+            raise UsageError(
+                f"--out {folder} holds probes of another job ({odd[0]} was {before.get(odd[0])!r}, "
+                f"not {asked[odd[0]]!r}): name a new folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(stored, asked)
+
+
+def explain_switch_choice(chosen: SwitchTrial, whole: SwitchTrial, tolerance: float) -> str:
+    assert chosen.val_acc is not None
+    assert whole.val_acc is not None
+    assert chosen.seconds is not None
+    assert whole.seconds is not None
+    saved = 1 - chosen.seconds / whole.seconds
+    return (
+        f"{chosen.strategy}: val_acc {chosen.val_acc:.4f} beside {whole.val_acc:.4f} "
+        f"(tolerance {tolerance:g}), {chosen.seconds:.1f} s beside {whole.seconds:.1f} s: "
+        f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} time; one seed"
+    )
+
+
+def _acceptable(probe: SwitchTrial, least: float) -> bool:
+    return probe.status == "done" and probe.val_acc is not None and probe.val_acc >= least
+
+
+def _keeping_checkpoints(job: Job | JobRef) -> Job | JobRef:
+    changes = {"checkpoint_every": "epoch(1)", "until": None, "patience": None}
+    if isinstance(job, JobRef):
+        return job.model_copy(update={"fields": {**job.fields, **changes}})
+    return job.model_copy(update=changes)
+
+
+class _SwitchSearch:
+    def __init__(
+        self,
+        job: Job | JobRef,
+        epochs: int,
+        first: Strategy,
+        second: Strategy,
+        options: RunOptions,
+        tell: Callable[[str], None],
+        run: Run,
+    ) -> None:
+        self._carry_out = run
+        self._job, self._epochs = job, epochs
+        self._first, self._second = first, second
+        self._options, self._tell = options, tell
+        self._root = options.out / "first"
+        self.probes: dict[int, SwitchTrial] = {}
+
+    def probe(self, epoch: int) -> SwitchTrial:
+        """Switch after `epoch` epochs; 0 is the second strategy alone, all of them the first."""
+        if epoch in self.probes:
+            return self.probes[epoch]
+        share = epoch / self._epochs
+        if epoch == self._epochs:
+            options = dataclasses.replace(self._options, out=self._root, keep_checkpoints=KEEP_ALL)
+            text, strategy = str(self._first), self._first
+        else:
+            options = dataclasses.replace(
+                self._options,
+                out=self._options.out / f"switch-at-{epoch:04d}",
+                from_checkpoint=self._checkpoint(epoch) if epoch else None,
+            )
+            text = f"switch({self._first}, {self._second}, at=epoch({epoch}))"
+            text, strategy = text if epoch else str(self._second), self._second
+        self.probes[epoch] = self._run(share, text, strategy, options)
+        return self.probes[epoch]
+
+    def run_other(self, strategy: Strategy) -> SwitchTrial:
+        name = "".join(c if c.isalnum() else "-" for c in str(strategy)).strip("-")
+        options = dataclasses.replace(
+            self._options,
+            out=self._options.out / f"other-{name}",
+            workers=workers_for(strategy, self._options.workers),
+        )
+        return self._run(0.0, str(strategy), strategy, options)
+
+    def _checkpoint(self, epoch: int) -> Path:
+        per_epoch = RunFolder(self._root).read_result()["samples"] // self._epochs
+        return RunFolder(self._root).checkpoints / f"{epoch * per_epoch:012d}"
+
+    def _run(self, share: float, text: str, strategy: Strategy, options: RunOptions) -> SwitchTrial:
+        folder = RunFolder(options.out)
+        if folder.result.exists() and folder.read_result()["status"] in ("done", "diverged"):
+            result = folder.read_result()
+        else:
+            try:
+                given = dataclasses.replace(options, force=True)
+                result = self._carry_out(self._job, strategy, given)
+            except UsageError:
+                raise
+            except PacelineError:
+                result = folder.read_result()
+        probe = SwitchTrial(
+            share=share,
+            strategy=text,
+            status=result["status"],
+            val_acc=result["val_acc"],
+            test_acc=result["test_acc"],
+            seconds=result["seconds"],
+            folder=options.out.name,
+        )
+        shown = "none" if probe.val_acc is None else f"{probe.val_acc:.4f}"
+        self._tell(f"{text}: {probe.status}, val_acc {shown}, {probe.seconds:.1f} s")
+        return probe

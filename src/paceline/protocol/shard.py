@@ -1,0 +1,107 @@
+"""One shard of a parameter server: stores, applies in the order it is given, answers pulls.
+
+Gradients and orders come by different ways and in any order; an order is executed when it is the
+next version and all its gradients are here.
+"""
+
+from __future__ import annotations
+
+from paceline.protocol.messages import ApplyUpdate
+from paceline.protocol.record import record
+
+Handle = tuple[int, int]
+"""(worker, number of its push)."""
+
+
+@record
+class SumGradients:
+    """Sum the gradients of the order and report the squared norm: it will be clipped."""
+
+    order: ApplyUpdate
+
+
+@record
+class StepOptimizer:
+    """Sum the gradients (unless summed already), times `factor`, and step the optimizer."""
+
+    order: ApplyUpdate
+    factor: float
+    summed: bool
+
+
+@record
+class SendWeights:
+    """Send the weights, now at `version`, to whoever asked under this ticket."""
+
+    ticket: int
+    version: int
+
+
+ShardAction = SumGradients | StepOptimizer | SendWeights
+
+
+class ServerShard:
+    """The state machine; payloads are handles, the shell holds the tensors."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """State was imported: versions count from 0 again. Only valid when nothing is pending."""
+        self.version = 0
+        self._arrived: set[Handle] = set()
+        self._orders: dict[int, ApplyUpdate] = {}
+        self._summed: int | None = None
+        self._factors: dict[int, float] = {}
+        self._pulls: list[tuple[int, int, Handle | None]] = []
+        self._last: dict[int, int] = {}
+
+    def on_gradient(self, worker: int, handle: int) -> list[ShardAction]:
+        self._arrived.add((worker, handle))
+        return self._advance() if self._orders else []
+
+    def on_apply(self, order: ApplyUpdate) -> list[ShardAction]:
+        if order.version <= self.version or order.version in self._orders:
+            return []
+        self._orders[order.version] = order
+        return self._advance()
+
+    def on_clip(self, version: int, factor: float) -> list[ShardAction]:
+        self._factors[version] = factor
+        return self._advance()
+
+    def on_pull(self, ticket: int, at_least: int, after: Handle | None = None) -> list[ShardAction]:
+        """Answer when the version is reached, and the gradient `after` of the asker is applied."""
+        if self._may_answer(at_least, after):
+            return [SendWeights(ticket, self.version)]
+        self._pulls.append((ticket, at_least, after))
+        return []
+
+    def _may_answer(self, at_least: int, after: Handle | None) -> bool:
+        applied = after is None or self._last.get(after[0], 0) >= after[1]
+        return self.version >= at_least and applied
+
+    def _advance(self) -> list[ShardAction]:
+        actions: list[ShardAction] = []
+        while (order := self._orders.get(self.version + 1)) is not None:
+            handles = [(p.worker, p.handle) for p in order.parts]
+            if not self._arrived.issuperset(handles):
+                break
+            factor = 1.0
+            if order.clip is not None:
+                if self._summed != order.version:
+                    self._summed = order.version
+                    actions.append(SumGradients(order))
+                if order.version not in self._factors:
+                    break
+                factor = self._factors.pop(order.version)
+            actions.append(StepOptimizer(order, factor, summed=order.clip is not None))
+            del self._orders[order.version]
+            self._arrived.difference_update(handles)
+            self._last.update(handles)
+            self.version = order.version
+        if actions and self._pulls:
+            ready = [p for p in self._pulls if self._may_answer(p[1], p[2])]
+            self._pulls = [p for p in self._pulls if p not in ready]
+            actions.extend(SendWeights(ticket, self.version) for ticket, _, _ in ready)
+        return actions

@@ -1,0 +1,119 @@
+"""What a report says, before it is decided how: sections of findings, tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.report import charts
+from paceline.report.charts import Figure
+from paceline.report.findings import list_findings
+from paceline.report.pareto import draw_frontier
+from paceline.report.published_results import (
+    draw_published,
+    make_published_tables,
+    sentences_on_published,
+)
+from paceline.report.run_groups import RunGroup, split_tasks
+from paceline.report.run_loader import ReportRun
+from paceline.report.tables import ReportTable, list_tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSection:
+    """One task: runs that may be compared."""
+
+    title: str
+    prefix: str
+    """Before the names of its files, where a report has several sections."""
+    task: RunGroup
+    findings: list[str]
+    sheets: list[ReportTable]
+    figures: list[tuple[str, str, Figure]]
+    """Name, heading, figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportDocument:
+    title: str
+    runs: list[ReportRun]
+    facts: str
+    sections: list[ReportSection] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """By the name of their files."""
+        return {s.prefix + name: figure for s in self.sections for name, _, figure in s.figures}
+
+    @property
+    def sheets(self) -> dict[str, ReportTable]:
+        """By the name of their files."""
+        return {s.prefix + sheet.name: sheet for s in self.sections for sheet in s.sheets}
+
+
+def make_content(
+    runs: Sequence[ReportRun], *, title: str, target: float | None = None, published: bool = False
+) -> ReportDocument:
+    tasks = split_tasks(runs)
+    sections = [
+        make_section(task, several=len(tasks) > 1, target=target, published=published)
+        for task in tasks
+    ]
+    return ReportDocument(
+        title=title, runs=list(runs), facts=summarize_runs(runs), sections=sections
+    )
+
+
+def summarize_runs(runs: Sequence[ReportRun]) -> str:
+    facts = []
+    for name in ("model", "data", "epochs"):
+        kinds = list(dict.fromkeys(str(r.result[name]) for r in runs if r.result.get(name)))
+        if kinds:
+            facts.append(f"{name} {', '.join(kinds)}")
+    facts.append(f"{len(runs)} run" + ("s" if len(runs) != 1 else ""))
+    return " · ".join(facts)
+
+
+def make_section(
+    task: RunGroup, *, several: bool, target: float | None, published: bool
+) -> ReportSection:
+    sheets = list_tables(task, target)
+    findings = list_findings(task.comparison, task.runs, target=target)
+    if published:
+        sheets += [sheet.without_empty_columns() for sheet in make_published_tables(task)]
+        findings += sentences_on_published(task)
+    return ReportSection(
+        title=task.name,
+        prefix=f"{make_file_name(task.name)}-" if several else "",
+        task=task,
+        findings=findings,
+        sheets=sheets,
+        figures=list_figures(task, published=published),
+    )
+
+
+def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Figure]]:
+    found: list[tuple[str, str, Figure | None]] = []
+    for measure, word in (("val_acc", "Validation accuracy"), ("train_loss", "Training loss")):
+        for against in ("epochs", "seconds"):
+            figure = charts.draw_curves(task.runs, measure, against=against)
+            name = f"{measure.replace('_', '-')}-{against}"
+            found.append((name, f"{word} against {against}", figure))
+    found.append(("frontier", "Accuracy against time", draw_frontier(task)))
+    if published:
+        found.append(("published", "Training accuracy beside the published", draw_published(task)))
+    for number, (label, n, figure) in enumerate(charts.draw_phases(task.runs)):
+        heading = f"{label} (mean of {n} runs)" if n > 1 else label
+        found.append((f"phases-{number + 1}", heading, figure))
+    found.append(
+        (
+            "staleness",
+            "How many updates old the weights of a gradient were",
+            charts.draw_staleness(task.runs),
+        )
+    )
+    return [(name, heading, figure) for name, heading, figure in found if figure is not None]
+
+
+def make_file_name(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-").replace("--", "-")

@@ -1,0 +1,155 @@
+"""The report's figures as files for print: SVG and PNG, drawn with matplotlib (extra `figures`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.report.charts import Figure
+
+DASH_STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "pentagon": "p",
+           "hexagon": "h"}  # fmt: skip
+HATCHINGS = {"": "", "/": "////", "x": "xxxx", ".": "...."}
+WIDTH_IN = 6.3
+LEGEND_LINE_IN = 0.16
+DPI = 200
+
+
+def require_matplotlib() -> None:
+    """One clear line where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--figures needs matplotlib: install it with pip install 'paceline[figures]'"
+        ) from None
+
+
+def write_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Each figure as NAME.svg and NAME.png; returns the files."""
+    require_matplotlib()
+    written = []
+    for name, figure in figures.items():
+        drawn = draw(figure)
+        for kind in ("svg", "png"):
+            path = folder / f"{name}.{kind}"
+            drawn.savefig(path, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
+            written.append(path)
+    return written
+
+
+def draw(figure: Figure) -> Any:
+    """The same figure that the page shows, from the same plain description."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    layout, traces = figure["layout"], figure["data"]
+    # Text stays text in the SVG, and the same data gives the same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline", "hatch.linewidth": 0.4}):
+        named = len([t for t in traces if not name_series(t).startswith("_")])
+        height = WIDTH_IN * layout["height"] / 520 + LEGEND_LINE_IN * (named + 1)
+        canvas = Canvas(figsize=(WIDTH_IN, height), layout="constrained")
+        axes = canvas.add_subplot()
+        draw_bar_axes(axes, [t for t in traces if t["type"] == "bar"], layout)
+        for trace in traces:
+            if trace["type"] == "scatter":
+                draw_scatter(axes, trace)
+        style_axes(axes, layout)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            # Below the axes: names of strategies are long, and must not cover what they name.
+            columns = 1 if max(map(len, labels)) > 30 else 3
+            canvas.legend(
+                handles, labels, loc="outside lower left", ncols=columns, fontsize=7, frameon=False
+            )
+        return canvas
+
+
+def draw_scatter(axes: Any, trace: dict[str, Any]) -> None:
+    line, marker = trace.get("line", {}), trace.get("marker", {})
+    mode = trace.get("mode", "lines")
+    symbol = str(marker.get("symbol", "circle"))
+    is_open = symbol.endswith("-open")
+    colour = line.get("color") or marker.get("color") or "#333333"
+    axes.plot(
+        trace["x"],
+        trace["y"],
+        linestyle=DASH_STYLES[line.get("dash", "solid")] if "lines" in mode else "none",
+        linewidth=0.7 * line.get("width", 2),
+        drawstyle="steps-post" if line.get("shape") == "hv" else "default",
+        color=colour,
+        alpha=trace.get("opacity", 1.0),
+        marker=MARKERS[symbol.removesuffix("-open")] if "markers" in mode else "",
+        markersize=0.55 * marker.get("size", 5),
+        markerfacecolor="white" if is_open else colour,
+        label=name_series(trace),
+    )
+
+
+def name_series(trace: dict[str, Any]) -> str:
+    name = unescape(str(trace.get("name", "")))
+    # Single seeds under a bold mean, and the marks on a curve, need no line in the legend.
+    is_thin = trace.get("opacity", 1.0) < 1.0
+    is_mark = trace.get("mode") == "markers" and str(name).endswith(", switch")
+    return "_" + name if is_thin or is_mark or not name else name
+
+
+def draw_bar_axes(axes: Any, traces: list[dict[str, Any]], layout: dict[str, Any]) -> None:
+    if not traces:
+        return
+    if layout.get("barmode") == "stack":
+        labels = [unescape(str(y)) for y in traces[0]["y"]]
+        left = [0.0] * len(labels)
+        for trace in traces:
+            pattern = trace["marker"].get("pattern", {}).get("shape", "")
+            axes.barh(
+                labels,
+                trace["x"],
+                left=left,
+                height=0.75,
+                color=trace["marker"]["color"],
+                hatch=HATCHINGS[pattern],
+                edgecolor="#333333" if pattern else None,
+                linewidth=0,
+                label=trace["name"].replace("_", " "),
+            )
+            left = [a + b for a, b in zip(left, trace["x"], strict=True)]
+        axes.invert_yaxis()
+        return
+    width = 0.8 / len(traces)
+    for number, trace in enumerate(traces):
+        shift = (number - (len(traces) - 1) / 2) * width
+        axes.bar(
+            [x + shift for x in trace["x"]],
+            trace["y"],
+            width=width,
+            color=trace["marker"]["color"],
+            label=unescape(trace["name"]),
+        )
+
+
+def style_axes(axes: Any, layout: dict[str, Any]) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    for side, setter in (("xaxis", axes.set_xlabel), ("yaxis", axes.set_ylabel)):
+        facts = layout.get(side, {})
+        text = facts.get("title", {}).get("text")
+        if text:
+            setter(text)
+        axis = getattr(axes, side)
+        if "%" in str(facts.get("tickformat", "")):
+            axis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+        if facts.get("type") == "log":
+            (axes.set_yscale if side == "yaxis" else axes.set_xscale)("log")
+    if layout.get("xaxis", {}).get("rangemode") == "tozero":
+        axes.set_xlim(left=0)
+    for shape in layout.get("shapes", []):
+        axes.axvline(shape["x0"], color=shape["line"]["color"], linewidth=0.8, linestyle=":")
+    axes.grid(True, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,105 @@
+"""Accuracy against time: which strategies no other beats in both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.report.charts import Figure, escape_plotly, style_strategies
+from paceline.report.run_groups import RunGroup
+from paceline.report.stats import as_finite
+
+
+def choose_measure(task: RunGroup) -> str:
+    """Test accuracy, else validation."""
+    for measure in ("test_acc", "val_acc"):
+        if any(entry[measure]["mean"] is not None for entry in task.entries):
+            return measure
+    return "test_acc"
+
+
+def find_frontier(task: RunGroup) -> list[dict[str, Any]]:
+    """The entries that no other is both faster and more accurate than, by their means."""
+    measure = choose_measure(task)
+    known = [e for e in task.entries if e["seconds"]["mean"] and e[measure]["mean"] is not None]
+    ranked = sorted(known, key=lambda e: (e["seconds"]["mean"], -e[measure]["mean"]))
+    front: list[dict[str, Any]] = []
+    for entry in ranked:
+        if not front or entry[measure]["mean"] > front[-1][measure]["mean"]:
+            front.append(entry)
+    return front
+
+
+def draw_frontier(task: RunGroup) -> Figure | None:
+    """Every run a small point, every strategy's mean a large one; None with fewer than two."""
+    measure = choose_measure(task)
+    front = find_frontier(task)
+    known = [e for e in task.entries if e["seconds"]["mean"] and e[measure]["mean"] is not None]
+    if len(known) < 2:
+        return None
+    styles = style_strategies([entry["label"] for entry in task.entries])
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "frontier",
+            "x": [entry["seconds"]["mean"] for entry in front],
+            "y": [entry[measure]["mean"] for entry in front],
+            "line": {"color": "#888888", "width": 1.5, "dash": "dot", "shape": "hv"},
+            "hoverinfo": "skip",
+        }
+    ]
+    on_front = {entry["label"] for entry in front}
+    for number, entry in enumerate(known):
+        colour = styles[entry["label"]][0]
+        runs = [run for run in task.runs_of(entry) if run.is_done]
+        points = [
+            (as_finite(r.result.get("seconds")), as_finite(r.result.get(measure))) for r in runs
+        ]
+        points = [p for p in points if None not in p]
+        if len(points) > 1:
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": f"{escape_plotly(entry['label'])}, single runs",
+                    "x": [p[0] for p in points],
+                    "y": [p[1] for p in points],
+                    "opacity": 0.55,
+                    "marker": {"color": colour, "size": 5},
+                    "hovertemplate": "%{y} in %{x:.1f} s<extra>%{fullData.name}</extra>",
+                }
+            )
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": escape_plotly(entry["label"]),
+                "x": [entry["seconds"]["mean"]],
+                "y": [entry[measure]["mean"]],
+                "marker": {
+                    "color": colour,
+                    "size": 13,
+                    "symbol": SYMBOLS[number % len(SYMBOLS)]
+                    + ("" if entry["label"] in on_front else "-open"),
+                    "line": {"width": 2, "color": colour},
+                },
+                "hovertemplate": "%{y} in %{x:.1f} s<extra>%{fullData.name}</extra>",
+            }
+        )
+    layout = {
+        "height": 340,
+        "xaxis": {"title": {"text": "seconds of the whole run"}, "rangemode": "tozero"},
+        "yaxis": {
+            "title": {"text": "test accuracy" if measure == "test_acc" else "validation accuracy"},
+            "tickformat": ".1~%",
+            "automargin": True,
+        },
+        "margin": {"l": 10, "r": 12, "t": 12, "b": 44},
+        "showlegend": False,
+        "hovermode": "closest",
+    }
+    return {"data": traces, "layout": layout}
+
+
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon")
+"""Beside the colours: shapes, for those who do not tell the colours apart."""

@@ -1,0 +1,165 @@
+"""The little language of specs: `name(value, key=value)`, read safely and never evaluated.
+
+    switch(allreduce, ps(servers=2), at=50%)      sgd(momentum=0.9)      milestones(80, 130)
+
+Values are words, calls, numbers, percentages and (tuples). A word is a call without arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from paceline.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Percent:
+    """`50%`, kept apart from the number 50."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with its arguments; `bare` when it was written without parentheses."""
+
+    name: str
+    args: tuple[Value, ...] = ()
+    named: tuple[tuple[str, Value], ...] = ()
+    bare: bool = True
+
+
+Value = Call | int | float | Percent | tuple["Value", ...]
+
+_TOKEN = re.compile(
+    # A schedule's name begins with a digit; names of layers have dots inside.
+    r"\s*(?:(?P<word>1f1b|[A-Za-z_][A-Za-z0-9_\-]*(?:\.[A-Za-z0-9_\-]+)*)"
+    r"|(?P<number>[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)|(?P<mark>[(),=%]))"
+)
+_MAX_LENGTH = 4000
+_MAX_DEPTH = 20
+
+
+def parse_expression(text: str) -> Value:
+    """Read one expression; raises SpecError that shows where reading stopped."""
+    if len(text) > _MAX_LENGTH:
+        raise SpecError(f"an expression of {len(text)} characters: at most {_MAX_LENGTH} are read")
+    reader = _ExpressionParser(text)
+    value = reader.value(0)
+    reader.expect_end()
+    return value
+
+
+class _ExpressionParser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens: list[tuple[str, str, int]] = []
+        position = 0
+        while text[position:].strip():
+            match = _TOKEN.match(text, position)
+            if match is None:
+                self.fail(position, "not part of the language")
+            assert match.lastgroup is not None
+            kind = match.lastgroup
+            self.tokens.append((kind, match[kind], match.start(kind)))
+            position = match.end()
+        self.index = 0
+
+    def fail(self, position: int, why: str) -> NoReturn:
+        found = self.text[position:].strip()
+        place = f"at {found[:20]!r}" if found else "at its end"
+        raise SpecError(f"cannot read {self.text!r} {place}: {why}; write name(value, key=value)")
+
+    def peek(self, ahead: int = 0) -> tuple[str, str, int]:
+        spot = self.index + ahead
+        return self.tokens[spot] if spot < len(self.tokens) else ("end", "", len(self.text))
+
+    def next(self) -> tuple[str, str, int]:
+        token = self.peek()
+        self.index += 1
+        return token
+
+    def expect_end(self) -> None:
+        kind, _, position = self.peek()
+        if kind != "end":
+            self.fail(position, "nothing more was expected")
+
+    def value(self, depth: int) -> Value:
+        kind, text, position = self.next()
+        if depth > _MAX_DEPTH:
+            self.fail(position, f"nested deeper than {_MAX_DEPTH}")
+        if kind == "number":
+            return self.number(text)
+        if kind == "word":
+            if self.peek()[1] != "(":
+                return Call(text)
+            self.next()
+            args, named = self.arguments(depth)
+            return Call(text, args, named, bare=False)
+        if text == "(":
+            args, named = self.arguments(depth)
+            if named:
+                self.fail(position, "a tuple has no names")
+            return args
+        self.fail(position, "a value was expected")
+
+    def number(self, text: str) -> Value:
+        if self.peek()[1] == "%":
+            self.next()
+            return Percent(float(text))
+        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+
+    def arguments(self, depth: int) -> tuple[tuple[Value, ...], tuple[tuple[str, Value], ...]]:
+        args: list[Value] = []
+        named: list[tuple[str, Value]] = []
+        while self.peek()[1] != ")":
+            if self.peek()[0] == "word" and self.peek(1)[1] == "=":
+                _, name, position = self.next()
+                if name in dict(named):
+                    self.fail(position, f"{name!r} is given twice")
+                self.next()
+                named.append((name, self.value(depth + 1)))
+            else:
+                if named:
+                    self.fail(self.peek()[2], "a value without a name after one with a name")
+                args.append(self.value(depth + 1))
+            _, mark, position = self.peek()
+            if mark == ",":
+                self.next()
+            elif mark != ")":
+                self.fail(position, "a comma or a closing parenthesis is missing")
+        self.next()
+        return tuple(args), tuple(named)
+
+
+def format_expression(value: Value | bool | str) -> str:
+    """The text that `parse` reads back to the same value."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Percent):
+        return f"{_write_number(value.value)}%"
+    if isinstance(value, int | float):
+        return _write_number(value)
+    if isinstance(value, tuple):
+        inside = ", ".join(format_expression(v) for v in value)
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if value.bare:
+        return value.name
+    parts = [format_expression(v) for v in value.args] + [
+        f"{k}={format_expression(v)}" for k, v in value.named
+    ]
+    return f"{value.name}({', '.join(parts)})"
+
+
+def _write_number(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if math.isinf(value):
+        return "inf"
+    whole = value == int(value) and abs(value) < 1e15
+    return str(int(value)) if whole else repr(value)

@@ -1,0 +1,109 @@
+"""Trouble on purpose: `worker=0,factor=3`, `worker=0,cores=0.25`, `worker=1,ms=10,from=2,to=5`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.errors import SpecError, suggest_name
+
+_KEYS = {
+    "slow": ("worker", "factor", "cores", "from", "to"),
+    "delay": ("worker", "ms", "from", "to"),
+}
+
+
+@dataclass(frozen=True)
+class InjectedSlowdown:
+    """A worker that computes `factor` times slower, has `cores` of one core, or sends late.
+
+    `factor` stretches the time that computing took, others' use of its core included; `cores` is a
+    quota: the worker takes what it would take alone on so much of a core.
+    In force from epoch `begin` to epoch `end`, both counted from 0 and fractions allowed.
+    """
+
+    worker: int
+    factor: float = 1.0
+    cores: float = 1.0
+    delay_s: float = 0.0
+    begin: float = 0.0
+    end: float = float("inf")
+
+    def is_active(self, epoch: float) -> bool:
+        return self.begin <= epoch < self.end
+
+    def to_plain(self) -> dict[str, float]:
+        """JSON-able: an end that never comes is left out."""
+        return {name: value for name, value in vars(self).items() if value != float("inf")}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, float]) -> InjectedSlowdown:
+        rest = {name: value for name, value in plain.items() if name != "worker"}
+        return cls(int(plain["worker"]), **rest)
+
+
+def parse_slowdown(kind: str, text: str, workers: int) -> InjectedSlowdown:
+    """Read the value of --slow or --delay; raises SpecError that names the part that is wrong."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        key, sign, value = part.strip().partition("=")
+        if key not in _KEYS[kind] or not sign:
+            raise SpecError(
+                f"--{kind} {text!r}: {key!r} is unknown: {suggest_name(key, _KEYS[kind])}"
+            )
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise SpecError(f"--{kind} {text!r}: {key} is {value!r}, not a number") from None
+    amounts = [k for k in values if k in ("factor", "cores", "ms")]
+    if "worker" not in values:
+        raise SpecError(f"--{kind} {text!r}: worker=... is missing")
+    if len(amounts) != 1:
+        one = "factor=... or cores=..." if kind == "slow" else "ms=..."
+        raise SpecError(
+            f"--{kind} {text!r}: {one} is {'missing' if not amounts else 'one too many'}"
+        )
+    amount = amounts[0]
+    if values["worker"] not in range(workers):
+        raise SpecError(f"--{kind} {text!r}: there are workers 0 to {workers - 1}")
+    least = 1.0 if amount == "factor" else 0.0
+    if amount == "cores" and not 0 < values[amount] <= 1:
+        raise SpecError(f"--{kind} {text!r}: cores must be above 0 and at most 1")
+    if values[amount] < least:
+        raise SpecError(f"--{kind} {text!r}: {amount} must be at least {least:g}")
+    begin, end = values.get("from", 0.0), values.get("to", float("inf"))
+    if not 0 <= begin < end:
+        raise SpecError(f"--{kind} {text!r}: from={begin:g} must lie before to={end:g}, in epochs")
+    worker = int(values["worker"])
+    return InjectedSlowdown(
+        worker,
+        factor=values.get("factor", 1.0),
+        cores=values.get("cores", 1.0),
+        delay_s=values.get("ms", 0.0) / 1000,
+        begin=begin,
+        end=end,
+    )
+
+
+@dataclass(frozen=True)
+class ActiveSlowdown:
+    """What all the troubles of one worker at a time come to."""
+
+    factor: float = 1.0
+    cores: float = 1.0
+    delay_s: float = 0.0
+
+    @classmethod
+    def of(cls, troubles: Iterable[InjectedSlowdown], worker: int, epoch: float) -> ActiveSlowdown:
+        found = [t for t in troubles if t.worker == worker and t.is_active(epoch)]
+        return cls(
+            math.prod(t.factor for t in found),
+            min((t.cores for t in found), default=1.0),
+            sum(t.delay_s for t in found),
+        )
+
+    def wall_s(self, elapsed_s: float, busy_s: float) -> float:
+        """Seconds that computing is to take which took so long here, and so much processor time."""
+        limited = busy_s / self.cores if self.cores < 1 else 0.0
+        return self.factor * max(elapsed_s, limited)

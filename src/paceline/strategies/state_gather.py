@@ -1,0 +1,84 @@
+"""State that lies on several workers, handed in to worker 0 tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.state_exchange import all_gather_sections
+from paceline.errors import PeerLost
+from paceline.state import RemoteTensor, Section
+
+TAG = 1 << 24
+"""Begins the tags of state on its way: no activation has one as high."""
+
+
+@contextmanager
+def gather_to_rank0(
+    group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
+) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
+    """What this worker has, and what the others have; no name is given by two workers.
+
+    Everybody calls it. Worker 0 fetches what is distant inside the context, in its order; the
+    others send on leaving theirs. `slots` are those that are no tensors.
+    """
+    forms = {k: [list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in mine.items()}
+    told = all_gather_sections(Section(plain={"forms": forms, "slots": dict(slots)}), group)
+    distant: dict[str, RemoteTensor] = {}
+    plain: dict[str, Any] = {}
+    for rank, section in enumerate(told):
+        for name, values in section.plain["slots"].items():
+            plain.setdefault(name, {}).update(values)
+        for key, (shape, dtype) in section.plain["forms"].items() if rank else ():
+            distant[key] = _distant(group, shape, dtype, rank, TAG + len(distant))
+    yield Section(dict(mine), {"slots": plain} if plain else {}), distant
+    if group.rank == 0:
+        return
+    for place, key in enumerate(distant):
+        if key in mine:
+            try:
+                value = mine[key].detach().contiguous().reshape(-1)
+                group.isend(value, 0, TAG + place).wait()
+            except RuntimeError as error:
+                raise PeerLost(f"worker 0 does not take {key} ({error})") from None
+
+
+def _distant(
+    group: CollectiveGroup, shape: list[int], dtype: str, rank: int, tag: int
+) -> RemoteTensor:
+    kind = getattr(torch, dtype)
+
+    def fetch() -> torch.Tensor:
+        value = torch.empty(torch.Size(shape).numel(), dtype=kind)
+        try:
+            group.recv(value, rank, tag)
+        except RuntimeError as error:
+            raise PeerLost(f"worker {rank} does not hand in its state ({error})") from None
+        return value
+
+    return RemoteTensor(torch.Size(shape), kind, fetch)
+
+
+def gather_to_all(
+    group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
+) -> Section:
+    """The same for everybody, whole: for a strategy that goes on with all of it."""
+    merged = Section()
+    plain: dict[str, Any] = {}
+    for section in all_gather_sections(Section(dict(mine), {"slots": dict(slots)}), group):
+        merged.tensors.update(section.tensors)
+        for name, values in section.plain["slots"].items():
+            plain.setdefault(name, {}).update(values)
+    if plain:
+        merged.plain["slots"] = plain
+    return merged
+
+
+def parameter_of_key(key: str) -> str:
+    """The parameter or buffer that a tensor of the state belongs to."""
+    kind, _, name = key.partition("/")
+    return name.rpartition("/")[0] if kind == "slots" else name

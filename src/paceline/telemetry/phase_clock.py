@@ -1,0 +1,117 @@
+"""Where a process's time goes: clocks that are always in exactly one phase."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from paceline.telemetry.events import PHASES, SERVER_PHASES
+
+(
+    STARTUP,
+    INPUT,
+    FORWARD,
+    BACKWARD,
+    COMM,
+    OPTIMIZER,
+    WAIT,
+    QUEUE,
+    EVAL,
+    SWITCH,
+    OTHER,
+) = range(len(PHASES))
+
+STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
+"""The coarse division of a run's wall time."""
+START, READ, PREPARE, TRAIN, EVALUATE, SAVE = range(len(STAGES))
+
+_, IDLE, RECEIVE, APPLY, SEND = range(len(SERVER_PHASES))
+
+
+class PhaseClock:
+    """`enter` ends the current phase and begins another: the phases add up to the wall time."""
+
+    def __init__(self, started_wall_s: float, names: tuple[str, ...] = PHASES) -> None:
+        """`started_wall_s`: when the run began by time.time(); all until now is the first phase."""
+        self.names = names
+        self.total_ns = [0] * len(names)
+        self.current = 0
+        self.changes = 0
+        """How often a phase was entered: a worker whose turns stand still is stuck."""
+        self.input_cpu_ns = 0
+        """Of `input`, what its thread spent computing: the rest it waited for somebody."""
+        self._input_mark_ns = 0
+        before_ns = max(0, int((time.time() - started_wall_s) * 1e9))
+        self._since_ns = time.perf_counter_ns() - before_ns
+        self._origin_ns = self._since_ns
+
+    def enter(self, phase: int) -> None:
+        now = time.perf_counter_ns()
+        before = self.current
+        self.total_ns[before] += now - self._since_ns
+        self._since_ns = now
+        if phase != before:
+            if phase == INPUT:
+                self._input_mark_ns = time.thread_time_ns()
+            elif before == INPUT:
+                self.input_cpu_ns += time.thread_time_ns() - self._input_mark_ns
+            self.current = phase
+        self.changes += 1
+
+    def reassign(self, source: int, target: int, ns: int) -> None:
+        """Count time that was spent in one phase as another's: its cause became known later."""
+        self.enter(self.current)
+        ns = max(0, min(ns, self.total_ns[source]))
+        self.total_ns[source] -= ns
+        self.total_ns[target] += ns
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return (time.perf_counter_ns() - self._origin_ns) / 1e9
+
+    def read_ns(self) -> list[int]:
+        """Totals up to now, the current phase included; for another thread than the clock's."""
+        while True:
+            totals, since, current = list(self.total_ns), self._since_ns, self.current
+            # Caught in the middle of a change the parts do not fit together: look again.
+            if sum(totals) == since - self._origin_ns:
+                break
+        totals[current] += max(0, time.perf_counter_ns() - since)
+        return totals
+
+    def totals_s(self) -> dict[str, float]:
+        self.enter(self.current)
+        return {name: ns / 1e9 for name, ns in zip(self.names, self.total_ns, strict=True)}
+
+
+class ServerClock(PhaseClock):
+    """A server's threads do several things at once: the most telling one counts as its phase."""
+
+    def __init__(self, started_wall_s: float) -> None:
+        super().__init__(started_wall_s, SERVER_PHASES)
+        self._lock = threading.Lock()
+        self._doing = [0] * len(SERVER_PHASES)
+
+    def start_idle(self) -> None:
+        """Start-up is over."""
+        with self._lock:
+            self.enter(IDLE)
+
+    def begin(self, phase: int) -> None:
+        with self._lock:
+            self._doing[phase] += 1
+            self._update_phase()
+
+    def end(self, phase: int) -> None:
+        with self._lock:
+            self._doing[phase] -= 1
+            self._update_phase()
+
+    def _update_phase(self) -> None:
+        for phase in (APPLY, SEND, RECEIVE):
+            if self._doing[phase]:
+                break
+        else:
+            phase = IDLE
+        if phase != self.current:
+            self.enter(phase)

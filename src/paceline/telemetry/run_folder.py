@@ -1,0 +1,233 @@
+"""The run folder: where things lie, how they are written, a reader that forgives a cut-off end.
+
+DIR/run.json                what was asked: configuration, versions, machine
+DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's;
+                            DIR/events/server-K.jsonl  a server's
+DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
+DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from paceline.errors import UsageError
+from paceline.telemetry.events import Event
+
+KERAS = "model.keras"
+"""Beside a Keras model's weights: the whole model, as Keras itself keeps it."""
+RUN_FILES = (
+    "run.json",
+    "events",
+    "logs",
+    "checkpoints",
+    "profile",
+    "metrics.json",
+    "result.json",
+    "model.safetensors",
+    KERAS,
+    "report.html",
+)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write atomically: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+class RunFolder:
+    """Paths inside one run's folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def events(self, who: str) -> Path:
+        return self.path / "events" / f"{who}.jsonl"
+
+    def log(self, who: str) -> Path:
+        return self.path / "logs" / f"{who}.log"
+
+    def profile(self, who: str) -> Path:
+        return self.path / "profile" / f"{who}.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Where the run's metrics are served and with which token; its owner's to read alone."""
+        return self.path / "metrics.json"
+
+    def is_run_folder(self) -> bool:
+        return any((self.path / name).exists() for name in RUN_FILES)
+
+    def prepare(self, *, force: bool, resume: bool) -> None:
+        """Make the folder ready for a run; another run's folder is a mistake unless told."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"--out {self.path} is a file: name a folder")
+        if self.is_run_folder() and not (force or resume):
+            raise UsageError(
+                f"--out {self.path} holds another run: name a new folder, "
+                "continue it with --resume or replace it with --force"
+            )
+        if force and not resume:
+            self.clear()
+        try:
+            for part in ("events", "logs", "checkpoints"):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--out {self.path} cannot be written ({error.strerror}): name another folder"
+            ) from None
+
+    def clear(self) -> None:
+        """Remove what a run wrote here, and nothing else."""
+        for name in RUN_FILES:
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            elif target.exists():
+                target.unlink()
+
+    def read_result(self) -> dict[str, Any]:
+        if not self.result.exists():
+            raise UsageError(f"{self.path} has no result.json: name the folder of a finished run")
+        try:
+            value = json.loads(self.result.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{self.result} is not readable JSON ({error})") from None
+        assert isinstance(value, dict)
+        return value
+
+    def processes_with_events(self) -> list[str]:
+        """`run`, workers and servers, each kind in its order."""
+        found = [p.stem for p in self.path.glob("events/*.jsonl")]
+        order = {"run": 0, "worker": 1, "server": 2}
+        parts = [(stem.partition("-")[0], stem.partition("-")[2], stem) for stem in found]
+        known = [p for p in parts if p[0] in order and (p[1].isdigit() or p[0] == "run")]
+        return [stem for *_, stem in sorted(known, key=lambda p: (order[p[0]], int(p[1] or 0)))]
+
+    def workers_with_events(self) -> list[str]:
+        found = self.path.glob("events/worker-*.jsonl")
+        return sorted((p.stem for p in found), key=lambda stem: int(stem.split("-")[1]))
+
+
+class EventSink(Protocol):
+    """Where events go: a file, or a connection to whoever keeps it."""
+
+    def write(self, event: Event) -> None: ...
+
+
+class EventWriter:
+    """Appends events to one file, from any thread; each line is complete when written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_partial_line(path)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def write(self, event: Event) -> None:
+        self.write_line(event.to_line())
+
+    def write_line(self, line: str) -> None:
+        with self._lock:
+            if not self._file.closed:  # A sampler's last word may come after the end.
+                self._file.write(line + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def truncate_partial_line(path: Path) -> None:
+    """Drop an unfinished last line, so that a resumed run never appends to half an event."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        keep = text.rfind(b"\n") + 1
+        if keep != len(text):
+            file.truncate(keep)
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file; stops at the first line that is not whole."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            try:
+                event = json.loads(line)
+            except ValueError:
+                return
+            if isinstance(event, dict):
+                yield event
+
+
+def partial_checkpoint_path(folder: Path, name: str) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return folder / f".{name}.partial"
+
+
+def commit_checkpoint(folder: Path, name: str, *, keep: int) -> Path:
+    """A checkpoint is whole: give it its name, then drop all but the newest `keep`."""
+    partial, final = partial_checkpoint_path(folder, name), folder / name
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _put_in_place(partial, final)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """A checkpoint of the same name goes only when the new one is there."""
+    if not final.exists():
+        os.replace(partial, final)
+        return
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(final, aside)
+    try:
+        os.replace(partial, final)
+    except OSError:
+        os.replace(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())

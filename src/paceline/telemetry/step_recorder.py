@@ -1,0 +1,157 @@
+"""Records a worker's steps in memory and writes them out a window at a time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from paceline.protocol.messages import Lease
+from paceline.telemetry.events import STEP_PHASES, StepSummary, StepWindow
+from paceline.telemetry.phase_clock import PhaseClock
+from paceline.telemetry.run_folder import EventSink
+from paceline.telemetry.sampler import LINES_A_STAGE, StepCounters
+
+WINDOW_S = 1.0
+SINGLE_STEPS = 200_000
+"""Steps recorded one by one; a longer run goes on in sums, so that its folder stays bounded."""
+
+_FIRST = 1  # index of "input" among the phases
+_COUNT = len(STEP_PHASES)
+
+
+@dataclass(slots=True)
+class StepRow:
+    """A step as it was recorded; `total_ns` is the clock's after it."""
+
+    lease: Lease
+    loss: float | None
+    total_ns: list[int]
+    end_s: float
+    hidden_us: int | None
+    staleness: int = -1
+
+
+class StepRecorder:
+    """One call a step, no input or output but at the end of a window.
+
+    Without a writer it only counts.
+    """
+
+    def __init__(
+        self,
+        writer: EventSink | None,
+        clock: PhaseClock,
+        first_step: int = 0,
+        counters: StepCounters | None = None,
+    ) -> None:
+        self._writer = writer
+        self._clock = clock
+        self._step = first_step
+        self._counters = counters or StepCounters()
+        self._hidden_us = 0
+        self._single_left = SINGLE_STEPS
+        self._window_s = WINDOW_S
+        self._sums = 0
+        self._rows: list[StepRow] = []
+        self._last_ns = list(clock.total_ns)
+        self._last_end_s = clock.now_s()
+        self._due_s = time.monotonic() + WINDOW_S
+
+    def step_done(self, lease: Lease, loss: float | None, hidden_us: int | None = None) -> None:
+        """`hidden_us`: exchange behind computing; None where it was not measured."""
+        counters = self._counters
+        counters.epoch = lease.epoch
+        counters.samples += lease.hi - lease.lo
+        if hidden_us is not None:
+            self._hidden_us = hidden_us
+        counters.comm_hidden_us += self._hidden_us  # Between measurements the last one holds.
+        counters.steps += 1
+        self._step += 1
+        if self._writer is None:
+            return
+        clock = self._clock
+        self._rows.append(StepRow(lease, loss, list(clock.total_ns), clock.now_s(), hidden_us))
+        if time.monotonic() >= self._due_s:
+            self.flush()
+
+    def note_staleness(self, staleness: int) -> None:
+        """How stale the step recorded last turned out to be."""
+        if self._rows:
+            self._rows[-1].staleness = staleness
+
+    def flush(self, *, final: bool = False) -> None:
+        """Write the window; its last step stays back until its staleness can be known."""
+        keep = 0 if final else 1
+        cut = len(self._rows) - keep
+        rows, self._rows = self._rows[:cut], self._rows[cut:]
+        self._due_s = time.monotonic() + self._window_s
+        if not rows or self._writer is None:
+            return
+        if self._single_left > 0:
+            self._single_left -= len(rows)
+            self._write_single(self._writer, rows)
+            return
+        first = self._step - len(rows) - len(self._rows)
+        # An epoch's steps are summed apart from the next one's: the first is not like the rest.
+        for epoch, group in itertools.groupby(rows, lambda row: row.lease.epoch):
+            part = list(group)
+            self._write_sums(self._writer, epoch, part, first)
+            first += len(part)
+            self._sums += 1
+            if self._sums % LINES_A_STAGE == 0:
+                self._window_s *= 2
+
+    def _take_columns(self, rows: list[StepRow]) -> dict[str, list[int]]:
+        before = self._last_ns
+        columns: list[list[int]] = [[] for _ in STEP_PHASES]
+        for row in rows:
+            total = row.total_ns
+            for i in range(_COUNT):
+                columns[i].append((total[_FIRST + i] - before[_FIRST + i]) // 1000)
+            before = total
+        self._last_ns = before
+        return dict(zip(STEP_PHASES, columns, strict=True))
+
+    def _write_single(self, writer: EventSink, rows: list[StepRow]) -> None:
+        began, self._last_end_s = self._last_end_s, rows[-1].end_s
+        writer.write(
+            StepWindow(
+                t=round(self._clock.now_s(), 6),
+                first_step=self._step - len(rows) - len(self._rows),
+                began=round(began, 6),
+                end=[int((row.end_s - began) * 1e6) for row in rows],
+                epoch=[row.lease.epoch for row in rows],
+                start=[row.lease.start for row in rows],
+                lo=[row.lease.lo for row in rows],
+                hi=[row.lease.hi for row in rows],
+                loss=[None if row.loss is None else round(row.loss, 6) for row in rows],
+                staleness=[row.staleness for row in rows],
+                comm_hidden=[-1 if row.hidden_us is None else row.hidden_us for row in rows],
+                pieces=_list_pieces([row.lease for row in rows]),
+                **self._take_columns(rows),
+            )
+        )
+
+    def _write_sums(self, writer: EventSink, epoch: int, rows: list[StepRow], first: int) -> None:
+        began, self._last_end_s = self._last_end_s, rows[-1].end_s
+        stale = Counter(row.staleness for row in rows if row.staleness >= 0)
+        writer.write(
+            StepSummary(
+                t=round(self._clock.now_s(), 6),
+                first_step=first,
+                count=len(rows),
+                samples=sum(row.lease.samples for row in rows),
+                phases_us={name: sum(c) for name, c in self._take_columns(rows).items()},
+                began=round(began, 6),
+                epoch=epoch,
+                staleness={str(k): v for k, v in sorted(stale.items())},
+            )
+        )
+
+
+def _list_pieces(leases: list[Lease]) -> list[list[list[int]]]:
+    if not any(lease.row_ranges for lease in leases):
+        return []
+    return [[list(piece) for piece in lease.row_ranges] for lease in leases]

@@ -1,0 +1,228 @@
+"""This machine as a pool of one, measured in a few seconds: a step alone, and the way between two.
+
+What several workers do to each other is not measured but follows: they share the cores.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.comm.shm.allreduce import aligned_size
+from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.segment import create_segment, open_segment, shm_domain_id, unlink_segment
+from paceline.errors import PacelineError
+from paceline.job import Job, display_name
+from paceline.launch.run import usable_cores
+
+WARM_UP, ROUNDS = 3, 12
+PAUSE_S = 0.005
+"""Before each exchange: a worker computes in between, and its peers wake up from waiting."""
+TIMEOUT_S = 60.0
+
+
+def probe_machine(job: Job, workers: int) -> Pool:
+    """Measure a step of the job's model with one worker's threads, and both kinds of exchange."""
+    from paceline.worker.job_builder import load_job_data
+    from paceline.worker.step_timing import with_threads
+
+    cores = usable_cores()
+    times = with_threads(
+        max(1, cores // workers), job, load_job_data(job), max(2, job.batch // workers)
+    )
+    nbytes = times.parameter_bytes
+    cost = StepCost(fixed_s=times.fixed_s, per_sample_s=times.per_sample_s, update_s=times.update_s)
+    return Pool(
+        name="this machine, probed",
+        hosts=(
+            Host(
+                host="localhost",
+                cores=cores,
+                workers=workers,
+                measured={display_name(job.model) or "model": cost},
+            ),
+        ),
+        jitter=Jitter(cv=min(2.0, times.cv)),
+        **probe_backends(nbytes),
+    )
+
+
+# ---- the way between two processes ------------------------------------------------------------
+
+
+def probe_backends(nbytes: int, *, shared: bool = True) -> dict[str, Any]:
+    """The figures of a pool on what processes of this machine exchange, for gradients so large.
+
+    `shared` is through memory where that is possible, as processes of one machine do it; otherwise
+    as those of several machines do.
+    """
+    shared = shared and shm_domain_id() is not None
+    least_s, sum_s = probe_collective(4, shared), probe_collective(nbytes, shared)
+    send_s, latency_s = probe_transfer(nbytes, shared)
+    return {
+        "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
+        # Two processes: an all-reduce is two hops, and each byte goes once.
+        "hop_ms": 1e3 * max(0.0, least_s / 2 - latency_s),
+        "collective_gb_s": nbytes / max(sum_s - least_s, sum_s / 10) / 1e9,
+        "transfer_gb_s": nbytes / max(send_s, 1e-9) / 1e9,
+        "control_ms": 1e3 * latency_s / 2,
+    }
+
+
+def probe_collective(nbytes: int, shared: bool) -> float:
+    """Seconds of one all-reduce of so many bytes between two processes here."""
+    if shared:
+        count = max(1, nbytes // 4)
+        name = create_segment(SharedRegion.size_for(2, aligned_size([4 * count])))
+        try:
+            return _run_pair(_sum_in_memory, name, count)
+        finally:
+            unlink_segment(name)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        return _run_pair(_sum_together, store, nbytes)
+
+
+def probe_transfer(nbytes: int, shared: bool) -> tuple[float, float]:
+    """Seconds to hand so many bytes to another process, and those of a short message one way."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    token = secrets.token_hex(32)
+    port = listener.getsockname()[1]
+    memory = create_segment(max(1, nbytes)) if shared else None
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_send_back, args=(port, token, nbytes, memory), daemon=True)
+    child.start()
+    try:
+        return _send_and_wait(listener, token, nbytes, memory)
+    finally:
+        listener.close()
+        child.join(TIMEOUT_S)
+        if child.is_alive():
+            child.kill()
+        if memory is not None:
+            unlink_segment(memory)
+
+
+def _run_pair(target: Any, *args: Any) -> float:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    children = [
+        context.Process(target=target, args=(rank, results, *args), daemon=True)
+        for rank in range(2)
+    ]
+    for child in children:
+        child.start()
+    try:
+        both = [results.get(timeout=TIMEOUT_S) for _ in children]
+        # The one who comes last does not wait for the other: its time is the exchange's own.
+        return float(statistics.median(min(same) for same in zip(*both, strict=True)))
+    except Exception as error:
+        raise PacelineError(
+            f"the probe between two processes gave no answer in {TIMEOUT_S:g} s ({error!r})"
+        ) from None
+    finally:
+        for child in children:
+            child.join(TIMEOUT_S)
+            if child.is_alive():
+                child.kill()
+
+
+def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
+    import torch
+
+    from paceline.comm.process_group import SharedMemoryGroup
+    from paceline.comm.shm.allreduce import SharedMemoryAllReduce
+
+    torch.set_num_threads(1)
+    arena = SharedRegion.open(name, range(2), rank, aligned_size([4 * count]), TIMEOUT_S)
+    sums = SharedMemoryAllReduce(SharedMemoryGroup(arena, None, 1), [count], [torch.float32])
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        sums.mark_filled()
+        sums.finish()
+        times.append(time.perf_counter() - began)
+    results.put(times[WARM_UP:])
+
+
+def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    tensor = torch.zeros(max(1, nbytes // 4))
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - began)
+    results.put(times[WARM_UP:])
+    dist.destroy_process_group()
+
+
+def _send_back(port: int, token: str, nbytes: int, shared: str | None) -> None:
+    from paceline.comm.wire import Channel
+
+    channel = Channel.connect("127.0.0.1", port, token=token, peer="the probe", timeout_s=TIMEOUT_S)
+    buffer = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_segment(shared, max(1, nbytes))) if shared is not None else None
+    for _ in range(2 * (WARM_UP + ROUNDS)):
+        head, size = channel.receive_head(max_body=len(buffer))
+        if size:
+            channel.receive_into(buffer[:size])
+        elif head["there"] and memory is not None:
+            buffer[:] = memory
+        channel.send({"size": size})
+    channel.close()
+
+
+def _send_and_wait(
+    listener: socket.socket, token: str, nbytes: int, shared: str | None
+) -> tuple[float, float]:
+    from paceline.comm.wire import Channel
+
+    listener.settimeout(TIMEOUT_S)
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        raise PacelineError(f"the probe's other process did not come in {TIMEOUT_S:g} s") from None
+    channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
+    body = memoryview(bytearray(max(1, nbytes)))
+    memory = memoryview(open_segment(shared, max(1, nbytes))) if shared is not None else None
+    long: list[float] = []
+    short: list[float] = []
+    for _ in range(WARM_UP + ROUNDS):
+        for into, there in ((long, True), (short, False)):
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+            if there and memory is not None:
+                memory[:] = body
+            views = (body,) if there and memory is None else ()
+            channel.send({"op": "probe", "there": there}, *views)
+            channel.receive_head(max_body=0)
+            into.append(time.perf_counter() - began)
+    channel.close()
+    trip = statistics.median(short[WARM_UP:])
+    took = max(1e-9, statistics.median(long[WARM_UP:]) - trip)
+    # Through memory each side has copied once; through a socket both worked at the same time.
+    return took / (1 if shared is None else 2), trip / 2

@@ -1,0 +1,207 @@
+"""The virtual machines of a run: how long each takes for a share, now and with its troubles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.cluster.pool import Jitter, Pool
+from paceline.plan.cost_model import StepTime, Workload, step_time_on
+from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
+from paceline.twin.timeline import Callback, SharedCores, Timeline
+
+Floats = NDArray[np.float64]
+BLOCK = 32
+"""Random factors drawn at a time, a worker."""
+
+
+class JitterSource:
+    """Factors of mean 1 on each worker's steps; a series depends on seed and rank alone."""
+
+    def __init__(self, jitters: Sequence[Jitter], seed: int) -> None:
+        self._jitters = jitters
+        self._sources = [
+            np.random.Generator(np.random.PCG64([seed, rank])) for rank in range(len(jitters))
+        ]
+        self._steady = all(j.cv == 0 for j in jitters)
+        self._block = np.ones((len(jitters), BLOCK))
+        self._at = np.full(len(jitters), BLOCK)
+        self._rows = np.arange(len(jitters))
+
+    def one(self, worker: int) -> float:
+        if self._steady:
+            return 1.0
+        at = self._at.item(worker)
+        if at == BLOCK:
+            self._refill(worker)
+            at = 0
+        self._at[worker] = at + 1
+        return self._block.item(worker, at)
+
+    def all(self) -> Floats:
+        """One factor for every worker."""
+        if self._steady:
+            return np.ones(len(self._jitters))
+        for worker in np.flatnonzero(self._at == BLOCK):
+            self._refill(int(worker))
+        drawn: Floats = self._block[self._rows, self._at]
+        self._at += 1
+        return drawn
+
+    def _refill(self, worker: int) -> None:
+        self._block[worker] = _draw(self._sources[worker], self._jitters[worker])
+        self._at[worker] = 0
+
+
+def _draw(source: np.random.Generator, jitter: Jitter) -> Floats:
+    cv = jitter.cv
+    if cv == 0:
+        return np.ones(BLOCK)
+    if jitter.shape == "lognormal":
+        sigma = np.sqrt(np.log1p(cv * cv))
+        return source.lognormal(-sigma * sigma / 2, sigma, BLOCK)
+    if jitter.shape == "uniform":
+        # No time is negative: wider than this, a uniform factor would reach below 0.
+        half = min(0.999, cv * np.sqrt(3))
+        return source.uniform(1 - half, 1 + half, BLOCK)
+    # Now and then much longer: a floor below, an exponential tail above.
+    tail: Floats = source.exponential(min(cv, 1.0), BLOCK)
+    return max(0.0, 1 - cv) + tail
+
+
+class SimulatedMachines:
+    """One machine a worker, in the order of the pool; several workers may share one."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        workers: int,
+        work: Workload,
+        timeline: Timeline,
+        *,
+        seed: int,
+        troubles: tuple[InjectedSlowdown, ...] = (),
+        servers: int = 0,
+    ) -> None:
+        self.pool = pool
+        self.hosts = pool.slots[:workers]
+        self.links = [pool.link_of(h) for h in self.hosts]
+        self.latency = [link.latency_s for link in self.links]
+        self.compute: list[StepTime] = [step_time_on(h, work, pool) for h in self.hosts]
+        self._fixed = np.array([c.fixed_s for c in self.compute])
+        self._per_sample = np.array([c.per_sample_s for c in self.compute])
+        self.update = np.array([c.update_s for c in self.compute])
+        self._draws = JitterSource([pool.jitter_of(h) for h in self.hosts], seed)
+        self._troubles = troubles
+        self._samples = work.samples
+        placed: dict[str, list[int]] = {}
+        for worker, host in enumerate(self.hosts):
+            placed.setdefault(host.host, []).append(worker)
+        together = {
+            name: len(ranks) + sum(1 for s in range(servers) if s % workers in ranks)
+            for name, ranks in placed.items()
+        }
+        shared = {
+            h.host: SharedCores(timeline, h.cores, together[h.host])
+            for h in {id(h): h for h in self.hosts}.values()
+        }
+        self.cores = [shared[h.host] for h in self.hosts]
+        """The cores under each worker."""
+        self._crowds = [
+            (self.hosts[ranks[0]].cores, ranks)
+            for ranks in placed.values()
+            if len(ranks) > self.hosts[ranks[0]].cores
+        ]
+        self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
+
+    def work_s(self, worker: int, samples: int, now: float) -> float:
+        """Seconds of computing, as if alone on the machine."""
+        compute = self.compute[worker]
+        seconds = compute.fixed_s + samples * compute.per_sample_s
+        drawn = seconds * self._draws.one(worker)
+        return drawn * self._slowness(worker, now) if self._slow else drawn
+
+    def compute_one(
+        self, worker: int, samples: int, now: float, epoch: float, then: Callback
+    ) -> None:
+        """Compute a share from `now` on; `then` is told when the gradient is there."""
+        seconds = self.work_s(worker, samples, now)
+        if not self._troubles:
+            self.cores[worker].run(now, seconds, then)
+            return
+        slowness = ActiveSlowdown.of(self._troubles, worker, epoch)
+        if slowness.cores < 1.0:
+            # With a quota it has its part of the machine whatever the others do.
+            then(now + slowness.wall_s(seconds, seconds))
+        else:
+            # A worker slowed on purpose sleeps: it takes no more of the machine.
+            self.cores[worker].run(
+                now, seconds, lambda ended: then(now + slowness.factor * (ended - now))
+            )
+
+    def compute_all(self, begins: Floats, shares: Floats, epoch: float) -> Floats:
+        """When each worker's share is computed, if it begins then; an empty share takes no time."""
+        seconds = (self._fixed + shares * self._per_sample) * self._draws.all()
+        for worker in self._slow:
+            seconds[worker] *= self._slowness(worker, float(begins[worker]))
+        seconds[shares == 0] = 0.0
+        ends: Floats = begins + seconds
+        suffering = {t.worker for t in self._troubles}
+        slow = {w: ActiveSlowdown.of(self._troubles, w, epoch) for w in suffering}
+        apart = {w for w, slowness in slow.items() if slowness.cores < 1.0}
+        for cores, ranks in self._crowds:
+            crowd = [w for w in ranks if w not in apart] if apart else ranks
+            ends[crowd] = share_evenly(begins[crowd], seconds[crowd], cores)
+        for w, slowness in slow.items():
+            ends[w] = begins[w] + slowness.wall_s(float(ends[w] - begins[w]), float(seconds[w]))
+        return ends
+
+    def delays(self, epoch: float) -> Floats | None:
+        """How late each worker's exchange begins, where somebody's is delayed on purpose."""
+        late = [t for t in self._troubles if t.delay_s and t.is_active(epoch)]
+        if not late:
+            return None
+        seconds = np.zeros(len(self.hosts))
+        for trouble in late:
+            seconds[trouble.worker] += trouble.delay_s
+        return seconds
+
+    def delay(self, worker: int, epoch: float) -> float:
+        if not self._troubles:
+            return 0.0
+        return ActiveSlowdown.of(self._troubles, worker, epoch).delay_s
+
+    def _slowness(self, worker: int, now: float) -> float:
+        factor = 1.0
+        for period in self.hosts[worker].slow:
+            if period.from_s <= now < period.to_s:
+                factor *= period.factor
+        return factor
+
+
+def share_evenly(begins: Floats, seconds: Floats, cores: int) -> Floats:
+    """When tasks end that begin at different times and share a machine's cores evenly."""
+    left = seconds.copy()
+    ends = begins.astype(float).copy()
+    waiting = sorted(range(len(begins)), key=lambda i: begins[i])
+    running: list[int] = []
+    now = float(begins[waiting[0]]) if waiting else 0.0
+    while waiting or running:
+        while waiting and begins[waiting[0]] <= now:
+            running.append(waiting.pop(0))
+        if not running:
+            now = float(begins[waiting[0]])
+            continue
+        rate = min(1.0, cores / len(running))
+        soonest = min(left[i] for i in running) / rate
+        if waiting:
+            soonest = min(soonest, float(begins[waiting[0]]) - now)
+        for i in running:
+            left[i] -= soonest * rate
+        now += soonest
+        for i in [i for i in running if left[i] <= 1e-15]:
+            running.remove(i)
+            ends[i] = now
+    return ends

@@ -1,0 +1,37 @@
+"""Activation checkpointing: of each block only what enters it is kept until backward."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import UsageError
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What stands in a row (Sequential, ModuleList) and has parts itself; the outermost of them."""
+    inside: set[torch.nn.Module] = set()
+    blocks = []
+    for row in model.modules():
+        if not isinstance(row, torch.nn.Sequential | torch.nn.ModuleList) or row in inside:
+            continue
+        for block in row.children():
+            if block not in inside and any(True for _ in block.children()):
+                blocks.append(block)
+                inside.update(block.modules())
+    return blocks
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Backward computes each block again, with the same random numbers; raises UsageError."""
+    blocks = find_blocks(model)
+    if not blocks:
+        raise UsageError(
+            "recompute: the model has no blocks to compute again, which are modules with parts in "
+            "a Sequential or ModuleList: leave it out"
+        )
+    for block in blocks:
+        again = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = again

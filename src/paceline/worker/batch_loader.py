@@ -1,0 +1,236 @@
+"""From a lease to a batch: which rows it is of, and having them ready when they are wanted.
+
+Rows that are all at hand follow the epoch's seeded order: a lease's positions say which they are.
+Where workers read in blocks, a lease says its places, and this worker holds the windows that they
+lie in: the one in use, and the next one, which is read meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data import MapDataset, TorchDatasetAdapter
+from paceline.data.hashing import hash_rows
+from paceline.data.pipelined_dataset import PipelinedDataset
+from paceline.data.thread_pool import DaemonThreadPool
+from paceline.protocol.block_plan import BlockLayout
+from paceline.protocol.messages import Lease
+from paceline.worker.shuffle_windows import ShuffleWindowReader, block_layout_of
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+SHARE = 0.005
+"""Of a step's time, waiting for its batch: more than that, and batches are made ahead."""
+MOST_AHEAD = 32
+MOST_AHEAD_BYTES = 64 << 20
+"""Batches made ahead take no more memory than this, or hold one batch."""
+CALM = 256
+"""Steps without waiting after which one batch less is made ahead."""
+WINDOW_S = 1.0
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of an epoch: it depends on seed and epoch alone, on every machine alike."""
+    keys = hash_rows((seed, epoch), np.arange(samples, dtype=np.int64))
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+class PrefetchDepth:
+    """How many batches to make ahead: none while nobody waits, more while somebody does."""
+
+    def __init__(self, fixed: int | None) -> None:
+        self.now = fixed or 0
+        self._fixed = fixed is not None
+        self._least = 0
+        self._calm = 0
+
+    def update(self, waited_s: float, step_s: float, batch_bytes: int) -> None:
+        """A batch was waited for so long in a step that took so long."""
+        if self._fixed or step_s <= 0:
+            return
+        if waited_s > SHARE * step_s:
+            self._calm = 0
+            # What was too little once is not tried again.
+            self._least = max(self._least, min(self.now + 1, 2))
+            most = max(1, min(MOST_AHEAD, MOST_AHEAD_BYTES // max(1, batch_bytes)))
+            self.now = min(max(1, 2 * self.now), most)
+        else:
+            self._calm += 1
+            if self._calm >= CALM and self.now > self._least:
+                self.now -= 1
+                self._calm = 0
+
+
+@dataclass
+class InputTimes:
+    """What getting batches has cost since the start."""
+
+    batches: int = 0
+    wait_s: float = 0.0
+    """The training loop stood still for want of a batch."""
+    make_s: float = 0.0
+    """Joining, scaling and converting rows, in whichever thread."""
+    queue: int = 0
+    """Sum, over batches, of how many lay ready when one was asked for."""
+
+    def minus(self, other: InputTimes) -> InputTimes:
+        return InputTimes(
+            self.batches - other.batches,
+            self.wait_s - other.wait_s,
+            self.make_s - other.make_s,
+            self.queue - other.queue,
+        )
+
+
+class BatchLoader:
+    """Batches of the training table by lease."""
+
+    def __init__(
+        self,
+        table: MapDataset,
+        seed: int,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        workers: int = 1,
+        tell: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`tell` hears about once a second what getting batches costs."""
+        self._table = table if isinstance(table, PipelinedDataset) else PipelinedDataset(table)
+        self.samples = len(table)
+        self._seed = seed
+        self._device = device
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        self.layout: BlockLayout | None = block_layout_of(self._table, seed)
+        self._shuffle_windows: ShuffleWindowReader | None = None
+        if self.layout is not None:
+            assert self._table.blocks is not None
+            self._shuffle_windows = ShuffleWindowReader(
+                self._table.blocks, self.layout, rank=rank, workers=workers
+            )
+        # A user's own data set may not like other threads, and may draw from torch's generator.
+        own = isinstance(self._table.inner, TorchDatasetAdapter)
+        self._depth = PrefetchDepth(0 if own and self._table.depth is None else self._table.depth)
+        self._expected: deque[Lease] = deque()
+        self._made: deque[tuple[Lease, Future[Batch]]] = deque()
+        self._background = DaemonThreadPool(self._table.threads, "paceline-batch")
+        self._totals = InputTimes()
+        self._told = InputTimes()
+        self._tell = tell
+        self._tell_due = time.monotonic() + WINDOW_S
+        self._last = time.perf_counter()
+
+    def warm_up(self) -> None:
+        """Before the first epoch: have the first rows ready, so that training need not wait."""
+        if self._shuffle_windows is not None:
+            self._shuffle_windows.warm_up()
+
+    def prefetch(self, leases: Sequence[Lease]) -> None:
+        """These will be asked for next, in this order."""
+        self._expected.extend(leases)
+        if self._shuffle_windows is not None:
+            for lease in leases:
+                self._shuffle_windows.prefetch(lease)
+        self._make_ahead()
+
+    def batch(self, lease: Lease) -> Batch:
+        """The rows of a lease, waited for if need be; raises what reading them raised."""
+        began = time.perf_counter()
+        self._totals.queue += sum(future.done() for _, future in self._made)
+        if self._shuffle_windows is not None:
+            self._shuffle_windows.wait_for(lease)
+        if self._made and self._made[0][0] == lease:
+            inputs, targets = self._made.popleft()[1].result()
+        else:
+            if self._expected and self._expected[0] == lease:
+                self._expected.popleft()
+            else:
+                self._made.clear()
+                self._expected.clear()
+            inputs, targets = self._make(lease)
+        now = time.perf_counter()
+        self._totals.batches += 1
+        self._totals.wait_s += now - began
+        size = inputs.numel() * inputs.element_size() + targets.numel() * targets.element_size()
+        self._depth.update(now - began, now - self._last, size)
+        self._last = now
+        self._make_ahead()
+        if self._tell is not None and time.monotonic() >= self._tell_due:
+            self._report(self._tell)
+        return inputs.to(self._device), targets.to(self._device)
+
+    def _make_ahead(self) -> None:
+        while self._expected and len(self._made) < self._depth.now:
+            if self._shuffle_windows is not None and not self._shuffle_windows.is_near(
+                self._expected[0]
+            ):
+                return  # It would push out rows that are wanted sooner.
+            lease = self._expected.popleft()
+            self._made.append((lease, self._background.submit(partial(self._make, lease))))
+
+    def _make(self, lease: Lease) -> Batch:
+        began = time.perf_counter()
+        waited_s = 0.0
+        if lease.row_ranges and self._shuffle_windows is not None:
+            x, y, rows, waited_s = self._shuffle_windows.rows(lease)
+            assert self._table.blocks is not None
+            batch = self._table.change(*self._table.blocks.finish(x, y, rows, lease.epoch))
+        else:
+            batch = self._table.batch(self.rows(lease), epoch=lease.epoch)
+        self._totals.make_s += time.perf_counter() - began - waited_s
+        return batch
+
+    def rows(self, lease: Lease) -> NDArray[np.int64]:
+        if self.layout is not None or not self._table.shuffle_rows:
+            # Blocks are read in the order of their rows where no lease says otherwise.
+            return np.arange(lease.lo, lease.hi, dtype=np.int64)
+        if lease.epoch != self._epoch:
+            self._order = epoch_order(len(self._table), self._seed, lease.epoch)
+            self._epoch = lease.epoch
+        return self._order[lease.lo : lease.hi]
+
+    def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        """What the last second or so has cost."""
+        self._tell_due = time.monotonic() + WINDOW_S
+        now = InputTimes(**vars(self._totals))
+        part = now.minus(self._told)
+        self._told = now
+        tell({**_describe(part), "depth": self._depth.now})
+
+    def totals(self) -> dict[str, Any]:
+        """For the end of a run: seconds, bytes and how far ahead batches were made."""
+        facts = {**_describe(self._totals), "depth": self._depth.now}
+        blocks = self._table.blocks
+        if blocks is not None:
+            times = blocks.times
+            facts["read_s"] = round(times.read_s, 6)
+            facts["map_s"] = round(times.map_s, 6)
+            facts["read_bytes"] = times.read_bytes
+            facts["blocks"] = times.blocks
+        return facts
+
+    def close(self) -> None:
+        """End the threads."""
+        self._background.close()
+        if self._shuffle_windows is not None:
+            self._shuffle_windows.close()
+
+
+def _describe(totals: InputTimes) -> dict[str, Any]:
+    return {
+        "batches": totals.batches,
+        "wait_s": round(totals.wait_s, 6),
+        "make_s": round(totals.make_s, 6),
+        "queue": round(totals.queue / totals.batches, 3) if totals.batches else 0.0,
+    }

@@ -1,0 +1,484 @@
+"""The worker's side of the coordinator's sequence: work comes out, everything else is seen to.
+
+A training loop iterates over `Agent.work()` and calls `begin` and `finish` around each step.
+Between steps the agent settles, evaluates, saves and changes strategy when it is told to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from paceline.comm.state_exchange import all_gather_sections
+from paceline.errors import Diverged, PacelineError, UsageError
+from paceline.protocol.block_plan import RangeCutter
+from paceline.protocol.divergence import DivergenceDetector
+from paceline.protocol.messages import (
+    CheckpointWritten,
+    EnterPhase,
+    EpochEnd,
+    EpochEndReply,
+    Evaluate,
+    Evaluated,
+    FinishRun,
+    Heartbeat,
+    Lease,
+    LeaseGranted,
+    LossDiverged,
+    Message,
+    PhaseEntered,
+    PlannedSteps,
+    Quiesce,
+    Quiesced,
+    SaveCheckpoint,
+    StepsApplied,
+    StepStats,
+    TrainingResumed,
+    WorkerFinished,
+    split_batch,
+)
+from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
+from paceline.specs.strategy import Strategy
+from paceline.state import RemoteTensor, Section, TrainState, copy_section
+from paceline.strategies import make_runner
+from paceline.strategies.runner import INNER_PREFIX, Batch, LossOf, Runner, TrainStep, WorkerContext
+from paceline.telemetry.events import PHASES
+from paceline.telemetry.phase_clock import (
+    BACKWARD,
+    COMM,
+    EVAL,
+    EVALUATE,
+    FORWARD,
+    INPUT,
+    OTHER,
+    SAVE,
+    SWITCH,
+    TRAIN,
+    WAIT,
+    PhaseClock,
+)
+from paceline.telemetry.step_recorder import StepRecorder
+from paceline.worker.evaluation import EvalShard, Predict
+from paceline.worker.malloc import trim_malloc
+
+REPORT_S = 0.5
+HEARTBEAT_S = 1.0
+
+
+@dataclasses.dataclass
+class LoopCallbacks:
+    """What a loop can do for the coordinator besides steps."""
+
+    evaluate: Callable[[str, EvalShard, Predict], tuple[float, int | None, int]] | None
+    save: Callable[[str, TrainState], str]
+    save_model: Callable[[Mapping[str, RemoteTensor]], None]
+
+
+class CoordinatorClient:
+    """One worker's conversation with the coordinator, from the first Enter to Finish."""
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        around: WorkerContext,
+        state: TrainState,
+        duties: LoopCallbacks,
+        recorder: StepRecorder,
+        stages: PhaseClock,
+    ) -> None:
+        self._phases = strategy.phases
+        self._context = around
+        self._control = around.control
+        self._clock = around.clock
+        self._stages = stages
+        self._callbacks = duties
+        self._recorder = recorder
+        self._state: Section | None = state.shared
+        self._initial_local_state = (
+            state.workers[around.rank] if around.rank < len(state.workers) else None
+        )
+        self._runner: Runner | None = None
+        self._rank, self._size = around.rank, around.size
+        self.step = 0
+        self._samples_since_settle = 0
+        self._sum = StepStats(0, 0, 0.0, 0)
+        self._report_due = 0.0
+        self._settle_s = 0.0
+        self._entered_at: float | None = None
+        self._losses = DivergenceDetector()
+        self._bytes_sent = self._bytes_before = self._bytes_received = 0
+        self._rollback_state: tuple[Section, Section] | None = None
+        """State and own section to fall back on, while a switch is on trial."""
+        self._diverged = False
+        self._part: dict[str, object] | None = None
+        self._local_state = Section()
+        """What runners remember for this worker alone, kept through phases that do not use it."""
+        self._times_ns = (0, 0)
+        self.slowdown: tuple[InjectedSlowdown, ...] = ()
+        self._slowness: ActiveSlowdown | None = None
+        """Of this step, where there are troubles at all."""
+        self._late = False
+        self._suffered_until = (0.0, 0.0)
+        around.on_bucket_ready = self._suffer
+        self.samples_per_epoch = 1
+        self.on_leases_known: Callable[[list[Lease]], None] = lambda leases: None
+        """Told of leases well before they are worked on."""
+        self.input_stats: Callable[[], dict[str, Any]] = dict
+        self.on_quiesce: Callable[[], None] = lambda: None
+        """Called when no more steps come until the coordinator says so."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Called before a runner's connections are closed: their bytes are counted up to then."""
+        self.finished = False
+        self._between_epochs = False
+        self._strategy_text = ""
+
+    # ---- the loop's side ----------------------------------------------------------------------
+
+    def steps(self) -> Iterator[TrainStep | EpochEnd]:
+        """Leases as Work; EpochOver between epochs (going on means wanting another one)."""
+        while not self.finished:
+            self._clock.enter(WAIT)
+            message = self._control.receive()
+            self._clock.enter(OTHER)
+            if isinstance(message, PlannedSteps):
+                yield from self._planned_steps(message)
+            elif isinstance(message, LeaseGranted):
+                self._recorder.note_staleness(message.staleness)
+                yield TrainStep(message.lease, self.step, message.version)
+            elif isinstance(message, EpochEnd):
+                self._between_epochs = True
+                yield message
+                self._between_epochs = False
+                self._control.send(EpochEndReply(self._rank, more=True))
+            else:
+                self._handle(message)
+
+    def finish_custom_loop(self) -> None:
+        """A user's own loop is over: say so, and see the run to its end."""
+        if self.finished:
+            return
+        if not self._between_epochs:
+            raise UsageError(
+                "the loop ended in the middle of an epoch: iterate the loader to its end"
+            )
+        self._control.send(EpochEndReply(self._rank, more=False))
+        for _ in self.steps():
+            raise PacelineError("work was handed out after the loop had ended")
+
+    def export_state(self) -> Section:
+        """The whole global state; between epochs only, when all workers are settled."""
+        assert self._runner is not None
+        return self._runner.export_state()
+
+    def begin(self, work: TrainStep) -> None:
+        """Weights are made ready; the forward pass comes next."""
+        assert self._runner is not None
+        self._runner.begin_step(work)
+        if self._entered_at is not None:
+            pause_s = self._settle_s + time.perf_counter() - self._entered_at
+            self._control.send(TrainingResumed(self._rank, pause_s))
+            self._entered_at = None
+        if self.slowdown:
+            epoch = work.lease.epoch + work.lease.start / self.samples_per_epoch
+            self._slowness = ActiveSlowdown.of(self.slowdown, self._rank, epoch)
+            self._late = self._slowness.delay_s == 0.0
+            self._suffered_until = (time.perf_counter(), time.thread_time())
+
+    def rows_for(self, lease: Lease) -> Lease:
+        """The rows that this worker needs for a lease."""
+        assert self._runner is not None
+        return self._runner.rows_for(lease)
+
+    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
+        """Forward and backward, as the strategy has them."""
+        assert self._runner is not None
+        return self._runner.forward_backward(work, batch, loss_of)
+
+    def finish(self, work: TrainStep, measured: StepStats) -> None:
+        """Gradients are there: exchange, update, record, report."""
+        assert self._runner is not None
+        self._suffer()
+        self._clock.enter(OTHER)
+        busy_s, comm_s = self._times_since()
+        work.measured = dataclasses.replace(
+            measured, busy_s=busy_s, comm_s=comm_s, norms=self._runner.pop_grad_norms()
+        )
+        if measured.loss_sum is not None and measured.samples:
+            self._check_loss(measured.loss_sum / measured.samples)
+        if self._diverged and not self._runner.communicates_in_backward:
+            # The trial is lost and will be undone; until then this worker changes nothing.
+            self._context.replica.optimizer.zero_grad(set_to_none=False)
+        self._runner.finish_step(work)
+        self._clock.enter(OTHER)
+        self.step += 1
+        self._samples_since_settle += work.lease.samples
+        loss = None
+        if measured.loss_sum is not None and measured.samples:
+            loss = measured.loss_sum / measured.samples
+        self._recorder.step_done(work.lease, loss, self._runner.pop_overlapped_us())
+
+    def _planned_steps(self, plan: PlannedSteps) -> Iterator[TrainStep]:
+        leases = self._cut_leases(plan)
+        self.on_leases_known([lease for lease in leases if lease.samples])
+        for lease in leases:
+            work = TrainStep(lease, self.step)
+            yield work
+            self._accumulate(work.measured)
+            if lease.stop == plan.stop or time.monotonic() >= self._report_due:
+                self._report(plan.epoch, lease.stop)
+
+    def _cut_leases(self, plan: PlannedSteps) -> list[Lease]:
+        """This worker's share of every batch of a plan."""
+        cutter = RangeCutter(plan.pieces) if plan.pieces else None
+        leases = []
+        for start in range(plan.start, plan.stop, plan.batch):
+            stop = min(start + plan.batch, plan.stop)
+            cuts = split_batch(stop - start, self._size, plan.batch_weights)
+            lo, hi = start + cuts[self._rank], start + cuts[self._rank + 1]
+            pieces = cutter.cut(hi - lo) if cutter is not None else ()
+            leases.append(Lease(0, plan.epoch, start, stop, lo, hi, pieces, plan.ahead))
+        return leases
+
+    def _accumulate(self, measured: StepStats) -> None:
+        total = self._sum
+        loss_sum = None
+        if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
+            loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
+        self._sum = StepStats(
+            total.samples + measured.samples,
+            total.predictions + measured.predictions,
+            loss_sum,
+            None if measured.correct is None else (total.correct or 0) + measured.correct,
+            total.busy_s + measured.busy_s,
+            total.comm_s + measured.comm_s,
+            measured.norms or total.norms,
+        )
+
+    def _report(self, epoch: int, position: int) -> None:
+        self._control.send(StepsApplied(self._rank, epoch, position, self.step, self._sum))
+        self._sum = StepStats(0, 0, 0.0, 0)
+        self._report_due = time.monotonic() + REPORT_S
+
+    def _times_since(self) -> tuple[float, float]:
+        """Seconds of computing and of exchanging since the last call."""
+        total_ns = self._clock.total_ns
+        busy_ns = total_ns[INPUT] + total_ns[FORWARD] + total_ns[BACKWARD]
+        now = (busy_ns, total_ns[COMM])
+        before, self._times_ns = self._times_ns, now
+        return (now[0] - before[0]) / 1e9, (now[1] - before[1]) / 1e9
+
+    def _suffer(self) -> None:
+        """Trouble on purpose: computing has taken longer, and a step's first exchange is late.
+
+        Before gradients leave, as on a machine that is slow by itself; none are held back when
+        what is computed has been suffered for already.
+        """
+        slowness = self._slowness
+        if slowness is None:
+            return
+        began, busy_until = self._suffered_until
+        elapsed_s = time.perf_counter() - began
+        wall_s = slowness.wall_s(elapsed_s, time.thread_time() - busy_until)
+        time.sleep(max(0.0, wall_s - elapsed_s))
+        if not self._late:
+            self._clock.enter(COMM)
+            time.sleep(slowness.delay_s)
+            self._clock.enter(BACKWARD)
+            self._late = True
+        self._suffered_until = (time.perf_counter(), time.thread_time())
+
+    def _check_loss(self, loss: float) -> None:
+        why = self._losses.check(loss)
+        if why is not None and not self._diverged:
+            self._control.send(LossDiverged(self._rank, self.step, loss, why))
+            if self._rollback_state is not None:
+                self._diverged = True
+                return
+            raise Diverged(f"loss {loss} at step {self.step}: {why}")
+
+    # ---- the coordinator's side ---------------------------------------------------------------
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, EnterPhase):
+            self._enter(message)
+        elif isinstance(message, Quiesce):
+            self._sync_weights(message.version)
+        elif isinstance(message, Evaluate):
+            self._evaluate(message.split)
+        elif isinstance(message, SaveCheckpoint):
+            self._save(message)
+        elif isinstance(message, FinishRun):
+            self._finish(message)
+        else:
+            raise PacelineError(f"a worker cannot take a {type(message).__name__} message")
+        self._clock.enter(OTHER)
+        self._stages.enter(TRAIN)
+
+    def _enter(self, message: EnterPhase) -> None:
+        began = time.perf_counter()
+        self._clock.enter(SWITCH if message.switching else OTHER)
+        if self._initial_local_state is not None:
+            self._local_state = self._initial_local_state
+        if self._runner is not None:
+            self._state = self._runner.export_state()
+            # A server must not be given new state while somebody still reads the old.
+            self._context.group.barrier()
+            self._save_local_state()
+            self._close_runner()
+            self._drop_inner_state()
+            self._snapshot_or_restore(message)
+        assert self._state is not None
+        self._context.servers = message.servers
+        self._context.groups = message.groups
+        self._runner = make_runner(self._phases[message.phase], self._context)
+        self._runner.import_state(self._state)
+        strategy = str(self._phases[message.phase])
+        if self._local_state.plain.get("strategy", strategy) != strategy:
+            self._drop_inner_state()  # A checkpoint of another strategy.
+        self._runner.import_local_state(self._local_state)
+        self._drop_inner_state()
+        self._strategy_text = strategy
+        self._state = self._initial_local_state = None
+        if message.switching:
+            self._entered_at = began
+        else:
+            trim_malloc()
+        self._control.send(PhaseEntered(self._rank))
+
+    def _snapshot_or_restore(self, message: EnterPhase) -> None:
+        assert self._state is not None
+        if message.restore:
+            assert self._rollback_state is not None
+            self._state, self._local_state = self._rollback_state
+        self._diverged = False
+        self._rollback_state = None
+        if message.snapshot:
+            self._rollback_state = (copy_section(self._state), copy_section(self._local_state))
+
+    def _drop_inner_state(self) -> None:
+        kept = {
+            k: v for k, v in self._local_state.tensors.items() if not k.startswith(INNER_PREFIX)
+        }
+        self._local_state = Section(kept)
+
+    def _sync_weights(self, version: int) -> None:
+        """Bring this replica to the newest weights; all replicas are equal afterwards."""
+        assert self._runner is not None
+        self.on_quiesce()
+        began = time.perf_counter()
+        self._clock.enter(COMM)
+        self._runner.sync_weights(version)
+        self._runner.average_buffers(self._samples_since_settle)
+        self._samples_since_settle = 0
+        lr = float(self._context.replica.optimizer.param_groups[0]["lr"])
+        digest = self._runner.checksum()
+        self._settle_s = time.perf_counter() - began
+        self._control.send(Quiesced(self._rank, digest, lr))
+
+    def _evaluate(self, split: str) -> None:
+        self._clock.enter(EVAL)
+        self._stages.enter(EVALUATE)
+        assert self._callbacks.evaluate is not None
+        assert self._runner is not None
+        runner = self._runner
+        loss_sum, correct, count = self._callbacks.evaluate(
+            split, runner.eval_shard, runner.predict
+        )
+        self._control.send(Evaluated(self._rank, loss_sum, correct, count))
+
+    def _save(self, message: SaveCheckpoint) -> None:
+        self._stages.enter(SAVE)
+        assert self._runner is not None
+        self._save_local_state()
+        facts = {"step": self.step, "strategy": self._strategy_text}
+        own = Section(dict(self._local_state.tensors), facts)
+        own.tensors["rng/torch"] = torch.get_rng_state()
+        sections = all_gather_sections(own, self._context.group)
+        path = ""
+        with self._runner.gather_state(slots=True) as (shared, distant):
+            shared.plain["coordinator"] = message.coordinator_state
+            shared.plain["layout"] = self._context.replica.bucket_layout
+            shared.plain["way"] = self._context.replica.comm_backend
+            if self._rank == 0:
+                path = self._callbacks.save(message.name, TrainState(shared, sections, distant))
+        self._control.send(CheckpointWritten(self._rank, path))
+
+    def _save_local_state(self) -> None:
+        assert self._runner is not None
+        self._local_state.tensors.update(self._runner.export_local_state().tensors)
+
+    def _finish(self, message: FinishRun) -> None:
+        self._stages.enter(SAVE)
+        if message.save_model:
+            assert self._runner is not None
+            with self._runner.gather_state(slots=False) as (_, distant):
+                if self._rank == 0:
+                    self._callbacks.save_model({k.partition("/")[2]: d for k, d in distant.items()})
+        self._close_runner()
+        self._recorder.flush(final=True)
+        self.finished = True
+        self._control.send(WorkerFinished(self._rank, self.totals()))
+
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self.on_close()
+            self._part = self._runner.model_part() or self._part
+            self._bytes_sent += self._runner.bytes_sent
+            self._bytes_before += self._runner.uncompressed_bytes
+            self._bytes_received += self._runner.bytes_received
+            self._runner.close()
+            self._runner = None
+
+    def totals(self) -> dict[str, Any]:
+        return {
+            "phases": self._clock.totals_s(),
+            "stages": self._stages.totals_s(),
+            "bytes_sent": self._bytes_sent,
+            "bytes_before": self._bytes_before,
+            "bytes_received": self._bytes_received,
+            "parameter_bytes": sum(
+                p.numel() * p.element_size() for _, p in self._context.replica.trained
+            ),
+            "collectives": self._context.collectives,
+            "part": self._part,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "input": self.input_stats(),
+            "steps": self.step,
+        }
+
+
+def peak_rss_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class HeartbeatThread(threading.Thread):
+    """Tells the coordinator every second what the worker is doing; ends the process without it."""
+
+    def __init__(self, around: WorkerContext, on_lost: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._around = around
+        self._on_lost = on_lost
+        self._stop = threading.Event()
+        self.step: Callable[[], int] = lambda: 0
+
+    def run(self) -> None:
+        clock = self._around.clock
+        while not self._stop.wait(HEARTBEAT_S):
+            beat = Heartbeat(self._around.rank, self.step(), PHASES[clock.current], clock.changes)
+            try:
+                self._around.control.send(beat)
+            except PacelineError:
+                if not self._stop.is_set():
+                    self._on_lost()
+                return
+
+    def stop(self) -> None:
+        self._stop.set()

@@ -1,0 +1,171 @@
+"""For people with their own training loop: three lines around model, optimizer and loader.
+
+    import paceline
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, epochs=10)
+    ...                                     # the loop stays as it is; one optimizer.step() a batch
+
+Run by `paceline launch loop.py --strategy S --workers N`; started as an ordinary script, `prepare`
+changes nothing. The loader's batch size is the global batch: each worker gets its share of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.errors import UsageError
+from paceline.protocol.messages import EpochEnd, StepStats, WorkerReady
+from paceline.strategies.runner import Replica, TrainStep
+from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT
+from paceline.worker.batch_loader import epoch_order
+from paceline.worker.coordinator_client import CoordinatorClient, LoopCallbacks
+from paceline.worker.session import Session
+
+_session: Session | None = None
+"""The session of this process when `paceline launch` started it."""
+
+_loader: LeasedLoader | None = None
+
+SEED = 0
+"""Of the order of samples; the loader's own sampler is not used."""
+
+
+def prepare(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    epochs: int | None = None,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    """Put Paceline's strategy under a loop; raises UsageError for what cannot be shared out.
+
+    `epochs` is needed only for a switch at a fraction of the run.
+    """
+    if _session is None:
+        return model, optimizer, loader
+    if _session.agent is not None:
+        raise UsageError("paceline.prepare() was called twice: one model is trained a run")
+    dataset, batch = _inspect(loader)
+    session = _session
+    replica = Replica(model, optimizer, reduce_in_backward=True)
+    around = session.join_group(replica)
+    session.start_heartbeat(around)
+    session.seed_worker(torch.initial_seed() % 2**31)
+    state = session.broadcast_state(around)
+
+    def save(name: str, state: Any) -> str:
+        raise AssertionError("a user's own loop keeps its own checkpoints")
+
+    duties = LoopCallbacks(
+        evaluate=None,
+        save=save,
+        save_model=lambda distant: session.files.save_model(model, distant),
+    )
+    agent = session.make_client(around, state, duties, len(dataset))
+    session.control.send(WorkerReady(session.rank, len(dataset), batch, epochs, ()))
+    global _loader
+    leased = _loader = LeasedLoader(loader, agent, session)
+    _take_over_step(optimizer, leased)
+    model.register_forward_hook(lambda *_: session.clock.enter(BACKWARD))
+    return model, optimizer, leased
+
+
+def _inspect(loader: DataLoader[Any]) -> tuple[Any, int]:
+    dataset = getattr(loader, "dataset", None)
+    batch = getattr(loader, "batch_size", None)
+    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            "prepare() needs a DataLoader over a dataset with __len__ and __getitem__: "
+            "samples are leased by their index"
+        )
+    if not batch:
+        raise UsageError("prepare() needs a DataLoader with a batch_size: it is the global batch")
+    if len(dataset) == 0:
+        raise UsageError("the loader's dataset is empty")
+    return dataset, int(batch)
+
+
+def _take_over_step(optimizer: torch.optim.Optimizer, loader: LeasedLoader) -> None:
+    """optimizer.step() becomes exchange and update; the original is what a runner calls."""
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> None:
+        if closure is not None:
+            raise UsageError("optimizer.step(closure) evaluates several times: call step() alone")
+        loader.finish_step()
+
+    # Learning-rate schedulers look for this mark, and wrap bound methods only.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+class LeasedLoader:
+    """Looks like the loader it wraps, and yields this worker's share of each global batch."""
+
+    def __init__(self, loader: DataLoader[Any], agent: CoordinatorClient, session: Session) -> None:
+        self.dataset: Any = loader.dataset
+        self.batch_size = loader.batch_size
+        self._collate = loader.collate_fn
+        self._agent = agent
+        self._clock = session.clock
+        self._stream = agent.steps()
+        self._work: TrainStep | None = None
+        self._loss: float | None = None
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        assert self.batch_size is not None
+        return -(-len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._work is not None:
+            raise UsageError("a batch was taken but optimizer.step() was not called for it")
+        for work in self._stream:
+            if isinstance(work, EpochEnd):
+                return
+            lease = work.lease
+            if lease.samples == 0:
+                self._agent.begin(work)
+                self._agent.finish(work, StepStats(0, 0, 0.0, 0))
+                continue
+            self._clock.enter(INPUT)
+            if lease.epoch != self._epoch:
+                self._order = epoch_order(len(self.dataset), SEED, lease.epoch)
+                self._epoch = lease.epoch
+            rows = self._order[lease.lo : lease.hi]
+            batch = self._collate([self.dataset[int(i)] for i in rows])
+            self._agent.begin(work)
+            self._work, self._loss = work, None
+            self._clock.enter(FORWARD)
+            yield batch
+            if self._work is not None:
+                raise UsageError("a batch was taken but optimizer.step() was not called for it")
+
+    def finish_step(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            raise UsageError("optimizer.step() without a batch from the prepared loader")
+        samples = work.lease.samples
+        loss_sum = None if self._loss is None else self._loss * samples
+        self._agent.finish(work, StepStats(samples, samples, loss_sum, None))
+
+    def note_loss(self, loss: float) -> None:
+        self._loss = loss
+
+
+def log(loss: float | torch.Tensor) -> None:
+    """Tell Paceline the loss of the current batch: curves, and a stop when it diverges.
+
+    Does nothing in a script that was started without `paceline launch`.
+    """
+    if _loader is not None:
+        _loader.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+
+
+def rank() -> int:
+    """This worker's number; 0 in a script that was started without `paceline launch`."""
+    return _session.rank if _session is not None else 0

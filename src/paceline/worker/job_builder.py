@@ -1,0 +1,175 @@
+"""From a job's names to live parts: data, model, loss, optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import data as data_room
+from paceline import models
+from paceline.data import DataPipeline, DatasetSplits, MapDataset, as_dataset
+from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.stores import is_url_or_path
+from paceline.errors import UsageError
+from paceline.job import Job, display_name
+from paceline.specs.optimizer_base import OptimizerSpec
+from paceline.worker.activation_checkpointing import checkpoint_activations
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a worker reads from; `val` and `test` may be missing from a user's own data."""
+
+    train: MapDataset
+    val: MapDataset | None
+    test: MapDataset | None
+    dataset: DatasetSplits | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(name for name in ("val", "test") if getattr(self, name) is not None)
+
+
+def load_job_data(job: Job) -> JobData:
+    """Read the job's data; raises DataError or UsageError in one clear line."""
+    found: DatasetSplits
+    if isinstance(job.data, str) and not is_url_or_path(job.data):
+        found = data_room.load(
+            job.data, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
+        )
+        return JobData(found.train, found.val, found.test, found)
+    if isinstance(job.data, str):
+        found = open_job_dataset(job)
+        return JobData(found.train, found.val, found.test, found)
+    given = job.data() if callable(job.data) else job.data
+    if isinstance(given, DataPipeline):
+        taking = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
+        given = build_splits(given.urls[0], given, None, taking)
+    if isinstance(given, DatasetSplits):
+        return JobData(given.train, given.val, given.test, given)
+    if not isinstance(given, list | tuple) or len(given) != 3:
+        raise UsageError("data must give (train, val, test); val and test may be None")
+    train, val, test = (
+        None if part is None else as_dataset(part, dtype=job.dtype) for part in given
+    )
+    if train is None or len(train) == 0:
+        raise UsageError("data gives no training samples: at least one is needed")
+    return JobData(train, val, test)
+
+
+def load_test_split(job: Job, *, whole: bool) -> MapDataset | None:
+    """The part to evaluate a finished model on; with `whole`, all of data by URL that has none."""
+    table = load_job_data(job).test
+    if table is None and whole and isinstance(job.data, str):
+        table = build_dataset(job.pipelines()[0], FeatureOptions(dtype=job.dtype)).table
+    return table
+
+
+def open_job_dataset(job: Job) -> DatasetSplits:
+    """The data set that a job names by URL."""
+    pipeline, val = job.pipelines()
+    taking = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
+    return build_splits(str(job.data), pipeline, val, taking)
+
+
+def build_model(job: Job, tables: JobData) -> torch.nn.Module:
+    """The job's model with its initial weights, drawn from the job's seed."""
+    torch.manual_seed(job.seed)
+    if isinstance(job.model, str):
+        shape, classes = input_facts(tables)
+        model = models.build(job.model, input_shape=shape, classes=classes)
+    elif isinstance(job.model, torch.nn.Module):
+        model = job.model
+    elif callable(job.model):
+        model = job.model()
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(
+                f"model {display_name(job.model)} gave {type(model).__name__}, not a module"
+            )
+    else:
+        raise UsageError(f"model is {job.model!r}: a name, a module or a function is needed")
+    model = model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
+    if job.recompute:
+        checkpoint_activations(model)
+    if job.channels_last:
+        model.register_forward_pre_hook(_put_channels_last)
+    if job.compile:
+        model.compile()
+    return model
+
+
+def _put_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Images go in that way, and convolutions hand it on; weights stay as they are in memory."""
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last)
+        if isinstance(x, torch.Tensor) and x.dim() == 4
+        else x
+        for x in inputs
+    )
+
+
+def choose_device(job: Job) -> torch.device:
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda is asked for, but torch finds none here: use device cpu")
+    wanted = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
+    """Shape of one input and number of classes, for a model that is built by name."""
+    if tables.dataset is not None:
+        if tables.dataset.classes is None:
+            raise UsageError(
+                f"{tables.dataset.name}: a model by name needs to know how many classes there are: "
+                "give --classes, or a model of your own where labels are no classes"
+            )
+        return tables.dataset.input_shape, tables.dataset.classes
+    shape: tuple[int, ...] = ()
+    highest = 0
+    for start in range(0, len(tables.train), 4096):
+        rows = np.arange(start, min(start + 4096, len(tables.train)))
+        inputs, targets = tables.train.batch(rows)
+        if targets.is_floating_point():
+            raise UsageError("a model by name needs integer class labels: pass your own model")
+        shape = tuple(inputs.shape[1:])
+        highest = max(highest, int(targets.max()))
+    return shape, highest + 1
+
+
+def build_loss(job: Job, model: torch.nn.Module) -> Loss:
+    """Mean loss of a batch, the model's own regularisation included on every side."""
+    chosen: Loss = job.loss if job.loss is not None else cross_entropy
+    regularization = getattr(model, "regularization", None)
+    if regularization is None:
+        return chosen
+    return lambda output, target: chosen(output, target) + regularization()
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, so that it serves images (N, C) and text (N, T, C) alike."""
+    if output.dim() > 2:
+        output, target = output.reshape(-1, output.shape[-1]), target.reshape(-1)
+    return torch.nn.functional.cross_entropy(output, target)
+
+
+def build_optimizer(
+    spec: OptimizerSpec, lr: float, model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    module, name = spec.torch_class.split(":")
+    cls = getattr(importlib.import_module(module), name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient: nothing to train")
+    try:
+        optimizer: Any = cls(trained, lr=lr, **spec.options())
+    except (ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"optimizer {spec}: {error}") from None
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer

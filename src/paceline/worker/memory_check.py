@@ -1,0 +1,75 @@
+"""Is there room for a model under a strategy? Asked before the first step, answered in one line."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from paceline.errors import SpecError, UsageError
+from paceline.specs.optimizer_base import count_slots
+from paceline.specs.strategy import Strategy, parse_strategy
+from paceline.telemetry.memory_limit import available_memory_bytes
+
+SMALL = 64 << 20
+"""Bytes of weights below which nobody needs to ask."""
+
+
+def check_memory(
+    strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer, workers: int
+) -> None:
+    """Raises UsageError when weights, gradients and optimizer do not fit into what is left.
+
+    The model is there, whole: what a strategy does without is let go before more is asked for.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if weights < SMALL:
+        return
+    slots = count_slots(type(optimizer).__name__, optimizer.defaults)
+    room = available_memory_bytes() + weights
+    needed = weights * max(
+        p.state_fraction(workers).floats_per_weight(slots) for p in strategy.phases
+    )
+    if needed <= room:
+        return
+    raise UsageError(
+        f"{strategy} needs about {needed / 1e9:.2f} GB a worker for weights, gradients and "
+        f"optimizer, there is room for {room / 1e9:.2f} GB: "
+        + suggest_memory_saving_strategies(weights, slots, workers, room)
+    )
+
+
+def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, room: float) -> str:
+    """Strategies that would do with so many workers, and with how much."""
+    found = []
+    for text in (
+        "allreduce(shard=optimizer)",
+        "allreduce(shard=full)",
+        f"pipeline(stages={workers})",
+        f"tensor(size={workers})",
+    ):
+        spec = parse_strategy(text)
+        needed = weights * spec.state_fraction(workers).floats_per_weight(slots)
+        try:
+            spec.check_workers(workers)
+        except SpecError:
+            continue
+        if workers > 1 and needed <= room:
+            found.append(f"{text} needs {needed / 1e9:.2f} GB")
+    if found:
+        return ", ".join(found)
+    least = weights * (2 + slots) / max(room, 1.0)
+    return f"split it over {max(2, int(least) + 1)} workers or more, as pipeline(stages=...) does"
+
+
+def explain_out_of_memory(error: BaseException) -> str | None:
+    """What to do about memory that the system refused; None for any other error."""
+    found = re.search(r"tried to allocate (\d+) bytes", str(error))
+    if not isinstance(error, MemoryError) and found is None:
+        return None
+    asked = f"{int(found[1]) / 1e9:.2f} GB more" if found else "more memory"
+    return (
+        f"out of memory: {asked} asked for, {available_memory_bytes() / 1e9:.2f} GB left: "
+        "use a smaller batch, "
+        "--recompute, or split the model, as pipeline(recompute=true) and allreduce(shard=full) do"
+    )

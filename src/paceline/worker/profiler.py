@@ -1,0 +1,84 @@
+"""`--profile epoch=N`: how long each operator took by itself, on this worker, in one epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.telemetry.run_folder import write_json
+
+MOST_STEPS = 200
+"""A longer epoch is timed over its first steps: the profiler keeps every call in memory."""
+MOST_OPERATORS = 300
+
+
+class EpochProfiler:
+    """Runs from the first step of its epoch to the quiesce at the epoch's end."""
+
+    def __init__(
+        self, epoch: int, path: Path, worker: int, written: Callable[[int, int, str], None]
+    ) -> None:
+        """`epoch` counts from 1; `written` is told the epoch, the steps and the file."""
+        self._epoch = epoch
+        self._path = path
+        self._worker = worker
+        self._written = written
+        self._running: Any = None
+        self._began = 0.0
+        self._steps = 0
+        self._done = False
+
+    def step_begins(self, epoch: int) -> None:
+        """`epoch` counts from 0, as leases do."""
+        if self._done:
+            return
+        if self._running is None:
+            if epoch + 1 == self._epoch:
+                self._start()
+        elif epoch + 1 != self._epoch or self._steps >= MOST_STEPS:
+            self.stop()
+        if self._running is not None:
+            self._steps += 1
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._running = profile(activities=activities)
+        self._running.start()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the profile and write it, if one is under way."""
+        if self._running is None:
+            return
+        seconds = time.perf_counter() - self._began
+        running, self._running, self._done = self._running, None, True
+        running.stop()
+        operators = [
+            {
+                "name": event.key,
+                "calls": int(event.count),
+                "self_us": round(float(event.self_cpu_time_total), 1),
+                "self_device_us": round(float(event.self_device_time_total), 1),
+            }
+            for event in running.key_averages()
+        ]
+        operators.sort(key=lambda o: -(o["self_us"] + o["self_device_us"]))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        body = {
+            "format": 1,
+            "worker": self._worker,
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "seconds": round(seconds, 6),
+            "self_us": round(sum(o["self_us"] for o in operators), 1),
+            "operators": operators[:MOST_OPERATORS],
+        }
+        write_json(self._path, body)
+        self._written(self._epoch, self._steps, f"profile/{self._path.name}")

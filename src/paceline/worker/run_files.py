@@ -1,0 +1,189 @@
+"""A worker's part of the run folder: written here, or carried to the supervisor who keeps it.
+
+A worker on another machine does not see the folder. Its events and files travel through the control
+connection, in front of the messages that speak of them: when the coordinator hears `Saved`, the
+checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from paceline.comm.control import ControlConnection
+from paceline.errors import CheckpointError, WireError
+from paceline.protocol.messages import (
+    EventLine,
+    FileChunk,
+    FileRequest,
+    FileResponse,
+    FilesComplete,
+    RunClockRequest,
+    RunClockResponse,
+)
+from paceline.state import (
+    RemoteTensor,
+    TrainState,
+    load_checkpoint,
+    persistent_buffers,
+    save_checkpoint,
+    write_tensors,
+)
+from paceline.telemetry.events import Event
+from paceline.telemetry.run_folder import KERAS, EventSink, EventWriter, RunFolder
+from paceline.worker.assignment import Assignment
+
+PART_BYTES = 1 << 20
+AGE_ROUNDS = 5
+
+
+class RunFiles(Protocol):
+    """What a worker reads from and writes to the run folder."""
+
+    began_wall_s: float
+    """When the run began, by this machine's clock."""
+    events: EventSink
+
+    def save(self, name: str, state: TrainState) -> str:
+        """Keep a checkpoint; its path inside the run folder."""
+        ...
+
+    def load(self, checkpoint: str) -> TrainState:
+        """The checkpoint that the run begins from."""
+        ...
+
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
+        """Keep the model's weights; `distant` are those that other workers hold."""
+        ...
+
+
+def open_run_files(assignment: Assignment, control: ControlConnection) -> RunFiles:
+    return (
+        RemoteRunFiles(assignment, control)
+        if assignment.folder is None
+        else LocalRunFiles(assignment)
+    )
+
+
+class LocalRunFiles:
+    """The folder itself, on a file system that this process shares with the supervisor."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        assert assignment.folder is not None
+        self._folder = RunFolder(assignment.folder)
+        self._keep = assignment.keep_checkpoints
+        self.began_wall_s = assignment.started_wall_s
+        self.events: EventSink = EventWriter(self._folder.events(assignment.process_name))
+
+    def save(self, name: str, state: TrainState) -> str:
+        path = save_checkpoint(self._folder.checkpoints, name, state, keep=self._keep)
+        return str(path.relative_to(self._folder.path))
+
+    def load(self, checkpoint: str) -> TrainState:
+        return load_checkpoint(Path(checkpoint))
+
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
+        save_weights(model, self._folder.model, distant)
+
+
+class RemoteRunFiles:
+    """The folder is the supervisor's: everything goes through the control connection."""
+
+    def __init__(self, assignment: Assignment, control: ControlConnection) -> None:
+        self._control = control
+        self._keep = assignment.keep_checkpoints
+        self.began_wall_s = self._estimate_run_start()
+        self.events: EventSink = self
+
+    def _estimate_run_start(self) -> float:
+        """Clocks differ between machines: the quickest of a few answers says by how much."""
+        best: tuple[float, float] | None = None
+        for _ in range(AGE_ROUNDS):
+            asked = time.time()
+            answer = self._request(RunClockRequest())
+            heard = time.time()
+            assert isinstance(answer, RunClockResponse)
+            took = heard - asked
+            if best is None or took < best[0]:
+                best = (took, (asked + heard) / 2 - answer.seconds)
+        assert best is not None
+        return best[1]
+
+    def write(self, event: Event) -> None:
+        self._control.send(EventLine(event.to_line()))
+
+    def save(self, name: str, state: TrainState) -> str:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as place:
+            path = save_checkpoint(Path(place), name, state)
+            for file in sorted(path.iterdir()):
+                self._send(f"{name}/{file.name}", file)
+        self._control.send(FilesComplete(name, self._keep))
+        return f"checkpoints/{name}"
+
+    def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as place:
+            save_weights(model, Path(place) / "model", distant)
+            for name in ("model", KERAS):
+                if (Path(place) / name).exists():
+                    self._send(name, Path(place) / name)
+                    self._control.send(FilesComplete(name, 0))
+
+    def _send(self, path: str, source: Path) -> None:
+        with source.open("rb") as file:
+            while piece := file.read(PART_BYTES):
+                self._control.send(FileChunk(path, piece))
+
+    def load(self, checkpoint: str) -> TrainState:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as place:
+            folder = Path(place) / Path(checkpoint).name
+            folder.mkdir()
+            for name in ("state.json", "state.safetensors"):
+                self._fetch(name, folder / name)
+            rank = 0
+            while self._fetch(f"worker-{rank}.safetensors", folder / f"worker-{rank}.safetensors"):
+                rank += 1
+            try:
+                return load_checkpoint(folder)
+            except CheckpointError as error:
+                # It lies over there: the user knows it by its path on that machine.
+                raise CheckpointError(str(error).replace(str(folder), checkpoint)) from None
+
+    def _fetch(self, name: str, target: Path) -> bool:
+        """False if there is no such file."""
+        at, size = 0, 1
+        with target.open("wb") as file:
+            while at < size:
+                answer = self._request(FileRequest(name, at))
+                if not isinstance(answer, FileResponse):
+                    raise WireError(f"{type(answer).__name__} came in place of a file")
+                if answer.size < 0:
+                    target.unlink()
+                    return False
+                file.write(answer.data)
+                at, size = at + len(answer.data), answer.size
+        return True
+
+    def _request(self, message: FileRequest | RunClockRequest) -> object:
+        # Before this worker says that it is ready, nothing else is sent to it.
+        self._control.send(message)
+        return self._control.receive()
+
+
+def save_weights(
+    model: torch.nn.Module, path: Path, distant: Mapping[str, RemoteTensor] | None = None
+) -> None:
+    """A tensor with two names is there once, under its first."""
+    partial = path.with_name(path.name + ".partial")
+    mine = dict(model.named_parameters()) | persistent_buffers(model)
+    there = distant or {}
+    write_tensors(partial, {name: there.get(name, tensor) for name, tensor in mine.items()})
+    os.replace(partial, path)
+    beside = getattr(model, "save_beside", None)
+    if beside is not None:
+        beside(path.parent)

@@ -1,0 +1,222 @@
+"""The windows of mixed rows that a worker reads in blocks: the one in use and the next ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.hashing import hash_rows
+from paceline.data.pipelined_dataset import PipelinedDataset
+from paceline.data.streaming import READERS, StreamingDataset
+from paceline.data.thread_pool import DaemonThreadPool
+from paceline.protocol.block_plan import (
+    BlockDealer,
+    BlockLayout,
+    EpochBlockPlan,
+    RowRanges,
+    ShuffleWindow,
+)
+from paceline.protocol.messages import Lease
+
+Key = tuple[int, int]
+"""An epoch, and a window of it."""
+
+LEAST_WINDOWS = 16
+"""In an epoch, as far as blocks allow."""
+MOST_WINDOWS = 3
+"""In memory at a time: the one in use and those that come next."""
+
+
+def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
+    """How the coordinator is to deal out a table; None where all its rows are at hand."""
+    blocks = table.blocks
+    if blocks is None:
+        return None
+    window = 0
+    if table.shuffle_rows:
+        # Few large windows could not be dealt out evenly. The number of workers is left out of
+        # it, so that a run can be resumed with another.
+        window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // LEAST_WINDOWS)
+        window = max(1, window)
+    by_file = table.shard == "file"
+    units = tuple(b.file if by_file else n for n, b in enumerate(blocks.blocks))
+    return BlockLayout(tuple(b.rows for b in blocks.blocks), units, window, seed)
+
+
+@dataclass(frozen=True)
+class ShuffledRows:
+    """The rows of a window as they are stored, and the order in which they come."""
+
+    lo: int
+    x: NDArray[Any]
+    y: NDArray[Any]
+    rows: NDArray[np.int64]
+    """The rows' numbers in the table."""
+    order: NDArray[np.int64]
+
+
+class ShuffleWindowReader:
+    """Reads windows before they are wanted, and forgets those that nobody will want again."""
+
+    def __init__(
+        self, table: StreamingDataset, layout: BlockLayout, *, rank: int, workers: int
+    ) -> None:
+        self._table = table
+        self._layout = layout
+        self._rank, self._workers = rank, workers
+        self._plans: dict[int, EpochBlockPlan] = {}
+        self._held: dict[Key, Future[ShuffledRows]] = {}
+        self._route: deque[Key] = deque()
+        """The windows of all leases that are expected, in order."""
+        self._guess: tuple[int, list[Key]] = (-1, [])
+        self._background = DaemonThreadPool(1, "paceline-window")
+        self._lock = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Read what this worker will most likely begin the first epoch with."""
+        for key in self._guess_start(0):
+            self._take(key)
+
+    def prefetch(self, lease: Lease) -> None:
+        """This lease will come, after all that were expected before it."""
+        for key in self._find(lease.epoch, lease.row_ranges):
+            if not self._route or self._route[-1] != key:
+                self._route.append(key)
+
+    def wait_for(self, lease: Lease) -> None:
+        """Work is at this lease: begin to read what comes next, drop what is behind."""
+        wanted = list(self._find(lease.epoch, lease.row_ranges))
+        if not wanted:
+            return
+        while self._route and self._route[0] not in wanted:
+            self._route.popleft()
+        upcoming = dict.fromkeys((*wanted, *self._route))
+        if len(upcoming) < MOST_WINDOWS:
+            following = list(self._find(lease.epoch, lease.next_ranges))
+            upcoming.update(dict.fromkeys(following or self._guess_start(lease.epoch + 1)))
+        near = list(upcoming)[: max(len(wanted), MOST_WINDOWS)]
+        with self._lock:
+            for key in [key for key in self._held if key not in near]:
+                del self._held[key]
+            for key in near:
+                self._begin(key)
+
+    def is_near(self, lease: Lease) -> bool:
+        """Whether all rows of a lease are read, or being read."""
+        with self._lock:
+            return all(key in self._held for key in self._find(lease.epoch, lease.row_ranges))
+
+    def rows(self, lease: Lease) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], float]:
+        """Stored rows of a lease, their numbers, and how long reading was waited for."""
+        parts = []
+        waited_s = 0.0
+        for lo, hi in lease.row_ranges:
+            for key, start, stop in self._cut(lease.epoch, lo, hi):
+                began = time.perf_counter()
+                mixed = self._take(key)
+                waited_s += time.perf_counter() - began
+                chosen = mixed.order[start - mixed.lo : stop - mixed.lo]
+                parts.append((mixed.x[chosen], mixed.y[chosen], mixed.rows[chosen]))
+        if len(parts) == 1:
+            return (*parts[0], waited_s)
+        x, y, rows = (np.concatenate([part[i] for part in parts]) for i in range(3))
+        return x, y, rows, waited_s
+
+    def close(self) -> None:
+        self._background.close()
+        self._table.close()
+
+    # ---- which -------------------------------------------------------------------------------
+
+    def _plan(self, epoch: int) -> EpochBlockPlan:
+        if epoch not in self._plans:
+            # This epoch's and the next one's: what is older is never asked for again.
+            self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1}
+            self._plans[epoch] = EpochBlockPlan(self._layout, epoch)
+        return self._plans[epoch]
+
+    def _cut(self, epoch: int, lo: int, hi: int) -> Iterator[tuple[Key, int, int]]:
+        plan = self._plan(epoch)
+        while lo < hi:
+            index = plan.find_window(lo)
+            stop = min(hi, plan.windows[index].hi)
+            yield (epoch, index), lo, stop
+            lo = stop
+
+    def _find(self, epoch: int, pieces: RowRanges) -> Iterator[Key]:
+        seen = set()
+        for lo, hi in pieces:
+            for key, _, _ in self._cut(epoch, lo, hi):
+                if key not in seen:
+                    seen.add(key)
+                    yield key
+
+    def _guess_start(self, epoch: int) -> list[Key]:
+        """The window that the next epoch will most likely begin with here."""
+        if self._guess[0] != epoch:
+            plan = self._plan(epoch)
+            first: RowRanges = ()
+            if plan.row_count >= self._workers:
+                allotment = BlockDealer(plan)
+                for worker in range(self._rank + 1):
+                    first = allotment.draw(worker, 1)
+            self._guess = (epoch, list(self._find(epoch, first)))
+        return self._guess[1]
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def _begin(self, key: Key) -> Future[ShuffledRows]:
+        if key not in self._held:
+            epoch, index = key
+            window = self._plan(epoch).windows[index]
+            self._held[key] = self._background.submit(partial(self._load, epoch, window))
+        return self._held[key]
+
+    def _take(self, key: Key) -> ShuffledRows:
+        with self._lock:
+            future = self._begin(key)
+        try:
+            return future.result()
+        except BaseException:
+            with self._lock:
+                self._held.pop(key, None)
+            raise
+
+    def _load(self, epoch: int, window: ShuffleWindow) -> ShuffledRows:
+        count = window.hi - window.lo
+        reading: deque[tuple[int, Future[Any]]] = deque()
+        following = iter(window.blocks)
+        x: NDArray[Any] | None = None
+        y: NDArray[Any] | None = None
+        rows = np.empty(count, np.int64)
+        start = 0
+        while True:
+            while len(reading) < READERS and (number := next(following, None)) is not None:
+                reading.append((number, self._table.fetch(number)))
+            if not reading:
+                break
+            number, future = reading.popleft()
+            part_x, part_y = future.result()
+            del future
+            if x is None or y is None:
+                x = np.empty((count, *part_x.shape[1:]), part_x.dtype)
+                y = np.empty((count, *part_y.shape[1:]), part_y.dtype)
+            stop = start + len(part_y)
+            x[start:stop], y[start:stop] = part_x, part_y
+            rows[start:stop] = self._table.rows_of(number)
+            start = stop
+        assert x is not None
+        assert y is not None
+        order = np.arange(count, dtype=np.int64)
+        if self._layout.window:
+            order = np.argsort(hash_rows((self._layout.seed, epoch), rows), kind="stable")
+        return ShuffledRows(window.lo, x, y, rows, order)

@@ -1,0 +1,117 @@
+"""How long a job's training steps take on this machine, by the parts that training itself uses."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import PacelineError
+from paceline.job import Job, display_name, refer_to_job
+from paceline.protocol.messages import Lease
+from paceline.worker.batch_loader import BatchLoader
+from paceline.worker.job_builder import (
+    JobData,
+    build_loss,
+    build_model,
+    build_optimizer,
+    choose_device,
+    load_job_data,
+)
+
+WARM_UP = 2
+ROUNDS = 10
+LONGEST_S = 20.0
+"""A large model is timed over fewer steps."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step: fixed_s + samples x per_sample_s, and of an update."""
+
+    fixed_s: float
+    per_sample_s: float
+    update_s: float
+    cv: float
+    """Standard deviation over mean of the larger steps."""
+    parameter_bytes: int
+
+
+def time_steps(job: Job, tables: JobData, share: int) -> StepTimes:
+    """Time steps of a worker's share and of half of it, with torch's threads as they are."""
+    model = build_model(job, tables).train()
+    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
+    loss_of = build_loss(job, model)
+    feed = BatchLoader(tables.train, job.seed, choose_device(job))
+    sizes = sorted({min(feed.samples, max(2, share // 2)), min(feed.samples, max(2, share))})
+    computing: dict[int, list[float]] = {size: [] for size in sizes}
+    updating: list[float] = []
+    deadline = time.perf_counter() + LONGEST_S
+    for number in range(WARM_UP + ROUNDS):
+        for size in sizes:
+            began = time.perf_counter()
+            inputs, targets = feed.batch(Lease(0, 0, 0, size, 0, size))
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss.item()
+            computed = time.perf_counter()
+            optimizer.step()
+            if number >= WARM_UP or computed > deadline:
+                computing[size].append(computed - began)
+                updating.append(time.perf_counter() - computed)
+        if time.perf_counter() > deadline:
+            break
+    fixed_s, per_sample_s = fit_line({size: statistics.median(t) for size, t in computing.items()})
+    longest = computing[sizes[-1]]
+    return StepTimes(
+        fixed_s=fixed_s,
+        per_sample_s=per_sample_s,
+        update_s=statistics.median(updating),
+        cv=statistics.pstdev(longest) / statistics.fmean(longest),
+        parameter_bytes=sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        ),
+    )
+
+
+def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
+    """The same for a job by its fields, as plain data.
+
+    A job that cannot be run here, because its data is missing say, is told under "failed".
+    """
+    try:
+        job = refer_to_job(None, fields).resolve()
+        times = time_steps(job, load_job_data(job), share)
+    except PacelineError as error:
+        return {"failed": str(error)}
+    return {
+        "model": display_name(job.model),
+        "fixed_s": times.fixed_s,
+        "per_sample_s": times.per_sample_s,
+        "update_s": times.update_s,
+    }
+
+
+def fit_line(medians: dict[int, float]) -> tuple[float, float]:
+    """A straight line through two sizes, or through the origin where that makes no sense."""
+    least, largest = min(medians), max(medians)
+    if largest > least:
+        slope = (medians[largest] - medians[least]) / (largest - least)
+        fixed = medians[largest] - slope * largest
+        if slope > 0 and fixed >= 0:
+            return fixed, slope
+    return 0.0, medians[largest] / largest
+
+
+def with_threads(threads: int, job: Job, tables: JobData, share: int) -> StepTimes:
+    """Time with so many threads, and leave torch's own number as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return time_steps(job, tables, share)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,332 @@
+"""Who may import whom, read from the source; and what stays out until it is needed.
+
+`ROOMS` is the rule: a room may import itself and the rooms named behind it, at any place in its
+files, inside functions and for type checking too. `TORCH_FREE` rooms never name torch, and
+importing any of their modules leaves it out of the process.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+
+LAYERS: dict[str, set[str]] = {
+    # Ideas: no input, no output, no tensors.
+    "errors": set(),
+    "specs": {"errors"},
+    "protocol": {"errors", "specs"},
+    "telemetry.events": set(),
+    # Materials: they know nothing of strategies, of workers or of how a run is started.
+    "state": {"errors", "telemetry"},
+    "models": {"errors"},
+    "accuracy": set(),
+    "cluster.remote": set(),
+    "cluster": {"errors"},
+    "data": {"errors"},
+    "comm": {"errors", "specs", "protocol", "state"},
+    "telemetry": {"errors", "protocol", "telemetry.events"},
+    "job": {"errors", "specs", "data", "models"},
+    # What happens inside a worker.
+    "strategies": {"errors", "specs", "protocol", "comm", "state", "accuracy", "telemetry"},
+    "worker": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "data",
+        "models",
+        "job",
+        "strategies",
+        "telemetry",
+        "telemetry.events",
+        "accuracy",
+    },
+    "keras": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "job",
+        "strategies",
+        "telemetry",
+        "worker",
+    },
+    # What people hold in their hands.
+    "report": {"errors", "telemetry", "telemetry.events"},
+    "dashboard": {"errors", "telemetry", "telemetry.events", "report"},
+    "launch": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "job",
+        "report",
+        "telemetry",
+        "telemetry.events",
+        "worker",
+        "cluster",
+        "cluster.remote",
+    },
+    "plan": {"errors", "specs", "cluster"},
+    "twin": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "job",
+        "strategies",
+        "telemetry",
+        "telemetry.events",
+        "worker",
+        "launch",
+        "report",
+        "cluster",
+        "plan",
+        "accuracy",
+    },
+    "spark": {
+        "errors",
+        "specs",
+        "data",
+        "models",
+        "job",
+        "keras",
+        "launch",
+        "report",
+        "worker",
+    },
+    "ray": {"errors", "data", "cluster", "cluster.remote", "launch", "worker"},
+    "trained_model": {"errors", "job", "telemetry", "worker"},
+    "cli": {
+        "cluster",
+        "dashboard",
+        "data",
+        "errors",
+        "job",
+        "launch",
+        "trained_model",
+        "plan",
+        "ray",
+        "report",
+        "spark",
+        "specs",
+        "twin",
+    },
+    "__init__": {"specs", "job", "launch", "trained_model", "worker"},
+}
+
+TORCH_FREE = (
+    "errors",
+    "specs",
+    "protocol",
+    "telemetry",
+    "job",
+    "report",
+    "dashboard",
+    "cluster",
+    "plan",
+    "launch",
+    "ray",
+    "cli",
+)
+
+TORCH_FREE_MODULES = {
+    # Of rooms with torch, what a process without it uses.
+    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "cpu_affinity", "spawn"},
+    "comm": {"__init__", "wire", "control"},
+    "data": {
+        "__init__",
+        "thread_pool",
+        "blocks",
+        "array_cache",
+        "catalog",
+        "arrow_columns",
+        "dataset",
+        "csv_source",
+        "tf_example",
+        "fixed_records",
+        "formats",
+        "block_cache",
+        "text_source",
+        "discovery",
+        "parquet",
+        "image_folder",
+        "pipeline",
+        "stores",
+        "dataset_files",
+        "tfrecord",
+    },
+    "models": {"__init__", "catalog"},
+}
+"""Modules of other rooms that launch, job and the command line import before torch is needed."""
+
+WORKER_FROM_LAUNCH = {"assignment", "main", "outpost", "spawn"}
+"""All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
+
+PICKLE_ALLOWED = {"worker/spawn.py"}
+"""Live jobs go to our own children there; nothing else is ever unpickled."""
+
+
+def list_modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def name_module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_imports(path: Path) -> Iterator[str]:
+    """The full names of everything imported anywhere in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports here are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def find_room(name: str) -> str:
+    """The room of a full name: `paceline.telemetry.events.Event` lies in telemetry.events."""
+    inner = name.split(".")[1:]
+    if ".".join(inner[:2]) in LAYERS:
+        return ".".join(inner[:2])
+    return inner[0] if inner and inner[0] in LAYERS else "__init__"
+
+
+def room_of(path: Path) -> str:
+    return find_room(name_module(path))
+
+
+def imports_of_ours(path: Path) -> Iterator[str]:
+    return (name for name in find_imports(path) if name.split(".")[0] == "paceline")
+
+
+def test_every_module_has_a_room() -> None:
+    for path in list_modules():
+        first = path.relative_to(SOURCE).with_suffix("").parts[0]
+        assert first in LAYERS, f"{path}: give it a place in the table above"
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_rooms_import_only_downwards(room: str) -> None:
+    odd = [
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in list_modules()
+        if room_of(path) == room
+        for name in imports_of_ours(path)
+        if find_room(name) not in {room, *LAYERS[room]}
+    ]
+    assert odd == []
+
+
+def test_table_has_no_cycles() -> None:
+    """So that every room can be read, and tested, with those below it alone."""
+    below: set[str] = set()
+    left = dict(LAYERS)
+    while left:
+        ready = [room for room, needs in left.items() if needs <= below]
+        assert ready, f"a cycle among {sorted(left)}"
+        for room in ready:
+            below.add(room)
+            del left[room]
+
+
+def test_modules_have_no_cycles_at_import() -> None:
+    """Within rooms too, for imports at the top of a file."""
+    names = {name_module(path): path for path in list_modules()}
+    needs: dict[str, set[str]] = {}
+    for name, path in names.items():
+        needs[name] = set()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                needs[name] |= {f if f in names else node.module for f in found} & set(names)
+    done: set[str] = set()
+    while left := {name: wants for name, wants in needs.items() if name not in done}:
+        ready = {name for name, wants in left.items() if wants <= done | {name}}
+        assert ready, f"a cycle among {sorted(left)}"
+        done |= ready
+
+
+def test_launch_uses_only_the_light_part_of_workers() -> None:
+    for path in list_modules():
+        if room_of(path) != "launch":
+            continue
+        for name in imports_of_ours(path):
+            parts = name.split(".")
+            if parts[1] == "worker":
+                assert parts[2] in WORKER_FROM_LAUNCH, f"{path.name} imports {name}"
+
+
+def test_programs_for_other_machines_need_nothing_there() -> None:
+    """They are sent as text to machines where only Python is sure to be."""
+    for path in (SOURCE / "cluster" / "remote").glob("*.py"):
+        for name in find_imports(path):
+            assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+        # An old Python over there is to be told, not to be failed on.
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 7))
+
+
+def test_pickle_stays_in_one_place() -> None:
+    modules = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in list_modules()
+        for name in find_imports(path)
+        if name.split(".")[0] in modules or name.startswith("multiprocessing.reduction")
+    }
+    assert found == PICKLE_ALLOWED
+    for path in list_modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in ("torch.load", "torch.save", "eval", "exec")
+
+
+def is_torch_free(path: Path) -> bool:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    light = len(parts) == 2 and parts[1] in TORCH_FREE_MODULES.get(parts[0], set())
+    return parts[0] in TORCH_FREE or light
+
+
+def test_torch_is_not_named_where_it_is_not_needed() -> None:
+    """`worker.main` starts servers, and so imports torch inside a function."""
+    for path in list_modules():
+        if path.relative_to(SOURCE).parts[0] in TORCH_FREE:
+            named = {name for name in find_imports(path) if name.split(".")[0] == "torch"}
+            assert named == set(), path
+
+
+def test_torch_stays_out_of_the_process() -> None:
+    """Also what these modules import in turn, read in a process of its own one after another."""
+    names = [name_module(path) for path in list_modules() if is_torch_free(path)]
+    names = [name for name in names if not name.endswith("__main__")]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {['paceline', *names]!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    for heavy in ('torch', 'sklearn', 'safetensors'):\n"
+        "        if heavy in sys.modules:\n"
+        "            sys.exit(f'{name} brings {heavy} in')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist() -> None:
+    import paceline
+
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Dance'"):
+        _ = paceline.Dance
