@@ -19,6 +19,7 @@ check: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/lint_english.py
 
 soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
 	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Checks the prose of the repository for phrases that do not read as standard technical English.
+
+Every rule has a name, a pattern and a replacement to suggest. `PENDING` holds the number of matches
+that a package may still have: a package with more fails, and the number is lowered, never raised.
+`ALLOWED` lists correct uses that a pattern cannot tell apart, each with a reason. Identifiers are
+checked like prose. In tests/ only module docstrings are checked.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = {".py", ".md", ".js", ".css", ".html", ".yaml", ".yml", ".toml", ".sh"}
+TREES = ("src", "docs", "bench", "examples", "tools", "tests")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+SKIPPED = ("bench/results/", "tests/golden/", "src/paceline/dashboard/page/vendor/")
+
+UNIT = (
+    r"threads?|samples?|bytes|steps?|updates?|messages?|seconds|milliseconds|logs?|lines?"
+    r"|exchanges?|tasks?|files?|rows?|batch(?:es)?|gradients?|MB|GB|kB|ms|cores?|events?"
+)
+DENOMINATOR = r"worker|second|step|update|epoch|machine|process|server|run|host|strategy|rank"
+
+RULES: dict[str, tuple[str, str]] = {
+    "per": (rf"\b(?:{UNIT}) an? (?:{DENOMINATOR})s?\b|\bonce an? [a-z]+", "per X, each X"),
+    "told": (
+        r"\b(?:told|tells? (?:the|it|a|an|of|its)|hears?|heard|unheard)\b",
+        "sent, received, reported, given",
+    ),
+    "go on": (r"\b(?:go(?:es)?|going|went) on\b(?! to\b)", "continue, resume, in progress"),
+    "mend": (r"\bmend(?:s|ed|ing)?\b|\bcures?\b", "fix, repair"),
+    "lies": (
+        r"\b(?:lies|lie|lay) (?:in|with|at|there|ready|beside)\b|\bat hand\b"
+        r"|\b(?:is|are) (?:all )?(?:there|here)(?= ?[.,:;]| yet\b| already\b| now\b)",
+        "exists, is available, has arrived, is stored in",
+    ),
+    "parted by": (
+        r"\bparted by\b|\bin place of\b|\bbeside\b|\bfor want of\b|\bby itself\b|\bof its own\b",
+        "separated by, instead of, next to",
+    ),
+    "question": (
+        r'"""(?:What|Who|How|Where|When|Whether|Which|Whatever|Whoever|Wherever|Of|For one)\b',
+        "begin with the noun or a verb",
+    ),
+    "nobody": (
+        r"\b(?:whoever|everybody|nobody|somebody|anybody|whomever)\b",
+        "all workers, no worker, any worker",
+    ),
+    "so many": (r"\bso (?:many|much) [a-z]+\b(?<! that)(?<! as)", "this many, N, up to"),
+    "is no": (
+        r"(?<!there )\b(?:is|are|was|were) no (?!longer\b|more\b|other\b|need\b)[a-z]+",
+        "is not a ...",
+    ),
+    "leave out": (
+        r"\b(?:leave|leaves|left|leaving) (?:it |them |one |this |these )?out\b"
+        r"|\blet it be\b|\btak(?:e|es|en|ing) (?:it )?up\b",
+        "omit, remove, drop, start",
+    ),
+    "story": (
+        r"\b(?:troubles?|suffers?|suffered|in earnest|on purpose)\b",
+        "slowdown, delay, inject, real",
+    ),
+    "passive": (
+        r"\b(?:as|was|were|is|are) (?:asked for|refused)\b|\bis to be\b|\bare to be\b"
+        r"|\bexcludes? each other\b",
+        "active voice; cannot be combined, is rejected, requested",
+    ),
+    "register": (
+        r"\b(?:odd|rubbish|strange|now and then|as a rule|by far|of old|unless told|as told"
+        r"|likewise|for people|in words|worth of)\b",
+        "unexpected, invalid, periodically, usually",
+    ),
+    "percent": (r"\d %(?![\w(])", "10%, without a space"),
+}
+
+# Files in which a pattern matches correct English.
+ALLOWED: dict[tuple[str, str], str] = {
+    ("tools/lint_english.py", "*"): "the patterns themselves",
+}
+
+# Matches that remain to be rewritten. Lower the numbers as packages are converted.
+PENDING: dict[str, int] = {
+    "CHANGELOG.md": 16,
+    "CONTRIBUTING.md": 7,
+    "Makefile": 2,
+    "README.md": 29,
+    "bench": 109,
+    "docs": 672,
+    "docs/decisions": 29,
+    "docs/strategies": 96,
+    "docs/studies": 265,
+    "examples": 4,
+    "src/paceline/accuracy.py": 1,
+    "src/paceline/cli": 58,
+    "src/paceline/cluster": 80,
+    "src/paceline/comm": 102,
+    "src/paceline/dashboard": 119,
+    "src/paceline/data": 109,
+    "src/paceline/errors.py": 3,
+    "src/paceline/job.py": 8,
+    "src/paceline/keras": 26,
+    "src/paceline/launch": 128,
+    "src/paceline/matrices": 2,
+    "src/paceline/models": 3,
+    "src/paceline/plan": 54,
+    "src/paceline/protocol": 110,
+    "src/paceline/ray.py": 12,
+    "src/paceline/report": 67,
+    "src/paceline/spark": 29,
+    "src/paceline/specs": 47,
+    "src/paceline/state.py": 5,
+    "src/paceline/strategies": 152,
+    "src/paceline/telemetry": 92,
+    "src/paceline/trained_model.py": 1,
+    "src/paceline/twin": 161,
+    "src/paceline/worker": 118,
+    "tests": 27,
+}
+
+
+class Finding(NamedTuple):
+    """One match of a rule."""
+
+    package: str
+    path: str
+    line: int
+    rule: str
+    text: str
+
+
+def list_files() -> Iterator[Path]:
+    """Yields the files to check, in a stable order."""
+    for name in FILES:
+        if (ROOT / name).exists():
+            yield ROOT / name
+    for tree in TREES:
+        for path in sorted((ROOT / tree).rglob("*")):
+            relative = path.relative_to(ROOT).as_posix()
+            if path.suffix in SUFFIXES and not relative.startswith(SKIPPED) and path.is_file():
+                yield path
+
+
+def find_package(relative: str) -> str:
+    """Returns the key of `PENDING` under which the matches of a file are counted."""
+    parts = relative.split("/")
+    if parts[:2] == ["src", "paceline"]:
+        return "/".join(parts[:3])
+    return "/".join(parts[:2]) if parts[0] == "docs" and len(parts) > 2 else parts[0]
+
+
+def read_prose(path: Path, relative: str) -> str:
+    """Returns the text to check, with the same number of lines before each match as in the file."""
+    text = path.read_text(encoding="utf-8")
+    if relative.startswith("tests/") and path.suffix == ".py":
+        docstring = re.match(r'(?:#[^\n]*\n)*"""[\s\S]*?"""', text)
+        return docstring.group() if docstring else ""
+    return text
+
+
+def check_text(text: str, relative: str) -> Iterator[Finding]:
+    """Yields the matches of all rules; a phrase may span two lines of a paragraph or comment."""
+    flat = re.sub(r"\n[ \t]*(?:#:? )?", "\n", text)
+    package = find_package(relative)
+    joined = flat.replace("\n", " ")
+    for match in COMBINED.finditer(joined):
+        rule = match.lastgroup or ""
+        name = NAMES[rule]
+        if (relative, name) in ALLOWED or (relative, "*") in ALLOWED:
+            continue
+        line = flat.count("\n", 0, match.start()) + 1
+        yield Finding(package, relative, line, name, match.group())
+
+
+NAMES = {f"r{index}": name for index, name in enumerate(RULES)}
+COMBINED = re.compile(
+    "|".join(f"(?P<r{index}>{pattern})" for index, (pattern, _) in enumerate(RULES.values())),
+    re.IGNORECASE,
+)
+
+
+def collect_findings() -> dict[str, list[Finding]]:
+    """Returns the matches of all files, by package."""
+    findings: dict[str, list[Finding]] = defaultdict(list)
+    for path in list_files():
+        relative = path.relative_to(ROOT).as_posix()
+        for finding in check_text(read_prose(path, relative), relative):
+            findings[finding.package].append(finding)
+    return findings
+
+
+def main(wanted: list[str]) -> int:
+    """Prints the matches of packages above their limit, or of those named; 1 if over a limit."""
+    findings = collect_findings()
+    failed = False
+    for package, found in sorted(findings.items()):
+        if wanted:
+            show = any(package.startswith(name.rstrip("/")) for name in wanted)
+        else:
+            show = len(found) > PENDING.get(package, 0)
+            failed = failed or show
+        for finding in found if show else ():
+            print(
+                f"{finding.path}:{finding.line}: {finding.text!r}; write: {RULES[finding.rule][1]}"
+            )
+    for package, limit in sorted(PENDING.items()):
+        if len(findings[package]) < limit:
+            print(
+                f"note: {package} has {len(findings[package])} matches; lower PENDING from {limit}"
+            )
+    if "--counts" in wanted:
+        for package, found in sorted(findings.items()):
+            if found:
+                print(f'    "{package}": {len(found)},')
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
