@@ -71,7 +71,7 @@ class Recording:
             row = {"samples": self.samples, "from": "allreduce", "to": "ps", "pause_s": 0.012,
                    "drain_s": 0.03, "cause": "point", "reason": "at=50%"}  # fmt: skip
             self.switches.append(row)
-            self._run.write(ev.StrategySwitched(t=t - 0.5, row=row))
+            self._run.write(ev.StrategySwitched(t=t - 0.5, row=ev.from_plain(ev.SwitchRow, row)))
         if self.t == 5 and self.slow_worker is not None:
             self._run.write(
                 ev.VerdictChanged(t=t, state="began", rule="straggler",
@@ -106,7 +106,7 @@ class Recording:
                    "val_loss": 2.3 * math.exp(-3.6 * done),
                    "val_acc": 0.97 - 0.87 * math.exp(-4 * done) - 0.001 * self.seed}  # fmt: skip
             self.history.append(row)
-            self._run.write(ev.EpochEnded(t=t, row=row))
+            self._run.write(ev.EpochEnded(t=t, row=ev.from_plain(ev.EpochRow, row)))
 
     def _write_worker(self, k: int, t: float, is_late: bool) -> None:
         chance, file = self._random, self._files[f"worker-{k}"]

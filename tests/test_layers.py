@@ -21,7 +21,7 @@ LAYERS: dict[str, set[str]] = {
     # Ideas: no input, no output, no tensors.
     "errors": set(),
     "specs": {"errors"},
-    "protocol": {"errors", "specs"},
+    "protocol": {"errors", "specs", "telemetry.events"},
     "telemetry.events": set(),
     # Materials: they know nothing of strategies, of workers or of how a run is started.
     "state": {"errors", "telemetry"},

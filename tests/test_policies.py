@@ -23,6 +23,7 @@ from paceline.protocol.throughput import (
 from paceline.specs.schedule import Schedule, parse_schedule
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown, parse_slowdown
 from paceline.specs.strategy import parse_strategy
+from paceline.telemetry.events import EpochRow, SwitchRow
 
 CALM = (100.0, 101.0, 99.0, 100.0)
 LAGGING = (100.0, 101.0, 33.0, 100.0)
@@ -139,8 +140,8 @@ def test_lr_drop_switches_where_the_schedule_drops() -> None:
         policy_of("switch(allreduce, ps, when=lr_drop)", "cosine")
 
 
-def rows(*losses: float) -> list[dict[str, Any]]:
-    return [{"epoch": i + 1, "val_loss": loss} for i, loss in enumerate(losses)]
+def rows(*losses: float) -> list[EpochRow]:
+    return [EpochRow(epoch=i + 1, val_loss=loss) for i, loss in enumerate(losses)]
 
 
 def test_plateau_waits_for_the_loss_to_stop_falling() -> None:
@@ -209,7 +210,7 @@ def test_auto_probes_once_and_comes_back() -> None:
     there = [window(1, rate=290, loss=0.9)] * 2
     assert choose(policy, history_of(2000, before + there[:1], phase=1)) is None
     assert choose(policy, history_of(2000, before + there, phase=1)) == "-> probed"
-    switches = [{"samples": 2000, "cause": "probed"}]
+    switches = [SwitchRow(samples=2000, cause="probed")]
     after = history_of(3000, before + there + before, switches=switches)
     assert choose(policy, after) == "too early"
     again = policy.decide(history_of(4400, before + there + before, switches=switches))
@@ -252,10 +253,10 @@ def test_auto_goes_back_when_the_loss_rises_and_tries_again_later() -> None:
     assert "the loss rose from 1 to 1.6" in back.reason
     spoilt = [window(1, loss=float("nan"), rate=300)] * 3
     assert choose(policy, history_of(6000, before + spoilt, phase=1)) == "-> regressed"
-    once = [{"samples": 1500, "cause": "regressed"}]
+    once = [SwitchRow(samples=1500, cause="regressed")]
     assert choose(policy, history_of(3200, before, switches=once)) == "failed before"
     assert choose(policy, history_of(4000, before, switches=once)) == "-> gain"
-    twice = [*once, {"samples": 5000, "cause": "diverged"}]
+    twice = [*once, SwitchRow(samples=5000, cause="diverged")]
     assert choose(policy, history_of(7600, before, switches=twice)) == "failed before"
     assert choose(policy, history_of(8000, before, switches=twice)) == "-> gain"
 
@@ -267,7 +268,7 @@ def test_auto_goes_back_when_it_is_no_faster_there_and_then_holds() -> None:
     assert (back.phase, back.restore) == (0, False)
     assert "200 samples/s, 300 before" in back.reason
     slow = [window(speeds=LAGGING, rate=120)] * 3
-    switches = [{"samples": 6000, "cause": "slower"}]
+    switches = [SwitchRow(samples=6000, cause="slower")]
     assert choose(auto(), history_of(6500, slow, switches=switches)) == "on hold"
     assert choose(auto(), history_of(7600, slow, switches=switches)) == "-> gain"
 

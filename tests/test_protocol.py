@@ -67,6 +67,7 @@ from paceline.specs.schedule import Constant
 from paceline.specs.stop_condition import parse_stop_condition
 from paceline.specs.strategy import Strategy, parse_strategy
 from paceline.specs.sync import Gba
+from paceline.telemetry.events import EpochRow, Event
 
 # ---- ledger -----------------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ class Play:
         self.seen: Counter[tuple[int, int]] = Counter()
         self.handles = [0] * plan.workers
         self.steps = [0] * plan.workers
-        self.notes: list[EmitEvent] = []
+        self.events: list[Event] = []
         self.end: EndRun | None = None
         self.max_ahead = 0
 
@@ -298,7 +299,7 @@ class Play:
                 for index in range(action.servers):
                     self.order(index, action.message)
             elif isinstance(action, EmitEvent):
-                self.notes.append(action)
+                self.events.append(action.event)
             else:
                 self.end = action
 
@@ -593,7 +594,9 @@ def test_a_coordinator_takes_heartbeats_at_any_time() -> None:
 
 
 def test_history_survives_being_written_down() -> None:
-    history = History(samples=9, updates=3, phase=1, epoch=2, rows=[{"epoch": 1, "val_loss": 0.5}])
+    history = History(
+        samples=9, updates=3, phase=1, epoch=2, rows=[EpochRow(epoch=1, val_loss=0.5)]
+    )
     history.staleness.update([0, 1, 1])
     history.tally = EpochTotals(samples=4, predictions=4, loss_sum=2.0, correct=3)
     assert History.from_plain(history.to_plain()) == history

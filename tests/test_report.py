@@ -134,7 +134,11 @@ def write_run(path: Path, result: dict[str, Any], *, with_result: bool = True) -
     for row in result["history"]:
         for switch in result["switches"]:
             if row["samples"] - SAMPLES_PER_EPOCH < switch["samples"] <= row["samples"]:
-                run.write(ev.StrategySwitched(t=row["seconds"] + 0.3, row=switch))
+                run.write(
+                    ev.StrategySwitched(
+                        t=row["seconds"] + 0.3, row=ev.from_plain(ev.SwitchRow, switch)
+                    )
+                )
         run.write(
             ev.RunProgress(
                 t=row["seconds"] - 0.5,
@@ -144,7 +148,7 @@ def write_run(path: Path, result: dict[str, Any], *, with_result: bool = True) -
                 loss=row["train_loss"],
             )
         )
-        run.write(ev.EpochEnded(t=row["seconds"], row=row))
+        run.write(ev.EpochEnded(t=row["seconds"], row=ev.from_plain(ev.EpochRow, row)))
     run.write(ev.RunEnded(t=result["seconds"], status=result["status"], error=result["error"]))
     run.close()
     for k in range(result["workers"]):
@@ -535,7 +539,8 @@ def run_progress(console: Console, *, quiet: bool = False) -> None:
             strategy="allreduce", samples_per_s=100.0,
         )  # fmt: skip
         if second % 10 == 9:
-            progress.epoch_row(make_result(epochs=2)["history"][second // 10])
+            row = make_result(epochs=2)["history"][second // 10]
+            progress.epoch_row(ev.from_plain(ev.EpochRow, row))
     progress.print_line("switch allreduce -> ps,\npause 0.2 s")
     progress.close()
     progress.close()
@@ -575,7 +580,7 @@ def test_progress_survives_figures_that_are_none() -> None:
     progress = Progress("x", console=Console(file=out, force_terminal=False), clock=clock)
     clock.now = 6.0
     progress.update(epoch=1, samples=0, updates=0, loss=math.nan, samples_per_s=math.nan)
-    progress.epoch_row({"epoch": 1, "val_acc": None, "train_loss": math.nan})
+    progress.epoch_row(ev.EpochRow(epoch=1, val_acc=None, train_loss=math.nan))
     progress.close()
     assert len(out.getvalue().splitlines()) == 2
 

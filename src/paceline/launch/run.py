@@ -30,7 +30,7 @@ from paceline.protocol.coordinator import RunSpec
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy, parse_strategy
-from paceline.telemetry.event_log import EventLog
+from paceline.telemetry.event_log import CollectivesNotice, EventLog, OnEvent, ignore_notice
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 
@@ -67,7 +67,7 @@ class RunOptions:
     """From 1: the epoch whose operators are timed."""
     metrics_port: int | None = None
     """Where to serve metrics while the run goes on, on loopback; 0 for any port."""
-    on_event: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
+    on_event: OnEvent = ignore_notice
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
@@ -279,7 +279,7 @@ def _run(
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
     keeper = EventLog(writer, options.on_event)
-    keeper.started(config)
+    keeper.started(strategy=str(plan.strategy), workers=options.workers, servers=plan.servers)
     template = {
         **template,
         "strategy": str(plan.strategy),
@@ -306,7 +306,7 @@ def _run(
             live=live,
             timeout_s=options.timeout_s,
             started_wall_s=started_wall_s,
-            show=keeper.note,
+            show=keeper.record,
             memory=memory,
             show_output=plan.custom_loop,
             watch=watch,
@@ -337,7 +337,7 @@ def _run(
     result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     if (way := result["collectives"]) is not None:
-        options.on_event("way", way)
+        options.on_event(CollectivesNotice(path=way["way"], reason=way["why"] or ""))
     return raise_unless_done(result, outcome, folder)
 
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -31,6 +31,8 @@ from paceline.protocol.messages import (
     WorkerFinished,
 )
 from paceline.protocol.pace import Send, SendToServers
+from paceline.telemetry.event_log import OnEvent, ProcessOutput
+from paceline.telemetry.events import RunProgress
 from paceline.telemetry.run_folder import RunFolder
 from paceline.worker.assignment import Assignment
 from paceline.worker.main import STACKS_BEGIN, STACKS_END
@@ -47,7 +49,6 @@ ORDERLY_S = 10.0
 PROGRESS_S = 0.5
 JUDGE_S = 1.0
 
-OnEvent = Callable[[str, dict[str, Any]], None]
 """Gets notes for people: kind and facts."""
 
 
@@ -271,7 +272,7 @@ class Supervisor:
         except OSError as error:
             self._fail_supervisor(error)
         if self._show_output:
-            self._show("output", {"who": who, "line": line})
+            self._show(ProcessOutput(process=who, line=line))
 
     def _log(self, who: str, line: str) -> None:
         if who not in self._logs:
@@ -288,7 +289,7 @@ class Supervisor:
             await asyncio.sleep(JUDGE_S)
             try:
                 for event in self._monitor.changed_verdicts(self._now()):
-                    self._show("verdict", event.to_plain())
+                    self._show(event)
             except Exception as error:
                 # A rule that fails must not end a run that goes well.
                 self._log("supervisor", f"verdicts: {type(error).__name__}: {error}")
@@ -303,7 +304,7 @@ class Supervisor:
                 for server in range(action.servers):
                     self._hub.send(f"server-{server}", action.message)
             elif isinstance(action, EmitEvent):
-                self._show(action.kind, {**action.facts, "t": self._now()})
+                self._show(action.event)
             elif isinstance(action, EndRun):
                 self._end = action
                 self._ended.set()
@@ -314,18 +315,16 @@ class Supervisor:
             return
         self._progress_due = now + PROGRESS_S
         history = self._coordinator.history
-        strategy = self._plan.strategy.phases[history.phase]
-        facts = {
-            "t": now,
-            "epoch": history.epoch,
-            "samples": history.samples,
-            "updates": history.updates,
-            "loss": history.tally.loss,
-            "strategy": str(strategy),
-        }
+        event = RunProgress(
+            t=round(now, 6),
+            epoch=history.epoch,
+            samples=history.samples,
+            updates=history.updates,
+            loss=history.tally.loss,
+        )
         if self._monitor is not None:
-            self._monitor.live.progress = facts
-        self._show("progress", facts)
+            self._monitor.live.progress = event
+        self._show(event)
 
     # ---- failures -----------------------------------------------------------------------------
 

@@ -167,9 +167,9 @@ class AutoPolicy:
 
     def _on_hold(self, history: History) -> bool:
         """The return from a probe does not count: it was meant to be short."""
-        if not history.switches or history.switches[-1].get("cause") == "probed":
+        if not history.switches or history.switches[-1].cause == "probed":
             return False
-        since = history.samples - history.switches[-1]["samples"]
+        since = history.samples - history.switches[-1].samples
         return self._horizon.progress(since) < self.HOLD
 
     def _failed_before(self, history: History, gain: float) -> str | None:
@@ -178,10 +178,10 @@ class AutoPolicy:
         After one, no easing by noise or learning rate counts any more; after two, only half the
         learning rate will do.
         """
-        failed = [r for r in history.switches if r.get("cause") in ("regressed", "diverged")]
+        failed = [r for r in history.switches if r.cause in ("regressed", "diverged")]
         if not failed:
             return None
-        then = self._horizon.lr_factor(failed[-1]["samples"])
+        then = self._horizon.lr_factor(failed[-1].samples)
         if self._horizon.lr_factor(history.samples) <= 0.5 * then:
             return None
         plain = self.SAFE_AT * (1 - 0.4 * max(0.0, gain)) * self._stale(history)

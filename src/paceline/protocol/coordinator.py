@@ -47,6 +47,18 @@ from paceline.protocol.switch_policy import NeverSwitch, SwitchDecision, SwitchP
 from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.stop_condition import StopCondition
 from paceline.specs.strategy import Grouped, Single, Strategy
+from paceline.telemetry.events import (
+    CheckpointSaved,
+    DecisionRow,
+    EpochEnded,
+    EpochRow,
+    Event,
+    RunLengthKnown,
+    StrategyStarted,
+    StrategySwitched,
+    SwitchDecided,
+    SwitchRow,
+)
 
 WINDOW_BATCHES = 8
 """A window of the pulse holds at least so many global batches."""
@@ -76,10 +88,9 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class EmitEvent:
-    """Something to write into the run folder and to show: kind, and plain facts."""
+    """An event to append to run.jsonl and to display."""
 
-    kind: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    event: Event
 
 
 @dataclass(frozen=True)
@@ -225,20 +236,20 @@ class Coordinator:
             return None
         history = self.history
         stays = decision.phase == history.phase and decision.exclude_worker is None
-        last = history.decisions[-1]["cause"] if history.decisions else None
+        last = history.decisions[-1].cause if history.decisions else None
         # A rule that stays says so at every window: once is enough.
         if not stays or (decision.cause != last and len(history.decisions) < MOST_DECISIONS):
-            row = {
-                "samples": history.samples,
-                "seconds": self._now,
-                "strategy": str(self._strategy()),
-                "chosen": str(self.plan.strategy.phases[decision.phase]),
-                "cause": decision.cause,
-                "reason": decision.reason,
-                "figures": dict(decision.measurements),
-            }
+            row = DecisionRow(
+                samples=history.samples,
+                seconds=self._now,
+                strategy=str(self._strategy()),
+                chosen=str(self.plan.strategy.phases[decision.phase]),
+                cause=decision.cause,
+                reason=decision.reason,
+                figures=dict(decision.measurements),
+            )
             history.decisions.append(row)
-            self._emit("decision", row=row)
+            self._emit(SwitchDecided(t=self._event_time, row=row))
         return None if stays else decision
 
     def _on_diverging(self, event: LossDiverged) -> None:
@@ -305,7 +316,9 @@ class Coordinator:
             left=self._left if position else None,
         )
         last_saved = history.samples
-        self._emit("totals", epochs=ready.epochs, samples_per_epoch=ready.samples)
+        self._emit(
+            RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=ready.samples)
+        )
         # A run resumed right at a switch point switches now.
         yield from self._enter(ready, ledger, self._record(policy.decide(history)))
 
@@ -349,7 +362,7 @@ class Coordinator:
             self._decision = None
             if decision is not None and decision.phase != history.phase:
                 yield from self._enter(ready, ledger, decision)
-        yield from self._finish(ready, reason)
+        yield from self._finish(ready)
 
     def _train(self, ledger: Ledger, stop: int) -> _Script:
         assert self._pace is not None
@@ -406,21 +419,22 @@ class Coordinator:
         )
         if decision is not None:
             self._resumed = {}
-            row = {
-                "samples": history.samples,
-                "from": str(before),
-                "to": str(strategy),
-                "pause_s": 0.0,
-                "drain_s": round(drain_s, 6),
-                "cause": decision.cause,
-                "reason": decision.reason,
-            }
+            row = SwitchRow(
+                samples=history.samples,
+                before=str(before),
+                after=str(strategy),
+                drain_s=round(drain_s, 6),
+                cause=decision.cause,
+                reason=decision.reason,
+            )
             history.switches.append(row)
         self._emit(
-            "phase",
-            strategy=str(strategy),
-            samples=history.samples,
-            lr=strategy.lr_description(self.plan.workers),
+            StrategyStarted(
+                t=self._event_time,
+                strategy=str(strategy),
+                samples=history.samples,
+                lr=strategy.lr_description(self.plan.workers),
+            )
         )
 
     def _divide(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
@@ -432,28 +446,28 @@ class Coordinator:
 
     def _close_epoch(self, ready: WorkerReady, lr: float) -> _Script:
         history = self.history
-        row: dict[str, Any] = {
-            "epoch": history.epoch + 1,
-            "seconds": 0.0,
-            "samples": history.samples,
-            "updates": history.updates,
-            "lr": lr,
-            "train_loss": history.tally.loss,
-            "train_acc": history.tally.accuracy,
-            "val_loss": None,
-            "val_acc": None,
-        }
+        val_loss, val_acc = None, None
         if "val" in ready.splits:
-            row["val_loss"], row["val_acc"] = yield from self._evaluate("val")
-        row["seconds"] = self._now
+            val_loss, val_acc = yield from self._evaluate("val")
+        row = EpochRow(
+            epoch=history.epoch + 1,
+            seconds=self._now,
+            samples=history.samples,
+            updates=history.updates,
+            lr=lr,
+            train_loss=history.tally.loss,
+            train_acc=history.tally.accuracy,
+            val_loss=val_loss,
+            val_acc=val_acc,
+        )
         history.tally = EpochTotals()
         history.rows.append(row)
-        self._emit("epoch", row=row)
-        if row["val_loss"] is not None and not math.isfinite(row["val_loss"]):
+        self._emit(EpochEnded(t=self._event_time, row=row))
+        if row.val_loss is not None and not math.isfinite(row.val_loss):
             # The last update ruined the weights: they must not become a checkpoint.
             reason = (
-                f"diverged: the loss is {row['val_loss']} in the validation after epoch "
-                f"{row['epoch']} (step {self.members.last_step(0)} of worker 0): "
+                f"diverged: the loss is {row.val_loss} in the validation after epoch "
+                f"{row.epoch} (step {self.members.last_step(0)} of worker 0): "
                 "lower the learning rate, add warm-up or clip gradients"
             )
             if self._rollback_phase is None:
@@ -493,10 +507,11 @@ class Coordinator:
         saved: list[CheckpointWritten] = yield from self._ask_all_workers(
             SaveCheckpoint(name, memory), CheckpointWritten
         )
-        self._emit("checkpoint", samples=self.history.samples, path=saved[0].path)
+        self._emit(
+            CheckpointSaved(t=self._event_time, samples=self.history.samples, path=saved[0].path)
+        )
 
-    def _finish(self, ready: WorkerReady, reason: str | None) -> _Script:
-        history = self.history
+    def _finish(self, ready: WorkerReady) -> _Script:
         if "test" in ready.splits:
             self.final["test_loss"], self.final["test_acc"] = yield from self._evaluate("test")
         ended: list[WorkerFinished] = yield from self._ask_all_workers(
@@ -504,7 +519,6 @@ class Coordinator:
         )
         self.totals = {f.worker: f.totals for f in ended}
         self._flush_switch()
-        self._emit("finished", reason=reason, samples=history.samples)
         self._end("done", None)
 
     # ---- decisions ----------------------------------------------------------------------------
@@ -598,13 +612,18 @@ class Coordinator:
     def _flush_switch(self) -> None:
         """Complete the row of the last switch with the slowest worker's pause."""
         if self._resumed and self.history.switches:
-            row = self.history.switches[-1]
-            row["pause_s"] = round(max(self._resumed.values()), 6)
+            pause_s = round(max(self._resumed.values()), 6)
+            row = dataclasses.replace(self.history.switches[-1], pause_s=pause_s)
+            self.history.switches[-1] = row
             self._resumed = {}
-            self._emit("switch", row=row)
+            self._emit(StrategySwitched(t=self._event_time, row=row))
 
-    def _emit(self, kind: str, **facts: Any) -> None:
-        self._actions.append(EmitEvent(kind, facts))
+    @property
+    def _event_time(self) -> float:
+        return round(self._now, 6)
+
+    def _emit(self, event: Event) -> None:
+        self._actions.append(EmitEvent(event))
 
     def _end(self, status: str, error: str | None, *, usage: bool = False) -> None:
         self._ended = True

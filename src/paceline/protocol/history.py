@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.protocol.messages import StepStats
 from paceline.protocol.throughput import ThroughputMonitor
+from paceline.telemetry.events import DecisionRow, EpochRow, SwitchRow, from_plain
 
 
 @dataclass
@@ -51,11 +52,11 @@ class History:
     phase: int = 0
     epoch: int = 0
     tally: EpochTotals = field(default_factory=EpochTotals)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    switches: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[EpochRow] = field(default_factory=list)
+    switches: list[SwitchRow] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     max_lag: int = 0
-    decisions: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[DecisionRow] = field(default_factory=list)
     """What rules said, with their figures; staying only where the reason is a new one."""
     phase_samples: dict[int, int] = field(default_factory=dict)
     """Samples trained under each phase so far."""
@@ -75,10 +76,10 @@ class History:
 
     def value_of(self, name: str) -> float | None:
         """The newest figure of that name, for --until and early stopping."""
-        return self.rows[-1].get(name) if self.rows else None
+        return self.rows[-1].value(name) if self.rows else None
 
     def best_row_index(self, name: str, lower_is_better: bool) -> int | None:
-        figures = [row.get(name) for row in self.rows]
+        figures = [row.value(name) for row in self.rows]
         known = [(f, i) for i, f in enumerate(figures) if f is not None and not math.isnan(f)]
         if not known:
             return None
@@ -92,9 +93,9 @@ class History:
             "phase": self.phase,
             "epoch": self.epoch,
             "tally": vars(self.tally).copy(),
-            "rows": self.rows,
-            "switches": self.switches,
-            "decisions": self.decisions,
+            "rows": [row.to_plain() for row in self.rows],
+            "switches": [row.to_plain() for row in self.switches],
+            "decisions": [row.to_plain() for row in self.decisions],
             "staleness": [[k, v] for k, v in sorted(self.staleness.items())],
             "max_lag": self.max_lag,
             "phase_samples": [[k, v] for k, v in sorted(self.phase_samples.items())],
@@ -107,7 +108,7 @@ class History:
         values["tally"] = EpochTotals(**values["tally"])
         values["staleness"] = Counter({int(k): int(v) for k, v in values["staleness"]})
         values["phase_samples"] = {int(k): int(v) for k, v in values["phase_samples"]}
-        values["rows"] = list(values["rows"])
-        values["switches"] = list(values["switches"])
-        values["decisions"] = list(values.get("decisions", ()))
+        values["rows"] = [from_plain(EpochRow, row) for row in values["rows"]]
+        values["switches"] = [from_plain(SwitchRow, row) for row in values["switches"]]
+        values["decisions"] = [from_plain(DecisionRow, row) for row in values.get("decisions", ())]
         return cls(**values)

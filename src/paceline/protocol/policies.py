@@ -31,7 +31,7 @@ class PlateauPolicy:
         rule = self._rule
         if history.phase != FIRST:
             return None
-        losses = [row["val_loss"] for row in history.rows if row.get("val_loss") is not None]
+        losses = [row.val_loss for row in history.rows if row.val_loss is not None]
         if len(losses) < 2 * rule.window + rule.patience - 1:
             return None
         gains = []

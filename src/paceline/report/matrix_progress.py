@@ -21,6 +21,8 @@ from paceline.report.number_format import (
     to_single_line,
 )
 from paceline.report.stats import as_finite
+from paceline.telemetry.event_log import RunNotice
+from paceline.telemetry.events import RunLengthKnown, RunProgress, StrategySwitched
 
 PLAIN_INTERVAL_S = 30.0
 
@@ -63,16 +65,15 @@ class MatrixProgress:
         self._facts = "starting"
         self._redraw()
 
-    def show(self, kind: str, facts: dict[str, Any]) -> None:
-        """The notes of the run that is going on."""
-        if kind == "totals" and facts.get("epochs") is not None:
-            self._total = facts["epochs"] * facts["samples_per_epoch"]
-        elif kind == "progress":
-            self._seen = facts["samples"]
-            self._facts = f"epoch {facts['epoch'] + 1}, {format_number(self._seen)} samples"
-        elif kind == "switch":
-            row = facts["row"]
-            self._facts = f"switched {row['from']} -> {row['to']}"
+    def show(self, notice: RunNotice) -> None:
+        """Displays a notice of the current run."""
+        if isinstance(notice, RunLengthKnown):
+            self._total = (notice.epochs or 0) * (notice.samples_per_epoch or 0)
+        elif isinstance(notice, RunProgress):
+            self._seen = notice.samples
+            self._facts = f"epoch {notice.epoch + 1}, {format_number(self._seen)} samples"
+        elif isinstance(notice, StrategySwitched):
+            self._facts = f"switched {notice.row.before} -> {notice.row.after}"
         else:
             return
         self._redraw()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.report.number_format import (
     to_single_line,
 )
 from paceline.report.stats import as_finite
+from paceline.telemetry.events import EpochRow
 
 PLAIN_INTERVAL_S = 5.0
 ROW_INTERVAL_S = 2.0
@@ -101,9 +102,9 @@ class Progress:
             self._last_plain_s = now
             self._print(f"{self._label}: {self.describe()}")
 
-    def epoch_row(self, row: Mapping[str, Any]) -> None:
-        """Take one row of the history, at the end of an epoch."""
-        accuracy = as_finite(row.get("val_acc"))
+    def epoch_row(self, row: EpochRow) -> None:
+        """Displays the metrics at the end of an epoch."""
+        accuracy = as_finite(row.val_acc)
         if accuracy is not None:
             self._val_acc = accuracy
         if self._quiet:
@@ -111,7 +112,7 @@ class Progress:
         now = self._clock()
         if self._bar is not None:
             self._redraw()
-        elif now - self._last_row_s >= ROW_INTERVAL_S or row.get("epoch") == self._epochs:
+        elif now - self._last_row_s >= ROW_INTERVAL_S or row.epoch == self._epochs:
             self._last_row_s = now
             self._print(f"{self._label}: {self._describe_row(row)}")
 
@@ -168,21 +169,17 @@ class Progress:
             parts.append(to_single_line(facts["strategy"]))
         return ", ".join(parts) or "starting"
 
-    def _describe_row(self, row: Mapping[str, Any]) -> str:
-        epoch = row.get("epoch", "?")
-        parts = [f"epoch {epoch}" + (f"/{self._epochs}" if self._epochs else "")]
-        seconds = as_finite(row.get("seconds"))
-        if seconds is not None:
-            parts.append(f"after {format_seconds(seconds)}")
-        for name, word in (("train_loss", "train loss"), ("val_loss", "val loss")):
-            value = as_finite(row.get(name))
-            if value is not None:
-                parts.append(f"{word} {value:.4g}")
-        for name, word in (("train_acc", "train acc"), ("val_acc", "val acc")):
-            value = as_finite(row.get(name))
-            if value is not None:
-                parts.append(f"{word} {format_percent(value)}")
-        rate = as_finite(row.get("lr"))
+    def _describe_row(self, row: EpochRow) -> str:
+        parts = [f"epoch {row.epoch}" + (f"/{self._epochs}" if self._epochs else "")]
+        if row.seconds > 0:
+            parts.append(f"after {format_seconds(row.seconds)}")
+        for loss, word in ((row.train_loss, "train loss"), (row.val_loss, "val loss")):
+            if as_finite(loss) is not None:
+                parts.append(f"{word} {loss:.4g}")
+        for accuracy, word in ((row.train_acc, "train acc"), (row.val_acc, "val acc")):
+            if as_finite(accuracy) is not None:
+                parts.append(f"{word} {format_percent(accuracy)}")
+        rate = as_finite(row.lr)
         if rate is not None:
             parts.append(f"lr {rate:.4g}")
         left_s = self.estimate_left_s()

@@ -1,73 +1,102 @@
-"""The coordinator's notes on the terminal."""
+"""Displays a run's events in the terminal."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from paceline.report.progress import Progress
-
-Show = Callable[[str, dict[str, Any]], None]
+from paceline.telemetry.event_log import CollectivesNotice, OnEvent, ProcessOutput, RunNotice
+from paceline.telemetry.events import (
+    EpochEnded,
+    RunLengthKnown,
+    RunProgress,
+    StrategyStarted,
+    StrategySwitched,
+    SwitchDecided,
+    VerdictChanged,
+)
 
 
 @contextmanager
-def terminal_reporter(label: str, *, quiet: bool = False) -> Iterator[Show]:
-    """A function that shows notes as they come; the display is closed at the end."""
+def terminal_reporter(label: str, *, quiet: bool = False) -> Iterator[OnEvent]:
+    """Yields a function that displays notices; closes the display at the end."""
     with Progress(label, quiet=quiet) as progress:
         yield TerminalReporter(progress)
 
 
 class TerminalReporter:
+    """Translates notices into calls of `Progress`; ignores what a terminal does not show."""
+
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._last: tuple[float, int] | None = None
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-        progress = self._progress
-        if kind == "totals" and facts["epochs"] is not None:
-            progress.set_totals(facts["epochs"], facts["samples_per_epoch"])
-        elif kind == "progress":
-            progress.update(
-                epoch=facts["epoch"] + 1,
-                samples=facts["samples"],
-                updates=facts["updates"],
-                loss=facts["loss"] if facts["loss"] is not None else math.nan,
-                strategy=facts["strategy"],
-                samples_per_s=self._rate(facts["t"], facts["samples"]),
-            )
-        elif kind == "epoch":
-            progress.epoch_row(facts["row"])
-        elif kind == "phase":
-            progress.update(strategy=facts["strategy"])
-            progress.print_line(
-                f"strategy {facts['strategy']} from sample {facts['samples']}: {facts['lr']}"
-            )
-        elif kind == "switch":
-            row = facts["row"]
-            progress.print_line(
-                f"switched {row['from']} -> {row['to']} at sample {row['samples']} "
-                f"({row['reason']}): pause {row['pause_s']:.3f} s, drain {row['drain_s']:.3f} s"
-            )
-        elif kind == "decision":
-            if facts["row"]["strategy"] == facts["row"]["chosen"]:  # a switch is told when it comes
-                progress.print_line(
-                    f"at sample {facts['row']['samples']}: {facts['row']['reason']}"
-                )
-        elif kind == "verdict":
-            if facts["state"] == "began":
-                progress.print_line(f"{facts['text']}: {facts['suggestion']}")
-            else:
-                progress.print_line(f"no longer: {facts['text']}")
-        elif kind == "way":
-            if facts["way"] != "shared" and facts["why"]:
-                part = "some " if facts["way"] == "partly shared" else ""
-                progress.print_line(
-                    f"{part}gradients passed through sockets, not memory: {facts['why']}"
-                )
-        elif kind == "output":
-            progress.print_line(f"[{facts['who'].replace('-', ' ')}] {facts['line']}")
+    def __call__(self, notice: RunNotice) -> None:
+        self._show(notice)
+
+    @functools.singledispatchmethod
+    def _show(self, notice: RunNotice) -> None:
+        """Checkpoints, run start and end, and everything else have no line of their own."""
+
+    @_show.register
+    def _(self, event: RunLengthKnown) -> None:
+        if event.epochs is not None and event.samples_per_epoch is not None:
+            self._progress.set_totals(event.epochs, event.samples_per_epoch)
+
+    @_show.register
+    def _(self, event: RunProgress) -> None:
+        self._progress.update(
+            epoch=event.epoch + 1,
+            samples=event.samples,
+            updates=event.updates,
+            loss=event.loss if event.loss is not None else math.nan,
+            samples_per_s=self._rate(event.t, event.samples),
+        )
+
+    @_show.register
+    def _(self, event: EpochEnded) -> None:
+        self._progress.epoch_row(event.row)
+
+    @_show.register
+    def _(self, event: StrategyStarted) -> None:
+        self._progress.update(strategy=event.strategy)
+        self._progress.print_line(
+            f"strategy {event.strategy} from sample {event.samples}: {event.lr}"
+        )
+
+    @_show.register
+    def _(self, event: StrategySwitched) -> None:
+        row = event.row
+        self._progress.print_line(
+            f"switched {row.before} -> {row.after} at sample {row.samples} "
+            f"({row.reason}): pause {row.pause_s:.3f} s, drain {row.drain_s:.3f} s"
+        )
+
+    @_show.register
+    def _(self, event: SwitchDecided) -> None:
+        if event.row.stays:  # A switch is printed when it has happened.
+            self._progress.print_line(f"at sample {event.row.samples}: {event.row.reason}")
+
+    @_show.register
+    def _(self, event: VerdictChanged) -> None:
+        if event.is_over:
+            self._progress.print_line(f"resolved: {event.text}")
+        else:
+            self._progress.print_line(f"{event.text}: {event.suggestion}")
+
+    @_show.register
+    def _(self, notice: CollectivesNotice) -> None:
+        if notice.path == "shared" or not notice.reason:
+            return
+        part = "some gradients" if notice.path == "partly shared" else "gradients"
+        self._progress.print_line(f"shared memory not used for {part}: {notice.reason}")
+
+    @_show.register
+    def _(self, notice: ProcessOutput) -> None:
+        self._progress.print_line(f"[{notice.process.replace('-', ' ')}] {notice.line}")
 
     def _rate(self, t: float, samples: int) -> float:
         before, self._last = self._last, (t, samples)

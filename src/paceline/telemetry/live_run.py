@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.telemetry.events import VerdictChanged
+from paceline.telemetry.events import RunProgress, VerdictChanged
 from paceline.telemetry.reader import Plain, RunRecord
 from paceline.telemetry.verdicts import LIVE_S, Verdict, verdicts
 
@@ -93,8 +93,8 @@ class LiveRun:
         self.active_verdicts: dict[tuple[str, str], Verdict] = {}
         """Verdicts that hold now, by rule and whom they are about."""
         self._not_found: dict[tuple[str, str], int] = {}
-        self.progress: Plain | None = None
-        """The coordinator's last word on samples, updates and loss."""
+        self.progress: RunProgress | None = None
+        """The latest totals from the coordinator."""
 
     def add(self, who: str, event: Plain) -> None:
         self.record.add(who, event)

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from paceline.telemetry.events import GpuMetrics
+
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 SECTOR = 512
@@ -262,7 +264,7 @@ class HostReading:
     links: dict[str, tuple[int, int]]
     disk_read: int
     disk_write: int
-    gpus: list[dict[str, Any]]
+    gpus: list[GpuMetrics]
 
 
 def read_machine() -> HostReading:
@@ -349,11 +351,11 @@ def _nvml() -> Any:
     return pynvml
 
 
-def read_gpus() -> list[dict[str, Any]]:
+def read_gpus() -> list[GpuMetrics]:
     library = _nvml()
     if library is None:
         return []
-    found = []
+    found: list[GpuMetrics] = []
     for index in range(library.nvmlDeviceGetCount()):
         try:
             device = library.nvmlDeviceGetHandleByIndex(index)

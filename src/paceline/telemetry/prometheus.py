@@ -35,7 +35,7 @@ def _progress(live: LiveRun, out: list[str]) -> None:
             "loss": ("gauge", "Mean training loss of the epoch so far."),
         }
         for name, (kind, text) in names.items():
-            value = last.get(name.removesuffix("_total"))
+            value = getattr(last, name.removesuffix("_total"))
             if value is not None:
                 _family(out, name, kind, text, [({}, float(value))])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.protocol.history import History
-from paceline.telemetry.events import PHASES, STEP_PHASES
+from paceline.telemetry.events import PHASES, STEP_PHASES, EpochRow
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.phase_clock import STAGES
 from paceline.telemetry.reader import read_run
@@ -47,7 +47,7 @@ def make_result(
     history = outcome.coordinator.history
     totals = outcome.coordinator.totals
     final = outcome.coordinator.final
-    last = history.rows[-1] if history.rows else {}
+    last = history.rows[-1] if history.rows else EpochRow()
     job = config["job"]
     train_s = history.train_seconds
     phases, by_epoch = phases_of_workers(totals, None if virtual else folder)
@@ -66,16 +66,16 @@ def make_result(
         "updates": history.updates,
         "seconds": round(outcome.seconds, 6),
         "samples_per_s": round(history.samples / train_s, 3) if train_s > 0 else None,
-        "train_loss": last.get("train_loss"),
-        "train_acc": last.get("train_acc"),
-        "val_loss": last.get("val_loss"),
-        "val_acc": last.get("val_acc"),
+        "train_loss": last.train_loss,
+        "train_acc": last.train_acc,
+        "val_loss": last.val_loss,
+        "val_acc": last.val_acc,
         "test_loss": final.get("test_loss"),
         "test_acc": final.get("test_acc"),
         "stages": sum_stages(totals, outcome.seconds),
-        "history": history.rows,
-        "switches": history.switches,
-        "decisions": history.decisions,
+        "history": [row.to_plain() for row in history.rows],
+        "switches": [row.to_plain() for row in history.switches],
+        "decisions": [row.to_plain() for row in history.decisions],
         "staleness": staleness_summary(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases,

@@ -27,7 +27,8 @@ from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.policies import make_switch_policy
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.telemetry.event_log import EventLog
+from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
+from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 from paceline.twin.backend import TimeOnlyBackend, WeightsBackend
@@ -54,7 +55,7 @@ class TwinOptions:
     start_from: Path | None = None
     keep_checkpoints: int = 2
     labels: Mapping[str, str] = field(default_factory=dict)
-    show: Callable[[str, dict[str, Any]], None] = field(default=lambda kind, facts: None)
+    show: OnEvent = ignore_notice
 
     def __post_init__(self) -> None:
         if self.depth not in DEPTHS:
@@ -111,7 +112,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
     keeper = EventLog(writer, options.show)
-    keeper.started(config)
+    keeper.started(strategy=str(strategy), workers=workers, servers=plan.servers)
     timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
     fleet = SimulatedMachines(
         options.pool,
@@ -128,7 +129,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
         work,
         learner,
         timeline,
-        note=keeper.note,
+        note=keeper.record,
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
         splits=splits,
@@ -202,7 +203,7 @@ def prepare_twin(
     return work, training, tables.splits
 
 
-def _show_progress(world: Simulator, show: Callable[[str, dict[str, Any]], None]) -> None:
+def _show_progress(world: Simulator, show: OnEvent) -> None:
     """People see the run go on in their own time; the folder knows virtual time alone."""
     due = time.monotonic() + SHOW_S
 
@@ -213,15 +214,13 @@ def _show_progress(world: Simulator, show: Callable[[str, dict[str, Any]], None]
         due = time.monotonic() + SHOW_S
         history = world.coordinator.history
         show(
-            "progress",
-            {
-                "t": now,
-                "epoch": history.epoch,
-                "samples": history.samples,
-                "updates": history.updates,
-                "loss": history.tally.loss,
-                "strategy": str(world.plan.strategy.phases[history.phase]),
-            },
+            RunProgress(
+                t=now,
+                epoch=history.epoch,
+                samples=history.samples,
+                updates=history.updates,
+                loss=history.tally.loss,
+            )
         )
 
     world.observers.append(watch)

@@ -41,7 +41,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.pace import Send, SendToServers
 from paceline.specs.strategy import Grouped, ParameterServer, Strategy
-from paceline.telemetry.events import PHASES
+from paceline.telemetry.events import PHASES, Event
 from paceline.twin.backend import StepOutcome, WeightsBackend
 from paceline.twin.machines import Floats, SimulatedMachines
 from paceline.twin.timeline import Callback, FifoResource, Timeline
@@ -126,7 +126,7 @@ class Simulator:
         learner: WeightsBackend,
         timeline: Timeline,
         *,
-        note: Callable[[str, dict[str, Any]], None] = lambda kind, facts: None,
+        note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
         memory: dict[str, Any] | None = None,
         splits: tuple[str, ...] = (),
@@ -274,7 +274,7 @@ class Simulator:
                         now, partial(self._simulation.on_order, action.message)
                     )
             elif isinstance(action, EmitEvent):
-                self._note(action.kind, {"t": now, **action.facts})
+                self._note(action.event)
             else:
                 assert isinstance(action, EndRun)
                 self.end = action
