@@ -38,9 +38,9 @@ from paceline.protocol.messages import (
 )
 from paceline.specs.strategy import parse_strategy
 from paceline.state import Section
-from paceline.strategies.param_server import ParameterServerRunner
+from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
+from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import Replica, TrainStep, WorkerContext
-from paceline.strategies.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.worker.malloc import tune_malloc
 from results_store import keep

@@ -43,7 +43,7 @@ def role_of(frames: list[str]) -> str | None:
     """None for what is not training: starting, reading data, waiting for commands."""
     if any("worker/training_loop.py" in frame for frame in frames):
         return "worker"
-    if any("strategies/server.py" in frame for frame in frames):
+    if any("strategies/ps/server.py" in frame for frame in frames):
         return None if any("warm_up" in frame for frame in frames) else "server"
     if any("launch/supervisor.py" in f or "launch/hub.py" in f for f in frames):
         return "coordinator"

@@ -30,7 +30,7 @@ from paceline.comm.wire import Channel, pack
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
 from paceline.protocol.messages import ApplyUpdate, GradientRef, Message, ServerReady, StopServer
-from paceline.strategies.server import ParameterServerProcess, warm_up_torch
+from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.sampler import ServerCounters
 
 TOKEN = "a token of this run"
@@ -469,7 +469,7 @@ def test_weights_stay_when_there_is_no_shared_memory(
     def no_room(nbytes: int) -> SharedWeightsOwner:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.strategies.server.SharedWeightsOwner", no_room)
+    monkeypatch.setattr("paceline.strategies.ps.store.SharedWeightsOwner", no_room)
     channel = served.connect()
     served.fill(channel, torch.arange(4.0))
     memory = MailboxSegment(1, 16)

@@ -20,7 +20,7 @@ RUNNERS = {
     "grouped": "paceline.strategies.grouped:GroupedRunner",
     "local_sgd": "paceline.strategies.local_sgd:LocalSgdRunner",
     "pipeline": "paceline.strategies.pipeline:PipelineRunner",
-    "ps": "paceline.strategies.param_server:ParameterServerRunner",
+    "ps": "paceline.strategies.ps.worker:ParameterServerRunner",
     "tensor": "paceline.strategies.tensor:TensorRunner",
 }
 

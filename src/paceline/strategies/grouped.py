@@ -6,7 +6,7 @@ import torch
 
 from paceline.errors import PeerLost, UsageError
 from paceline.specs.strategy import Grouped, ParameterServer
-from paceline.strategies.param_server import ParameterServerRunner
+from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM
 

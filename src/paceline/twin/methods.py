@@ -15,14 +15,14 @@ from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.codec import Codec
 from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, ParameterServer
 from paceline.strategies.allreduce import NORMS_EVERY
-from paceline.strategies.param_server import optimizer_options
-from paceline.strategies.runner import step_optimizer
-from paceline.strategies.server import (
+from paceline.strategies.ps.store import (
     ParameterStore,
     PendingGradient,
     StoredSlice,
     optimizer_from_reference,
 )
+from paceline.strategies.ps.worker import optimizer_options
+from paceline.strategies.runner import step_optimizer
 from paceline.twin.backend import StepOutcome
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import socket
 import torch
 
 from paceline.comm.control import ControlConnection
-from paceline.strategies.server import ParameterServerProcess, warm_up_torch
+from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.events import ServerEnded, ServerStarted
 from paceline.telemetry.phase_clock import ServerClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
