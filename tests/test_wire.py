@@ -301,7 +301,10 @@ def test_replayed_proof_is_refused() -> None:
 @pytest.mark.parametrize(
     ("greeting", "words"),
     [
-        (wire.HELLO.pack(wire.MAGIC, 2, b"n" * 32), "wire format 2"),
+        (
+            wire.HELLO.pack(wire.MAGIC, wire.VERSION + 1, b"n" * 32),
+            f"wire format {wire.VERSION + 1}",
+        ),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"." * 40, "does not speak"),
     ],
     ids=["version", "browser"],
