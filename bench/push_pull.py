@@ -36,10 +36,10 @@ from paceline.protocol.messages import (
     ServerReady,
     StopServer,
 )
-from paceline.specs.strategy import parse_strategy
 from paceline.state import Section
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.strategies.ps.worker import ParameterServerRunner
+from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import Replica, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.worker.malloc import tune_malloc

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.job import refer_to_job
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
 from paceline.twin.calibration import busy_s, coefficient_of_variation, read_steps, trimmed_mean
 from paceline.twin.machine_probe import probe_backends

@@ -36,7 +36,7 @@ from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.cluster.pool_file import load_pool, pool_from_mapping
 from paceline.job import refer_to_job
 from paceline.plan.estimate import PoolArrays, estimate
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
 from paceline.twin.calibration import read_steps
 from paceline.twin.workload import workload_of_job

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.launch.run import RunOptions, run_training
 from paceline.protocol.messages import Lease
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.phase_clock import (
     BACKWARD,
     COMM,

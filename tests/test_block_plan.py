@@ -45,7 +45,7 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.protocol.pace import Send
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
 files = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=13)
 """Files of unequal sizes, each of a few row groups."""
@@ -203,7 +203,9 @@ class Workers:
     def run(self, strategy: str, workers: int, *, every: int, until_save: int | None) -> str:
         """Train until the end, or until so many checkpoints; returns how it ended."""
         plan = RunSpec(strategy=parse_strategy(strategy), workers=workers, checkpoint_samples=every)
-        coordinator = Coordinator(plan, now=0.0, memory=self.memory)
+        coordinator = Coordinator(
+            plan, now=0.0, paces=make_pace, policies=make_switch_policy, memory=self.memory
+        )
         queue: list[Any] = []
         now = 0.0
         samples = sum(self._layout.rows)
@@ -315,7 +317,9 @@ def test_resuming_with_another_division_is_refused() -> None:
     assert workers.run("allreduce", 2, every=20, until_save=1) == "saved"
     for other in (None, BlockLayout((10,) * 6, tuple(range(6)), 30, 0)):
         plan = RunSpec(strategy=parse_strategy("allreduce"), workers=1)
-        coordinator = Coordinator(plan, now=0.0, memory=workers.memory)
+        coordinator = Coordinator(
+            plan, now=0.0, paces=make_pace, policies=make_switch_policy, memory=workers.memory
+        )
         actions = coordinator.handle(WorkerReady(0, 60, 8, 1, (), 0.0, other), 1.0)
         ends = [a for a in actions if isinstance(a, EndRun)]
         assert ends[0].usage

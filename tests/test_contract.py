@@ -25,7 +25,7 @@ from jobs import (
 from paceline.launch.run import RunOptions, run_training
 from paceline.protocol.messages import split_batch
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import STRATEGIES, parse_strategy
+from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.run_folder import RunFolder, read_events
 from paceline.worker.batch_loader import epoch_order
@@ -74,7 +74,7 @@ def test_table_covers_every_registered_strategy() -> None:
     words |= {parse_strategy(text).name for text in TABLE}
     # Those that split a model want one that can be traced, or layers they know: test_pipeline.py
     # and test_tensor.py.
-    assert words | {"pipeline", "tensor"} == set(STRATEGIES)
+    assert words | {"pipeline", "tensor"} == set(records())
     assert [text for text in TABLE if parse_strategy(text).exact] == EXACT
 
 

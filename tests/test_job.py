@@ -19,7 +19,7 @@ from paceline.job import Job, JobRef, build_job, display_name, hash_file, refer_
 from paceline.launch.run import RunOptions, plain_fields, run_training, train
 from paceline.specs.optimizer import AdamSpec
 from paceline.specs.point import RunPoint
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.worker.cpu_affinity import pin
 from paceline.worker.job_builder import (
     JobData,

@@ -1,13 +1,15 @@
 """Who may import whom, read from the source; and what stays out until it is needed.
 
-`ROOMS` is the rule: a room may import itself and the rooms named behind it, at any place in its
-files, inside functions and for type checking too. `TORCH_FREE` rooms never name torch, and
-importing any of their modules leaves it out of the process.
+`LAYERS` is the rule: a layer may import itself and the layers named behind it, anywhere in its
+files, inside functions and for type checking too. A layer is a folder, unless a pattern of
+`FILE_PATTERNS` names it. `TORCH_FREE` layers never name torch, and importing any of their modules
+leaves it out of the process.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,22 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+
+FILE_PATTERNS = {
+    "telemetry/events/*.py": "telemetry.events",
+    "cluster/remote/*.py": "cluster.remote",
+    "strategies/__init__.py": "strategies.registry",
+    "strategies/registry.py": "strategies.registry",
+    "strategies/*/__init__.py": "strategies.record",
+    "strategies/*/spec.py": "strategies.spec",
+    "strategies/*/pace.py": "strategies.pace",
+    "strategies/*/cost.py": "strategies.cost",
+    "strategies/*/simulate.py": "strategies.simulate",
+    "strategies/ps/sync.py": "strategies.spec",
+    "strategies/pipeline/partition.py": "strategies.spec",
+    "strategies/switch/*.py": "strategies.spec",
+}
+"""Layers that are not a whole folder; the first pattern that matches counts."""
 
 LAYERS: dict[str, set[str]] = {
     # Ideas: no input, no output, no tensors.
@@ -33,8 +51,42 @@ LAYERS: dict[str, set[str]] = {
     "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
     "job": {"errors", "specs", "data", "models"},
+    # Strategies, one folder each: what needs no torch comes first.
+    "strategies.registry": {"errors", "specs", "protocol"},
+    "strategies.spec": {"errors", "specs", "protocol", "strategies.registry"},
+    "strategies.record": {"strategies.registry", "strategies.spec"},
+    "strategies.pace": {"errors", "specs", "protocol", "strategies.spec"},
+    "strategies.cost": {
+        "errors",
+        "specs",
+        "cluster",
+        "plan",
+        "strategies.registry",
+        "strategies.spec",
+    },
+    "strategies.simulate": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "plan",
+        "strategies",
+        "strategies.registry",
+        "strategies.spec",
+        "twin",
+    },
     # What happens inside a worker.
-    "strategies": {"errors", "specs", "protocol", "comm", "state", "accuracy", "telemetry"},
+    "strategies": {
+        "errors",
+        "specs",
+        "protocol",
+        "comm",
+        "state",
+        "accuracy",
+        "strategies.spec",
+        "telemetry",
+    },
     "worker": {
         "errors",
         "specs",
@@ -45,6 +97,7 @@ LAYERS: dict[str, set[str]] = {
         "models",
         "job",
         "strategies",
+        "strategies.registry",
         "telemetry",
         "telemetry.events",
         "accuracy",
@@ -70,13 +123,14 @@ LAYERS: dict[str, set[str]] = {
         "comm",
         "job",
         "report",
+        "strategies.registry",
         "telemetry",
         "telemetry.events",
         "worker",
         "cluster",
         "cluster.remote",
     },
-    "plan": {"errors", "specs", "cluster"},
+    "plan": {"errors", "specs", "cluster", "strategies.registry", "strategies.spec"},
     "twin": {
         "errors",
         "specs",
@@ -85,6 +139,8 @@ LAYERS: dict[str, set[str]] = {
         "state",
         "job",
         "strategies",
+        "strategies.registry",
+        "strategies.spec",
         "telemetry",
         "telemetry.events",
         "worker",
@@ -103,6 +159,7 @@ LAYERS: dict[str, set[str]] = {
         "keras",
         "launch",
         "report",
+        "strategies.registry",
         "worker",
     },
     "ray": {"errors", "data", "cluster", "cluster.remote", "launch", "worker"},
@@ -120,20 +177,32 @@ LAYERS: dict[str, set[str]] = {
         "report",
         "spark",
         "specs",
+        "strategies.registry",
         "twin",
     },
-    "__init__": {"specs", "job", "launch", "trained_model", "worker"},
+    "__init__": {"strategies.spec", "job", "launch", "trained_model", "worker"},
 }
+
+TYPES_ONLY = {"strategies.registry": {"strategies"}}
+"""What a layer may name for type checking alone: the registry returns facets, and imports them by
+name."""
 
 TORCH_FREE = (
     "errors",
     "specs",
     "protocol",
+    "strategies.registry",
+    "strategies.spec",
+    "strategies.record",
+    "strategies.pace",
+    "strategies.cost",
     "telemetry",
+    "telemetry.events",
     "job",
     "report",
     "dashboard",
     "cluster",
+    "cluster.remote",
     "plan",
     "launch",
     "ray",
@@ -141,7 +210,7 @@ TORCH_FREE = (
 )
 
 TORCH_FREE_MODULES = {
-    # Of rooms with torch, what a process without it uses.
+    # Of layers with torch, what a process without it uses.
     "worker": {"__init__", "__main__", "main", "assignment", "outpost", "cpu_affinity", "spawn"},
     "comm": {"__init__", "wire", "control"},
     "data": {
@@ -168,7 +237,7 @@ TORCH_FREE_MODULES = {
     },
     "models": {"__init__", "catalog"},
 }
-"""Modules of other rooms that launch, job and the command line import before torch is needed."""
+"""Modules of other layers that launch, job and the command line import before torch is needed."""
 
 WORKER_FROM_LAUNCH = {"assignment", "main", "outpost", "spawn"}
 """All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
@@ -186,64 +255,95 @@ def name_module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def find_imports(path: Path) -> Iterator[str]:
-    """The full names of everything imported anywhere in a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def find_imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """The full names of everything imported anywhere in a file, and whether for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    types_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, node in types_only) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports here are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((name, node in types_only) for name in names)
 
 
-def find_room(name: str) -> str:
-    """The room of a full name: `paceline.telemetry.events.Event` lies in telemetry.events."""
-    inner = name.split(".")[1:]
-    if ".".join(inner[:2]) in LAYERS:
-        return ".".join(inner[:2])
-    return inner[0] if inner and inner[0] in LAYERS else "__init__"
+def imported_names(path: Path) -> Iterator[str]:
+    return (name for name, _ in find_imports(path))
 
 
-def room_of(path: Path) -> str:
-    return find_room(name_module(path))
+def layer_of(path: Path) -> str:
+    inner = path.relative_to(SOURCE)
+    for pattern, layer in FILE_PATTERNS.items():
+        if fnmatch.fnmatchcase(inner.as_posix(), pattern):
+            return layer
+    return inner.with_suffix("").parts[0]
+
+
+def layer_of_name(name: str) -> str:
+    """The layer of a full name: `paceline.telemetry.events.Event` is in telemetry.events."""
+    path = SOURCE
+    for part in name.split(".")[1:]:
+        if (path / part).is_dir():
+            path = path / part
+        else:
+            path = path / f"{part}.py" if (path / f"{part}.py").is_file() else path
+            break
+    return layer_of(path / "__init__.py" if path.is_dir() else path)
 
 
 def imports_of_ours(path: Path) -> Iterator[str]:
-    return (name for name in find_imports(path) if name.split(".")[0] == "paceline")
+    return (name for name in imported_names(path) if name.split(".")[0] == "paceline")
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_has_a_layer() -> None:
     for path in list_modules():
-        first = path.relative_to(SOURCE).with_suffix("").parts[0]
-        assert first in LAYERS, f"{path}: give it a place in the table above"
+        assert layer_of(path) in LAYERS, f"{path}: give it a place in the table above"
 
 
-@pytest.mark.parametrize("room", LAYERS)
-def test_rooms_import_only_downwards(room: str) -> None:
-    odd = [
-        f"{path.relative_to(SOURCE)} imports {name}"
-        for path in list_modules()
-        if room_of(path) == room
-        for name in imports_of_ours(path)
-        if find_room(name) not in {room, *LAYERS[room]}
-    ]
+def test_every_pattern_names_files_of_a_known_layer() -> None:
+    files = [path.relative_to(SOURCE).as_posix() for path in list_modules()]
+    for pattern, layer in FILE_PATTERNS.items():
+        assert layer in LAYERS
+        if layer in ("strategies.cost", "strategies.simulate"):
+            continue  # Optional facets.
+        assert fnmatch.filter(files, pattern), pattern
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_import_only_downwards(layer: str) -> None:
+    odd = []
+    for path in list_modules():
+        if layer_of(path) != layer:
+            continue
+        for name, types_only in find_imports(path):
+            if name.split(".")[0] != "paceline":
+                continue
+            allowed = {layer, *LAYERS[layer], *(TYPES_ONLY.get(layer, ()) if types_only else ())}
+            if layer_of_name(name) not in allowed:
+                odd.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert odd == []
 
 
 def test_table_has_no_cycles() -> None:
-    """So that every room can be read, and tested, with those below it alone."""
+    """So that every layer can be read, and tested, with those below it alone."""
     below: set[str] = set()
     left = dict(LAYERS)
     while left:
-        ready = [room for room, needs in left.items() if needs <= below]
+        ready = [layer for layer, needs in left.items() if needs <= below]
         assert ready, f"a cycle among {sorted(left)}"
-        for room in ready:
-            below.add(room)
-            del left[room]
+        for layer in ready:
+            below.add(layer)
+            del left[layer]
 
 
 def test_modules_have_no_cycles_at_import() -> None:
-    """Within rooms too, for imports at the top of a file."""
+    """Within layers too, for imports at the top of a file."""
     names = {name_module(path): path for path in list_modules()}
     needs: dict[str, set[str]] = {}
     for name, path in names.items():
@@ -261,7 +361,7 @@ def test_modules_have_no_cycles_at_import() -> None:
 
 def test_launch_uses_only_the_light_part_of_workers() -> None:
     for path in list_modules():
-        if room_of(path) != "launch":
+        if layer_of(path) != "launch":
             continue
         for name in imports_of_ours(path):
             parts = name.split(".")
@@ -272,7 +372,7 @@ def test_launch_uses_only_the_light_part_of_workers() -> None:
 def test_programs_for_other_machines_need_nothing_there() -> None:
     """They are sent as text to machines where only Python is sure to be."""
     for path in (SOURCE / "cluster" / "remote").glob("*.py"):
-        for name in find_imports(path):
+        for name in imported_names(path):
             assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
         # An old Python over there is to be told, not to be failed on.
         ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 7))
@@ -283,7 +383,7 @@ def test_pickle_stays_in_one_place() -> None:
     found = {
         str(path.relative_to(SOURCE))
         for path in list_modules()
-        for name in find_imports(path)
+        for name in imported_names(path)
         if name.split(".")[0] in modules or name.startswith("multiprocessing.reduction")
     }
     assert found == PICKLE_ALLOWED
@@ -296,14 +396,14 @@ def test_pickle_stays_in_one_place() -> None:
 def is_torch_free(path: Path) -> bool:
     parts = path.relative_to(SOURCE).with_suffix("").parts
     light = len(parts) == 2 and parts[1] in TORCH_FREE_MODULES.get(parts[0], set())
-    return parts[0] in TORCH_FREE or light
+    return layer_of(path) in TORCH_FREE or light
 
 
 def test_torch_is_not_named_where_it_is_not_needed() -> None:
     """`worker.main` starts servers, and so imports torch inside a function."""
     for path in list_modules():
-        if path.relative_to(SOURCE).parts[0] in TORCH_FREE:
-            named = {name for name in find_imports(path) if name.split(".")[0] == "torch"}
+        if layer_of(path) in TORCH_FREE:
+            named = {name for name in imported_names(path) if name.split(".")[0] == "torch"}
             assert named == set(), path
 
 

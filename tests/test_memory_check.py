@@ -15,7 +15,7 @@ from conftest import StartCli
 from paceline.errors import UsageError
 from paceline.job import build_job
 from paceline.launch.run import train
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.memory_limit import available_memory_bytes
 from paceline.worker.activation_checkpointing import checkpoint_activations
 from paceline.worker.memory_check import (

@@ -20,11 +20,16 @@ from safetensors.torch import load_file
 import paceline
 from paceline import Job, models
 from paceline.errors import SpecError, UsageError
-from paceline.specs.cuts import LayerCost, StageBudget, partition_layers, stage_cost
-from paceline.specs.strategy import parse_strategy
-from paceline.strategies.cutting import cut_evenly
-from paceline.strategies.flow import StageExchange
-from paceline.strategies.stages import stage_schedule, trace_stages
+from paceline.strategies.pipeline.cut_selection import cut_evenly
+from paceline.strategies.pipeline.partition import (
+    LayerCost,
+    StageBudget,
+    partition_layers,
+    stage_cost,
+)
+from paceline.strategies.pipeline.stage_exchange import StageExchange
+from paceline.strategies.pipeline.stage_graph import stage_schedule, trace_stages
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.worker.job_builder import cross_entropy
 

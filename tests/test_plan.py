@@ -19,7 +19,8 @@ from paceline.plan.estimate import Estimate, PoolArrays, estimate
 from paceline.plan.explanation import plan_to_json
 from paceline.plan.search import CANDIDATES, OBJECTIVES, parse_objective, search
 from paceline.plan.split import StageHost, bubble_fraction, estimate_pipeline
-from paceline.specs.strategy import PipelineParallel, parse_strategy
+from paceline.strategies.pipeline.spec import PipelineParallel
+from paceline.strategies.registry import parse_strategy
 from paceline.twin.fit_published import simulated_seconds
 
 WORK = Workload(

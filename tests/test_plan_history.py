@@ -29,7 +29,7 @@ from paceline.plan.search import (
     search,
     search_strategy,
 )
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 
 WORK = Workload(
     model="m",

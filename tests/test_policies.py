@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import SpecError
-from paceline.protocol.auto import AutoPolicy, RunHorizon
 from paceline.protocol.history import History
 from paceline.protocol.messages import StepStats
-from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.switch_policy import RunHorizon
 from paceline.protocol.throughput import (
     GradientNoiseScale,
     ThroughputMonitor,
@@ -22,7 +21,8 @@ from paceline.protocol.throughput import (
 )
 from paceline.specs.schedule import Schedule, parse_schedule
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown, parse_slowdown
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import make_switch_policy, parse_strategy
+from paceline.strategies.switch.auto_policy import AutoPolicy
 from paceline.telemetry.events import EpochRow, SwitchRow
 
 CALM = (100.0, 101.0, 99.0, 100.0)
@@ -37,13 +37,12 @@ def window(
 
 
 def policy_of(text: str, schedule: str = "constant", epochs: int | None = 10) -> Any:
-    return make_switch_policy(
-        parse_strategy(text),
-        workers=4,
-        samples_per_epoch=1000,
-        epochs=epochs,
-        batch=100,
-        schedule=parse_schedule(schedule),
+    return make_switch_policy(parse_strategy(text), horizon(parse_schedule(schedule), epochs))
+
+
+def horizon(schedule: Schedule, epochs: int | None = 10) -> RunHorizon:
+    return RunHorizon(
+        workers=4, samples_per_epoch=1000, epochs=epochs, batch=100, schedule=schedule
     )
 
 
@@ -174,8 +173,7 @@ def test_elastic_leaves_the_straggler_out() -> None:
 
 
 def auto(schedule: str = "constant") -> AutoPolicy:
-    read: Schedule = parse_schedule(schedule)
-    return AutoPolicy(RunHorizon(1000, 10_000, 100, read))
+    return AutoPolicy(horizon(parse_schedule(schedule)))
 
 
 def choose(policy: AutoPolicy, history: History) -> str | None:
@@ -234,7 +232,7 @@ def test_a_lower_rate_noisier_gradients_and_less_staleness_allow_an_earlier_swit
     assert policy.safe_from(history, 0.0) == pytest.approx(0.5 / 1.5)
     dropped = auto("milestones(1)")
     assert dropped.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.1**0.5)
-    two = AutoPolicy(RunHorizon(1000, 10_000, 100, parse_schedule("constant"), staleness=1.0))
+    two = AutoPolicy(horizon(parse_schedule("constant")), staleness=1.0)
     assert two.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.25**0.25)
     # Measured staleness takes the place of the expected one.
     ran = history_of(1000, [window(1)], staleness=Counter({0: 1, 2: 1}))

@@ -61,12 +61,13 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.protocol.pace import Send, SendToServers
-from paceline.protocol.policies import make_switch_policy
 from paceline.protocol.shard import SendWeights, ServerShard, StepOptimizer, SumGradients
+from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
 from paceline.specs.stop_condition import parse_stop_condition
-from paceline.specs.strategy import Strategy, parse_strategy
-from paceline.specs.sync import Gba
+from paceline.specs.strategy import Strategy
+from paceline.strategies.ps.sync import Gba
+from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 from paceline.telemetry.events import EpochRow, Event
 
 # ---- ledger -----------------------------------------------------------------------------------
@@ -253,12 +254,16 @@ def test_every_kind_of_message_is_known() -> None:
 # ---- the whole run, played with random delays -------------------------------------------------
 
 
+def make_coordinator(plan: RunSpec) -> Coordinator:
+    return Coordinator(plan, now=0.0, paces=make_pace, policies=make_switch_policy)
+
+
 class Play:
     """Workers and servers as plain objects; each delivered message is chosen at random."""
 
     def __init__(self, plan: RunSpec, *, samples: int, batch: int, epochs: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.coordinator = Coordinator(plan, now=0.0)
+        self.coordinator = make_coordinator(plan)
         self.plan, self.samples, self.batch, self.epochs = plan, samples, batch, epochs
         self.now = 0.0
         self.inbox: list[deque[Message]] = [deque() for _ in range(plan.workers)]
@@ -414,15 +419,17 @@ STRATEGIES = [
 ]
 
 
+def horizon(samples: int, batch: int, epochs: int) -> RunHorizon:
+    return RunHorizon(
+        workers=3, samples_per_epoch=samples, epochs=epochs, batch=batch, schedule=Constant()
+    )
+
+
 def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
     try:
         make_switch_policy(
             spec,
-            workers=3,
-            samples_per_epoch=samples,
-            epochs=epochs,
-            batch=batch,
-            schedule=Constant(),
+            horizon(samples, batch, epochs),
         )
     except SpecError:
         return False
@@ -442,22 +449,14 @@ def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> 
     with pytest.raises(SpecError, match=complaint):
         make_switch_policy(
             parse_strategy(text),
-            workers=3,
-            samples_per_epoch=95,
-            epochs=1,
-            batch=10,
-            schedule=Constant(),
+            horizon(95, 10, 1),
         )
 
 
 def test_a_point_inside_a_batch_moves_to_its_end() -> None:
     policy = make_switch_policy(
         parse_strategy("switch(allreduce, ps, at=48%)"),
-        workers=3,
-        samples_per_epoch=95,
-        epochs=2,
-        batch=10,
-        schedule=Constant(),
+        horizon(95, 10, 2),
     )
     assert policy.next_stop(History(samples=20)) == 95
     assert policy.decide(History(samples=90)) is None
@@ -557,7 +556,7 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 def test_divergence_names_step_and_worker() -> None:
     plan = RunSpec(strategy=parse_strategy("allreduce"), workers=2)
-    coordinator = Coordinator(plan, now=0.0)
+    coordinator = make_coordinator(plan)
     (end,) = coordinator.handle(LossDiverged(1, 17, float("nan"), "it is not finite"), 1.0)
     assert isinstance(end, EndRun)
     assert end.status == "diverged"
@@ -565,7 +564,7 @@ def test_divergence_names_step_and_worker() -> None:
 
 
 def test_workers_that_disagree_on_the_data_are_refused() -> None:
-    coordinator = Coordinator(RunSpec(strategy=parse_strategy("allreduce"), workers=2), now=0.0)
+    coordinator = make_coordinator(RunSpec(strategy=parse_strategy("allreduce"), workers=2))
     coordinator.handle(WorkerReady(0, 10, 2, 1, ()), 0.0)
     (end,) = coordinator.handle(WorkerReady(1, 11, 2, 1, ()), 0.0)
     assert isinstance(end, EndRun)
@@ -588,7 +587,7 @@ def test_the_one_who_computes_is_stuck_not_those_who_wait_for_it() -> None:
 
 
 def test_a_coordinator_takes_heartbeats_at_any_time() -> None:
-    coordinator = Coordinator(RunSpec(strategy=parse_strategy("single"), workers=1), now=0.0)
+    coordinator = make_coordinator(RunSpec(strategy=parse_strategy("single"), workers=1))
     assert coordinator.handle(Heartbeat(0, 3, "forward", 7), 1.0) == []
     assert coordinator.members.last_step(0) == 3
 
@@ -694,4 +693,4 @@ def test_gba_buffers_to_a_global_batch_and_lets_everybody_go_on() -> None:
     clock = GbaClock(2)
     assert clock.on_push(push(0, 1), 0.0) == ClockDecision([], [0])
     assert clock.on_push(push(0, 2), 0.0) == ClockDecision([[push(0, 1), push(0, 2)]], [0])
-    assert [Gba(stale=2, decay=0.5).weight_of(s) for s in (0, 2, 3, 5)] == [1, 1, 0.5, 0.125]
+    assert [Gba(stale=2, decay=0.5).gradient_weight(s) for s in (0, 2, 3, 5)] == [1, 1, 0.5, 0.125]

@@ -27,8 +27,8 @@ from paceline.launch.folder_service import FolderService
 from paceline.launch.remote_launcher import bundle_project
 from paceline.launch.run import RunOptions, run_training
 from paceline.protocol.messages import EventLine, FileChunk, FileRequest, FilesComplete
-from paceline.specs.strategy import parse_strategy
 from paceline.state import list_checkpoints
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder, read_events
 from process_engine import Places
 

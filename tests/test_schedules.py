@@ -6,7 +6,7 @@ import pytest
 
 from paceline.protocol.clock import Push, SspClock
 from paceline.protocol.ledger import Ledger
-from paceline.protocol.pace import PushPace
+from paceline.protocol.push_pace import PushPace
 from paceline.twin import faults
 from paceline.twin.faults import FaultCase, Violation, draw_case, run_case, run_cases
 

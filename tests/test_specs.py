@@ -24,19 +24,13 @@ from paceline.specs.schedule import (
     parse_schedule,
 )
 from paceline.specs.stop_condition import METRICS, StopCondition, parse_stop_condition
-from paceline.specs.strategy import (
-    STRATEGIES,
-    SYNCS,
-    AllReduce,
-    Asp,
-    Bsp,
-    ParameterServer,
-    Single,
-    Strategy,
-    Switch,
-    parse_strategies,
-    parse_strategy,
-)
+from paceline.specs.strategy import Strategy
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.ps.sync import SYNC_MODES, Asp, Bsp
+from paceline.strategies.registry import parse_strategies, parse_strategy, records
+from paceline.strategies.single.spec import Single
+from paceline.strategies.switch.spec import Switch
 
 # ---- all that can be written -----------------------------------------------------------------
 
@@ -142,7 +136,7 @@ def test_strategies_round_trip(spec: Strategy) -> None:
     assert parse_strategy(spec) is spec
 
 
-@pytest.mark.parametrize("word", sorted({*STRATEGIES} - {"switch"}))
+@pytest.mark.parametrize("word", sorted({*records()} - {"switch"}))
 def test_every_strategy_by_its_word_alone(word: str) -> None:
     spec = parse_strategy(word)
     assert str(spec) == word
@@ -150,7 +144,7 @@ def test_every_strategy_by_its_word_alone(word: str) -> None:
     assert spec.phases == (spec,)
 
 
-@pytest.mark.parametrize("word", sorted(SYNCS))
+@pytest.mark.parametrize("word", sorted(SYNC_MODES))
 def test_every_sync_mode_round_trips_at_its_defaults(word: str) -> None:
     spec = parse_strategy(f"ps(sync={word})")
     assert parse_strategy(str(spec)) == spec
@@ -245,8 +239,8 @@ READERS: tuple[Callable[[str], Any], ...] = (
 tokens = st.sampled_from(
     [
         *("(", ")", ",", "=", "%", " ", "-", ";", "1", "0.5", "1e999", "-1", "inf", "nan", "true"),
-        *STRATEGIES,
-        *SYNCS,
+        *records(),
+        *SYNC_MODES,
         *OPTIMIZERS,
         *SCHEDULES,
         *("at=", "sync=", "servers=", "momentum=", "betas=", "warmup=", "marks=", "epoch(", "50%"),

@@ -259,7 +259,7 @@ import json, resource, sys
 from pathlib import Path
 from paceline.job import Job
 from paceline.launch.run import RunOptions, run_training
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 out = Path(sys.argv[1])
 job = Job(model="resnet8", epochs=4)
 options = RunOptions(out=out, workers=2, threads=1, profile_epoch=2)

@@ -16,9 +16,9 @@ import paceline
 from paceline import Job, models
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import UsageError
-from paceline.specs.strategy import parse_strategy
-from paceline.strategies.sharded import assign_owners, fsdp_units
-from paceline.strategies.slices import _drawing_apart, slice_model
+from paceline.strategies.allreduce.sharded import assign_owners, fsdp_units
+from paceline.strategies.registry import parse_strategy
+from paceline.strategies.tensor.sliced_layers import _drawing_apart, slice_model
 from paceline.worker.job_builder import cross_entropy
 from test_pipeline import SAMPLES, largest_difference, make_rows, make_text, make_transformer, train
 

@@ -11,7 +11,7 @@ from jobs import Plain, synthetic_job
 from paceline.errors import UsageError
 from paceline.launch.run import RunOptions
 from paceline.launch.switch_search import search_switch_point
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 
 
 def search(folder: Path, tolerance: float, lines: list[str]) -> dict:  # type: ignore[type-arg]

@@ -37,7 +37,7 @@ from paceline.protocol.coordinator import RunSpec
 from paceline.protocol.messages import Lease
 from paceline.specs.codec import parse_codec
 from paceline.specs.slowdown import parse_slowdown
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
 from paceline.twin.clusters import apply_what_if, read_cluster
 from paceline.twin.fit_published import simulated_seconds

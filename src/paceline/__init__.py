@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.launch.compare_runs import compare
     from paceline.launch.run import train
-    from paceline.specs.strategy import AllReduce, ParameterServer, Single, Switch
+    from paceline.strategies.allreduce.spec import AllReduce
+    from paceline.strategies.ps.spec import ParameterServer
+    from paceline.strategies.single.spec import Single
+    from paceline.strategies.switch.spec import Switch
     from paceline.trained_model import load
     from paceline.worker.custom_loop import log, prepare, rank
 
@@ -17,11 +20,11 @@ __version__ = "0.1.0"
 
 # Names are imported on first use, so that `import paceline` and `paceline --help` stay instant.
 _WHERE = {
-    "AllReduce": "paceline.specs.strategy",
+    "AllReduce": "paceline.strategies.allreduce.spec",
     "Job": "paceline.job",
-    "ParameterServer": "paceline.specs.strategy",
-    "Single": "paceline.specs.strategy",
-    "Switch": "paceline.specs.strategy",
+    "ParameterServer": "paceline.strategies.ps.spec",
+    "Single": "paceline.strategies.single.spec",
+    "Switch": "paceline.strategies.switch.spec",
     "compare": "paceline.launch.compare_runs",
     "load": "paceline.trained_model",
     "log": "paceline.worker.custom_loop",

@@ -94,7 +94,7 @@ def compare(
             raise UsageError(f"--{name} belongs to a matrix: add --matrix FILE, or leave it out")
     if strategies is None:
         raise UsageError('compare what? add --strategies "allreduce; ps", or --matrix FILE')
-    from paceline.specs.strategy import parse_strategies
+    from paceline.strategies.registry import parse_strategies
 
     chosen = parse_strategies(strategies)
     reference = opt.job_reference_from_options(job, workers, batch_per_worker, given)

@@ -24,7 +24,7 @@ def demo(
     from paceline.job import build_job
     from paceline.launch.compare_runs import compare
     from paceline.launch.run import new_run_name
-    from paceline.specs.strategy import parse_strategies
+    from paceline.strategies.registry import parse_strategies
 
     folder = out if out is not None else Path("runs") / new_run_name("demo")
     typer.echo(
@@ -44,7 +44,7 @@ def demo(
 def run_twin_demo(folder: Path, epochs: int) -> dict[str, Any]:
     """The same digits on five machines that are not here, in virtual time."""
     from paceline.job import build_job
-    from paceline.specs.strategy import parse_strategies
+    from paceline.strategies.registry import parse_strategies
     from paceline.twin.clusters import read_cluster
     from paceline.twin.compare import compare_twins
     from paceline.twin.run import TwinOptions

@@ -77,7 +77,7 @@ def launch_here(given: dict[str, Any]) -> None:
     """A loop of the user's own with `paceline.prepare()`, on processes of this machine."""
     from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_local_script
     from paceline.report.terminal import terminal_reporter
-    from paceline.specs.strategy import parse_strategy
+    from paceline.strategies.registry import parse_strategy
 
     chosen = parse_strategy(given["strategy"] or "allreduce")
     timeout, workers = given["timeout"], given["workers"]
@@ -143,7 +143,7 @@ def plan_machines(path: Path, pool: Pool, job: Path | None) -> Sequence[Host]:
     from paceline.cli.placement import plan_on_pool
     from paceline.job import refer_to_job
     from paceline.plan.search import choose_hosts_by_speed
-    from paceline.specs.strategy import parse_strategy
+    from paceline.strategies.registry import parse_strategy
 
     if job is None:
         hosts, why = choose_hosts_by_speed(pool)

@@ -90,7 +90,7 @@ def choose_placement(given: dict[str, Any], tell: Callable[[str], None]) -> Plac
 
 
 def _read_strategy(given: dict[str, Any]) -> Strategy:
-    from paceline.specs.strategy import parse_strategy
+    from paceline.strategies.registry import parse_strategy
 
     if given["strategy"] == "auto":
         raise UsageError("--strategy auto needs --pool: a plan is made from what a pool says")
@@ -155,7 +155,7 @@ def _on_pool(given: dict[str, Any], tell: Callable[[str], None]) -> Placement:
     from paceline.cluster.selection import select_hosts
     from paceline.launch.engines.ssh import SshLauncher, find_host
     from paceline.launch.remote_launcher import bundle_project
-    from paceline.specs.strategy import parse_strategy
+    from paceline.strategies.registry import parse_strategy
 
     found = load_pool(given["pool"])
     print_repairs(found.repairs)
@@ -284,7 +284,7 @@ class PoolPlan:
 
     @property
     def strategy(self) -> Strategy:
-        from paceline.specs.strategy import parse_strategy
+        from paceline.strategies.registry import parse_strategy
 
         assert self.best is not None
         return parse_strategy(self.best.strategy)

@@ -70,7 +70,7 @@ def tune(
     from paceline.launch.run import RunOptions, run_training
     from paceline.launch.switch_search import Run
     from paceline.launch.switch_search import search_switch_point as search
-    from paceline.specs.strategy import parse_strategies, parse_strategy
+    from paceline.strategies.registry import parse_strategies, parse_strategy
 
     run: Run = run_training
     where = None

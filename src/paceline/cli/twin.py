@@ -83,7 +83,7 @@ def twin(
 ) -> None:
     given = locals()
     from paceline.cli.compare import show_comparison
-    from paceline.specs.strategy import parse_strategies
+    from paceline.strategies.registry import parse_strategies
     from paceline.twin.clusters import resolve_cluster
     from paceline.twin.compare import compare_twins, run_labelled
     from paceline.twin.run import TwinOptions

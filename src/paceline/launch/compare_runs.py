@@ -19,7 +19,8 @@ from paceline.launch.run import (
 from paceline.report.comparison import write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import Single, Strategy, parse_strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
 
 
@@ -48,7 +49,7 @@ def compare(
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}: at least one is needed")
     for strategy in chosen:
-        check_sizes(resolved.batch, strategy, workers_for(strategy, workers))
+        check_sizes(resolved.batch, strategy, strategy.worker_count(workers))
     if (folder / "comparison.json").exists() and not force:
         raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
     # All options are checked before the first run.
@@ -70,7 +71,7 @@ def compare(
             mine = dataclasses.replace(
                 options,
                 out=folder / f"{number + 1}-{strategy.name}-seed{seed}",
-                workers=workers_for(strategy, workers),
+                workers=strategy.worker_count(workers),
             )
             results.append(_run_one(with_job_seed(job, seed), strategy, mine, progress))
     return write_comparison(folder / "comparison.json", results)
@@ -83,10 +84,6 @@ def clear_runs(folder: Path) -> None:
             RunFolder(old).clear()
             with contextlib.suppress(OSError):
                 old.rmdir()
-
-
-def workers_for(strategy: Strategy, workers: int) -> int:
-    return 1 if isinstance(strategy, Single) else workers
 
 
 def with_job_seed(job: Job | JobRef, seed: int) -> Job | JobRef:

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, JobRef, build_job
-from paceline.launch.compare_runs import workers_for
 from paceline.launch.run import check_sizes
-from paceline.specs.strategy import Strategy, parse_strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import parse_strategy
 
 AXES = ("model", "data", "batch", "seed")
 """Fields of a job that a matrix varies; the others are the same in every run."""
@@ -221,7 +221,7 @@ def make_cell(
     given: dict[str, Any],
 ) -> MatrixCell:
     strategy = parse_strategy(arm.strategy)
-    count = workers_for(strategy, arm.workers or workers)
+    count = strategy.worker_count(arm.workers or workers)
     label = arm.arm or str(strategy)
     whole = batch * count if matrix.batch_is == "per-worker" else batch
     fields = {**matrix.job, **work.job, **arm.job, **given}

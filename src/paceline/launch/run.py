@@ -29,7 +29,8 @@ from paceline.launch.supervisor import RunOutcome, Supervisor
 from paceline.protocol.coordinator import RunSpec
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import Strategy, parse_strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.event_log import CollectivesNotice, EventLog, OnEvent, ignore_notice
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json

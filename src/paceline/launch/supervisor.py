@@ -31,6 +31,7 @@ from paceline.protocol.messages import (
     WorkerFinished,
 )
 from paceline.protocol.pace import Send, SendToServers
+from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.event_log import OnEvent, ProcessOutput
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.run_folder import RunFolder
@@ -99,7 +100,13 @@ class Supervisor:
         self._show_output = show_output
         self._monitor = watch
         self._token = secrets.token_hex(32)
-        self._coordinator = Coordinator(plan, now=self._now(), memory=memory)
+        self._coordinator = Coordinator(
+            plan,
+            now=self._now(),
+            paces=make_pace,
+            policies=make_switch_policy,
+            memory=memory,
+        )
         self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
         self._processes: list[LaunchedProcess] = []
         self._tasks: list[asyncio.Task[Any]] = []

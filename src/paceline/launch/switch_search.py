@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import workers_for
 from paceline.launch.run import RunOptions, run_training
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
@@ -61,7 +60,7 @@ def search_switch_point(
     for strategy in (first, second):
         strategy.check_workers(options.workers)
     for strategy in others:
-        strategy.check_workers(workers_for(strategy, options.workers))
+        strategy.check_workers(strategy.worker_count(options.workers))
     if resolved.epochs < 2:
         raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
     if not 0 <= tolerance < 1:
@@ -198,7 +197,7 @@ class _SwitchSearch:
         options = dataclasses.replace(
             self._options,
             out=self._options.out / f"other-{name}",
-            workers=workers_for(strategy, self._options.workers),
+            workers=strategy.worker_count(self._options.workers),
         )
         return self._run(0.0, str(strategy), strategy, options)
 

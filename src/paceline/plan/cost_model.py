@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
-from paceline.specs.strategy import AllReduce, Strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.allreduce.spec import AllReduce
 
 FIXED_S = 0.0005
 """A step's cost that does not grow with its samples, where it was not measured."""

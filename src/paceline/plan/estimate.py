@@ -29,16 +29,14 @@ from paceline.plan.cost_model import (
     with_measured_gradient_size,
 )
 from paceline.plan.split import StageHost, estimate_pipeline, tensor_step_s
-from paceline.specs.strategy import (
-    AllReduce,
-    DiLoCo,
-    Grouped,
-    LocalSgd,
-    ModelParallel,
-    ParameterServer,
-    PipelineParallel,
-    Strategy,
-)
+from paceline.specs.model_parallel import ModelParallel
+from paceline.specs.strategy import Strategy
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.local_sgd.spec import LocalSgd
+from paceline.strategies.pipeline.spec import PipelineParallel
+from paceline.strategies.ps.spec import ParameterServer
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -174,7 +172,7 @@ def _planned(machines: PoolArrays, chosen: Ints, strategy: Strategy) -> tuple[fl
     nbytes = exchanged_bytes(strategy, work)
     exchange = _allreduce(machines, chosen, nbytes)
     if isinstance(strategy, LocalSgd | DiLoCo):
-        between = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
+        between = strategy.steps_between_syncs
         slowest = _slowest(compute, machines.cv[chosen] / math.sqrt(between))
         return slowest + update + exchange / between, compute, 0.0
     slowest = _slowest(compute, machines.cv[chosen])

@@ -9,7 +9,9 @@ import numpy as np
 
 from paceline.plan.estimate import Estimate, PoolArrays, estimate, fits_in_memory
 from paceline.plan.search import Objective, SearchResult
-from paceline.specs.strategy import ModelParallel, PipelineParallel, parse_strategy
+from paceline.specs.model_parallel import ModelParallel
+from paceline.strategies.pipeline.spec import PipelineParallel
+from paceline.strategies.registry import parse_strategy
 
 MOST_REASONS = 20
 

@@ -22,7 +22,7 @@ from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.plan.cost_model import Workload, step_time_on
 from paceline.plan.estimate import Correction, PoolArrays, correction_key, estimate
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 
 LAST = 5
 """Runs that count: machines change, and old figures with them."""

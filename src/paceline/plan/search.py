@@ -11,7 +11,9 @@ import numpy as np
 from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
 from paceline.plan.estimate import Estimate, Ints, PoolArrays, estimate, fits_in_memory
-from paceline.specs.strategy import PipelineParallel, Strategy, parse_strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.pipeline.spec import PipelineParallel
+from paceline.strategies.registry import parse_strategy
 
 OBJECTIVES = ("time", "energy", "cost")
 CANDIDATES = (

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.plan.cost_model import Workload
-from paceline.specs.cuts import LayerCost, StageBudget, partition_layers, stage_cost
-from paceline.specs.strategy import ModelParallel, PipelineParallel
+from paceline.specs.model_parallel import ModelParallel
+from paceline.strategies.pipeline.partition import (
+    LayerCost,
+    StageBudget,
+    partition_layers,
+    stage_cost,
+)
+from paceline.strategies.pipeline.spec import PipelineParallel
 
 FORWARD_SHARE = 1 / 3
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.protocol.record import record
-from paceline.specs.sync import Asp, Bsp, Dssp, Gba, KAsync, Ssp, SyncMode
 
 
 @record
@@ -293,19 +292,3 @@ class GbaClock(_CountingClock):
     def flush(self) -> ClockDecision:
         together, self._buffer, self._shares = self._buffer, [], 0.0
         return ClockDecision(updates=[together] if together else [])
-
-
-def make_clock(sync: SyncMode, workers: int) -> Clock:
-    if isinstance(sync, Asp):
-        return AspClock(workers)
-    if isinstance(sync, Bsp):
-        return BspClock(workers)
-    if isinstance(sync, Ssp):
-        return SspClock(workers, sync.bound)
-    if isinstance(sync, Dssp):
-        return DsspClock(workers, sync.low, sync.high)
-    if isinstance(sync, KAsync):
-        return KAsyncClock(workers, sync.k)
-    if isinstance(sync, Gba):
-        return GbaClock(workers)
-    raise AssertionError(f"no clock for {sync}")

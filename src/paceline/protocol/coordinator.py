@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,11 @@ from paceline.protocol.messages import (
     WorkerFinished,
     WorkerReady,
 )
-from paceline.protocol.pace import OutgoingMessage, Pace, Send, make_pace
-from paceline.protocol.policies import make_switch_policy
-from paceline.protocol.switch_policy import NeverSwitch, SwitchDecision, SwitchPolicy
+from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send
+from paceline.protocol.switch_policy import NeverSwitch, RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.stop_condition import StopCondition
-from paceline.specs.strategy import Grouped, Single, Strategy
+from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.telemetry.events import (
     CheckpointSaved,
     DecisionRow,
@@ -102,6 +101,8 @@ class EndRun:
 
 
 Action = OutgoingMessage | EmitEvent | EndRun
+PaceFactory = Callable[[Strategy, PaceContext], Pace]
+PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
 _Script = Generator[None, list[Any], None]
 
 
@@ -111,8 +112,19 @@ _TRAINING = (GradientPushed, StepsApplied)
 class Coordinator:
     """Events in through `handle`, actions out; `history` can be read at any time."""
 
-    def __init__(self, plan: RunSpec, *, now: float, memory: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        plan: RunSpec,
+        *,
+        now: float,
+        paces: PaceFactory,
+        policies: PolicyFactory,
+        memory: dict[str, Any] | None = None,
+    ) -> None:
+        """`paces` and `policies` are the registry's; `memory` is what a checkpoint remembers."""
         self.plan = plan
+        self._make_pace = paces
+        self._make_policy = policies
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than it had.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
@@ -284,13 +296,15 @@ class Coordinator:
         self._probed = tuple(f.speed for f in facts)
         self._batch = ready.batch
         try:
-            policy = self._policy = make_switch_policy(
+            policy = self._policy = self._make_policy(
                 self.plan.strategy,
-                workers=self.plan.workers,
-                samples_per_epoch=ready.samples,
-                epochs=ready.epochs,
-                batch=ready.batch,
-                schedule=self.plan.schedule,
+                RunHorizon(
+                    workers=self.plan.workers,
+                    samples_per_epoch=ready.samples,
+                    epochs=ready.epochs,
+                    batch=ready.batch,
+                    schedule=self.plan.schedule,
+                ),
             )
         except SpecError as error:
             self._end("failed", str(error), usage=True)
@@ -382,10 +396,9 @@ class Coordinator:
         history.train_seconds += self._now - began
 
     def _idle_workers(self) -> frozenset[int]:
-        """Workers that the strategy in force gives no work."""
-        if isinstance(self._strategy(), Single):
-            return frozenset(range(1, self.plan.workers))
-        return frozenset(self.history.excluded_workers)
+        """Workers that compute nothing now: by the active strategy, or because they were slow."""
+        idle = self._strategy().idle_workers(self.plan.workers)
+        return idle | frozenset(self.history.excluded_workers)
 
     def _enter(
         self, ready: WorkerReady, ledger: Ledger, decision: SwitchDecision | None
@@ -408,14 +421,16 @@ class Coordinator:
             self._rollback_phase = phase_before if keep else None
         question = EnterPhase(history.phase, servers, decision is not None, groups, keep, restore)
         yield from self._ask_all_workers(question, PhaseEntered)
-        self._pace = make_pace(
+        self._pace = self._make_pace(
             strategy,
-            groups=groups,
-            workers=self.plan.workers,
-            batch=ready.batch,
-            ledger=ledger,
-            history=history,
-            clip=self.plan.clip if self.plan.clip is not None else ready.clip,
+            PaceContext(
+                workers=self.plan.workers,
+                batch=ready.batch,
+                ledger=ledger,
+                history=history,
+                clip=self.plan.clip if self.plan.clip is not None else ready.clip,
+                groups=groups,
+            ),
         )
         if decision is not None:
             self._resumed = {}
@@ -437,9 +452,7 @@ class Coordinator:
             )
         )
 
-    def _divide(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
-        if not isinstance(strategy, Grouped):
-            return ()
+    def _divide(self, strategy: Strategy) -> WorkerGroups:
         windows = self.history.throughput.windows
         speeds = windows[-1].speeds if windows else self._probed
         return strategy.worker_groups(self.plan.workers, speeds)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from paceline.errors import SpecError
 from paceline.protocol.history import History
+from paceline.specs.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,30 @@ class SwitchDecision:
     """Workers keep a copy of the state as it is now, to fall back on."""
     restore: bool = False
     """Go on from that copy: what came after it was worse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHorizon:
+    """How long the run is and which learning rate applies where, known once the data is."""
+
+    workers: int
+    samples_per_epoch: int
+    epochs: int | None
+    """None in a custom loop that does not state it."""
+    batch: int
+    schedule: Schedule
+
+    @property
+    def total(self) -> int:
+        """Samples of the whole run; only where `epochs` is known."""
+        assert self.epochs is not None
+        return self.samples_per_epoch * self.epochs
+
+    def progress(self, samples: int) -> float:
+        return samples / self.total
+
+    def lr_factor(self, samples: int) -> float:
+        return self.schedule.factor(samples, per_epoch=self.samples_per_epoch, total=self.total)
 
 
 class SwitchPolicy(Protocol):
@@ -66,9 +91,10 @@ class SwitchAtPoints:
 
 
 def resolve_switch_points(
-    names: list[str], points: list[int], *, samples_per_epoch: int, epochs: int | None, batch: int
+    names: list[str], points: list[int], horizon: RunHorizon
 ) -> SwitchAtPoints:
     """Phases that begin at the ends of global batches; SpecError where that cannot be."""
+    samples_per_epoch, epochs, batch = horizon.samples_per_epoch, horizon.epochs, horizon.batch
     placed = [_end_of_batch(p, samples_per_epoch, batch) for p in points]
     if placed != sorted(set(placed)):
         raise SpecError(

@@ -35,7 +35,7 @@ from paceline.spark.engine import SparkEngine, setting
 from paceline.spark.job_archive import pack_job
 from paceline.spark.model import PacelineModel
 from paceline.spark.shared_storage import StagedRunFolder, as_store
-from paceline.specs.strategy import parse_strategy
+from paceline.strategies.registry import parse_strategy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

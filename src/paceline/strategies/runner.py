@@ -12,6 +12,7 @@ import torch
 from paceline.accuracy import count_correct
 from paceline.comm.control import ControlConnection
 from paceline.comm.process_group import CollectiveGroup
+from paceline.errors import PeerLost
 from paceline.protocol.messages import Lease, StepStats
 from paceline.state import RemoteTensor, Section, checksum, persistent_buffers
 from paceline.telemetry.phase_clock import BACKWARD, FORWARD, PhaseClock
@@ -254,3 +255,10 @@ def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]
     if factor < 1:
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def as_peer_lost(error: RuntimeError, where: str) -> Exception:
+    """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
+    if "gloo" in str(error).lower() or "connection" in str(error).lower():
+        return PeerLost(f"an exchange {where} broke ({error})")
+    return error

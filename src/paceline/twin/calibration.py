@@ -11,7 +11,9 @@ from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.job import JobRef
 from paceline.plan.cost_model import exposed_without_layers_s
-from paceline.specs.strategy import AllReduce, ParameterServer, parse_strategy
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.reader import steps_of_window
 from paceline.telemetry.run_folder import RunFolder, read_events
 

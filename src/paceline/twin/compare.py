@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import clear_runs, with_job_seed, workers_for
+from paceline.launch.compare_runs import clear_runs, with_job_seed
 from paceline.launch.run import check_sizes
 from paceline.report.comparison import write_comparison
 from paceline.report.terminal import terminal_reporter
@@ -36,7 +36,7 @@ def compare_twins(
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     for strategy in strategies:
-        workers = workers_for(strategy, options.count)
+        workers = strategy.worker_count(options.count)
         check_sizes(resolved.batch, strategy, workers)
         check_servers(strategy, workers)
     if (folder / "comparison.json").exists() and not options.force:

@@ -26,10 +26,10 @@ from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
 from paceline.protocol.coordinator import RunSpec
 from paceline.protocol.messages import ApplyUpdate, Lease
-from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
-from paceline.specs.strategy import ParameterServer, Strategy, parse_strategy
-from paceline.specs.sync import Bsp, Dssp, Ssp
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import make_switch_policy, parse_strategy
 from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
 from paceline.twin.machines import SimulatedMachines
 from paceline.twin.simulator import DETECT_S, Simulator
@@ -118,11 +118,13 @@ class FaultCase:
             self.spec.check_workers(self.workers)
             make_switch_policy(
                 self.spec,
-                workers=self.workers,
-                samples_per_epoch=self.samples,
-                epochs=self.epochs,
-                batch=self.batch,
-                schedule=Constant(),
+                RunHorizon(
+                    workers=self.workers,
+                    samples_per_epoch=self.samples,
+                    epochs=self.epochs,
+                    batch=self.batch,
+                    schedule=Constant(),
+                ),
             )
         except SpecError:
             return False
@@ -274,19 +276,8 @@ class InvariantChecker:
             raise Violation("the run does not end")
 
     def _check_lag(self, lag: int) -> None:
-        bounds: list[float] = []
-        for phase in self._case.spec.phases:
-            if not isinstance(phase, ParameterServer):
-                continue  # Planned work knows no lag.
-            if isinstance(phase.sync, Bsp):
-                bounds.append(0)
-            elif isinstance(phase.sync, Ssp):
-                bounds.append(phase.sync.bound)
-            elif isinstance(phase.sync, Dssp):
-                bounds.append(phase.sync.high)
-            else:
-                return
-        if bounds and lag > max(bounds):
+        bound = self._case.spec.lag_bound(self._case.workers)
+        if bound is not None and lag > bound:
             raise Violation(f"a lag of {lag} under {self._case.strategy}")
 
 
@@ -311,7 +302,8 @@ def run_case(case: FaultCase) -> int:
                 check_complete(case, seen)
                 return life + 1
         # Machines leave and join between two lives.
-        wanted = rng.randint(1, case.workers) if case.spec.name != "single" else 1
+        scales = case.spec.worker_count(2) > 1
+        wanted = rng.randint(1, case.workers) if scales else 1
         if dataclasses.replace(case, workers=wanted).playable:
             workers = wanted
     raise Violation("the run did not end in peace")

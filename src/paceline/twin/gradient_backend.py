@@ -18,7 +18,7 @@ from paceline.accuracy import count_correct
 from paceline.job import Job
 from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import ApplyUpdate, Lease
-from paceline.specs.strategy import AllReduce, DiLoCo, Grouped, LocalSgd, ParameterServer, Strategy
+from paceline.specs.strategy import Strategy
 from paceline.state import (
     Section,
     TrainState,
@@ -29,6 +29,11 @@ from paceline.state import (
     save_checkpoint,
     state_from_model,
 )
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.local_sgd.spec import LocalSgd
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.runner import Replica
 from paceline.twin.backend import StepOutcome
 from paceline.twin.methods import Apart, ExactUpdate, Method, SimulatedTransport

@@ -26,14 +26,12 @@ from paceline.protocol.messages import (
     StepStats,
     split_batch,
 )
-from paceline.specs.strategy import (
-    AllReduce,
-    DiLoCo,
-    LocalSgd,
-    ModelParallel,
-    PipelineParallel,
-    Strategy,
-)
+from paceline.specs.model_parallel import ModelParallel
+from paceline.specs.strategy import Strategy
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.local_sgd.spec import LocalSgd
+from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.twin.backend import StepOutcome
 from paceline.twin.machines import Floats
 from paceline.twin.simulator import Simulator
@@ -280,7 +278,7 @@ class LockstepSimulation:
     def _is_due(self, strategy: LocalSgd | DiLoCo) -> bool:
         if isinstance(strategy, LocalSgd) and strategy.drift is not None:
             return self._world.learner.is_average_due()
-        steps = strategy.steps if isinstance(strategy, LocalSgd) else strategy.h
+        steps = strategy.steps_between_syncs
         return self._since_meeting >= steps
 
     def _wait_for_all(self, arrived: Floats, exchange_s: float) -> None:

@@ -13,8 +13,11 @@ from paceline.comm.codecs import Compressor, PowerSgdCoder
 from paceline.comm.flat_layout import FlatLayout, as_byte_tensor
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.codec import Codec
-from paceline.specs.strategy import AllReduce, DiLoCo, LocalSgd, ParameterServer
-from paceline.strategies.allreduce import NORMS_EVERY
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.allreduce.worker import NORMS_EVERY
+from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.local_sgd.spec import LocalSgd
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import (
     ParameterStore,
     PendingGradient,

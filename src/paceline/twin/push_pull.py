@@ -20,7 +20,9 @@ from paceline.protocol.messages import (
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
-from paceline.specs.strategy import Grouped, ParameterServer, Strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.twin.backend import StepOutcome
 from paceline.twin.simulator import Simulator, servers_bandwidth
 from paceline.twin.timeline import FifoResource

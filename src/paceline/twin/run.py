@@ -11,7 +11,6 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import workers_for
 from paceline.launch.run import (
     RunOptions,
     check_sizes,
@@ -24,9 +23,10 @@ from paceline.launch.run import (
 )
 from paceline.launch.supervisor import RunOutcome
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
-from paceline.protocol.policies import make_switch_policy
+from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import make_switch_policy
 from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
@@ -77,7 +77,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     """Play a job and return its result; raises as a real run does."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    workers = workers_for(strategy, options.count)
+    workers = strategy.worker_count(options.count)
     check_sizes(resolved.batch, strategy, workers)
     check_servers(strategy, workers)
     plan = make_plan(resolved, strategy, workers)
@@ -88,11 +88,13 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     work = with_measured_gradient_size(work, options.pool.hosts[0])
     make_switch_policy(
         strategy,
-        workers=workers,
-        samples_per_epoch=work.samples,
-        epochs=work.epochs,
-        batch=work.batch,
-        schedule=plan.schedule,
+        RunHorizon(
+            workers=workers,
+            samples_per_epoch=work.samples,
+            epochs=work.epochs,
+            batch=work.batch,
+            schedule=plan.schedule,
+        ),
     )
     troubles = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)

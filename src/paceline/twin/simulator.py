@@ -40,7 +40,10 @@ from paceline.protocol.messages import (
     WorkerReady,
 )
 from paceline.protocol.pace import Send, SendToServers
-from paceline.specs.strategy import Grouped, ParameterServer, Strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.events import PHASES, Event
 from paceline.twin.backend import StepOutcome, WeightsBackend
 from paceline.twin.machines import Floats, SimulatedMachines
@@ -138,7 +141,13 @@ class Simulator:
         self.work = work
         self.learner = learner
         self.timeline = timeline
-        self.coordinator = Coordinator(plan, now=timeline.now, memory=memory)
+        self.coordinator = Coordinator(
+            plan,
+            now=timeline.now,
+            paces=make_pace,
+            policies=make_switch_policy,
+            memory=memory,
+        )
         self.clocks = PhaseTotals(plan.workers)
         self.steps = [0] * plan.workers
         """That each worker made by itself."""

@@ -45,7 +45,7 @@ from paceline.protocol.messages import (
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.state import RemoteTensor, Section, TrainState, copy_section
-from paceline.strategies import make_runner
+from paceline.strategies.registry import make_runner
 from paceline.strategies.runner import INNER_PREFIX, Batch, LossOf, Runner, TrainStep, WorkerContext
 from paceline.telemetry.events import PHASES
 from paceline.telemetry.phase_clock import (

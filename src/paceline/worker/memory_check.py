@@ -8,7 +8,8 @@ import torch
 
 from paceline.errors import SpecError, UsageError
 from paceline.specs.optimizer_base import count_slots
-from paceline.specs.strategy import Strategy, parse_strategy
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.memory_limit import available_memory_bytes
 
 SMALL = 64 << 20
@@ -42,12 +43,8 @@ def check_memory(
 def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, room: float) -> str:
     """Strategies that would do with so many workers, and with how much."""
     found = []
-    for text in (
-        "allreduce(shard=optimizer)",
-        "allreduce(shard=full)",
-        f"pipeline(stages={workers})",
-        f"tensor(size={workers})",
-    ):
+    templates = [text for record in records().values() for text in record.memory_saving]
+    for text in (template.format(workers=workers) for template in templates):
         spec = parse_strategy(text)
         needed = weights * spec.state_fraction(workers).floats_per_weight(slots)
         try:

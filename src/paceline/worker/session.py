@@ -20,7 +20,6 @@ from paceline.errors import CheckpointError, StateError, UsageError
 from paceline.job import Job
 from paceline.protocol.messages import Lease, WorkerReady
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import Grouped, Strategy, parse_strategy
 from paceline.state import (
     Section,
     TrainState,
@@ -29,6 +28,7 @@ from paceline.state import (
     load_into_model,
     state_from_model,
 )
+from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import Replica, WorkerContext
 from paceline.telemetry.events import InputStats, ProfileWritten, WorkerEnded, WorkerStarted
 from paceline.telemetry.phase_clock import EVAL, PREPARE, READ, STAGES, TRAIN, PhaseClock
@@ -308,7 +308,7 @@ def run_worker_job(
     del state  # its tensors are the model's: strategies that split it let go of what they can
     agent.on_leases_known, agent.input_stats = feed.prefetch, feed.totals
     speed = 0.0
-    if needs_speeds(parse_strategy(assignment.strategy)):
+    if parse_strategy(assignment.strategy).needs_worker_speeds:
         # As slow as it will ever be: the groups hold for the whole run.
         slow = max(
             (t.factor / t.cores for t in agent.slowdown if t.worker == session.rank), default=1.0
@@ -323,10 +323,6 @@ def run_worker_job(
     run_training_loop(job, agent, replica, feed, loss_of, session.clock, profiler)
     feed.close()
     session.close()
-
-
-def needs_speeds(strategy: Strategy) -> bool:
-    return any(isinstance(p, Grouped) and p.by == "speed" for p in strategy.phases)
 
 
 def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: BatchLoader, samples: int) -> float:

@@ -18,8 +18,8 @@ from paceline.comm.wire import MAX_BODY, Channel, pack
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
 from paceline.protocol.messages import GradientPushed, ProcessFailing
 from paceline.specs.codec import PowerSgd
-from paceline.specs.strategy import ParameterServer
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import PeerLost, UsageError
-from paceline.specs.strategy import Grouped, ParameterServer
+from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PeerLost, UsageError
-from paceline.strategies.stages import StageGraph
+from paceline.strategies.pipeline.stage_graph import StageGraph
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
 
 PLACES = 64

@@ -22,7 +22,6 @@ from paceline.accuracy import count_correct
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
 from paceline.protocol.messages import Lease, StepStats
-from paceline.specs.strategy import AllReduce
 from paceline.state import (
     RemoteTensor,
     Section,
@@ -33,7 +32,8 @@ from paceline.state import (
     slots_by_parameter,
     state_from_model,
 )
-from paceline.strategies.allreduce import AllReduceRunner
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.strategies.allreduce.worker import AllReduceRunner
 from paceline.strategies.model_parallel import reject_compiled, reject_non_cpu
 from paceline.strategies.runner import (
     Batch,
@@ -42,6 +42,7 @@ from paceline.strategies.runner import (
     Runner,
     TrainStep,
     WorkerContext,
+    as_peer_lost,
     scale_to_norm,
 )
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
@@ -378,13 +379,6 @@ def restore_buffers(state: Section, model: torch.nn.Module) -> None:
         given = state.tensors[f"buffers/{name}"]
         if given.data_ptr() != buffer.data_ptr():
             buffer.copy_(given)
-
-
-def as_peer_lost(error: RuntimeError, where: str) -> Exception:
-    """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
-    if "gloo" in str(error).lower() or "connection" in str(error).lower():
-        return PeerLost(f"an exchange {where} broke ({error})")
-    return error
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

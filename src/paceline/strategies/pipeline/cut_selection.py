@@ -10,9 +10,9 @@ import torch
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
-from paceline.specs.cuts import LayerCost, StageBudget, partition_layers
-from paceline.specs.strategy import PipelineParallel
 from paceline.state import Section
+from paceline.strategies.pipeline.partition import LayerCost, StageBudget, partition_layers
+from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.telemetry.memory_limit import available_memory_bytes
 
 PASSES = 3

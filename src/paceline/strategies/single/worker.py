@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline.comm.state_exchange import broadcast_section
-from paceline.specs.strategy import Single
 from paceline.state import Section, load_into_model, state_from_model
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
+from paceline.strategies.single.spec import Single
 from paceline.telemetry.phase_clock import OPTIMIZER
 
 

@@ -1,4 +1,4 @@
-"""local_sgd and diloco: every worker steps by itself; now and then the replicas meet.
+"""What local_sgd and diloco share: every worker steps by itself; now and then replicas meet.
 
 Between two meetings the replicas differ; at a meeting (and at every quiesce, which is one) they
 become equal again. Optimizer slots stay local: a checkpoint keeps each worker's own beside their
@@ -8,12 +8,10 @@ average, which is what another strategy takes over.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, StateError
-from paceline.specs.strategy import DiLoCo, LocalSgd
 from paceline.state import Section, checksum, load_into_model, slots_by_parameter, state_from_model
 from paceline.strategies.runner import (
     INNER_PREFIX,
@@ -123,103 +121,6 @@ class LocalStepsRunner(Runner):
     @property
     def bytes_sent(self) -> int:
         return self._bytes_sent
-
-
-class LocalSgdRunner(LocalStepsRunner):
-    """Weights are averaged every `h` steps, or when a replica has drifted too far."""
-
-    def __init__(self, spec: LocalSgd, around: WorkerContext) -> None:
-        super().__init__(around)
-        self._spec = spec
-        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
-
-    def _is_due(self) -> bool:
-        if self._spec.drift is None:
-            return self._steps >= self._spec.steps
-        # The vote of a step is read one step later, so that nobody waits for it.
-        verdict = self._finish_drift_check() > self._spec.drift
-        self._start_drift_check(0.0 if verdict else self._drift())
-        return verdict
-
-    def _synchronize(self) -> None:
-        self._average_in_place([p.detach() for p in self._parameters])
-        self._set_anchor()
-
-    def sync_weights(self, version: int) -> None:
-        self._finish_drift_check()
-        super().sync_weights(version)
-
-    def _drift(self) -> float:
-        """Distance from where the replicas last were equal, relative to the weights there."""
-        with torch.no_grad():
-            moved = sum(
-                float((p - a).square().sum())
-                for p, a in zip(self._parameters, self._anchor, strict=True)
-            )
-            size = sum(float(a.square().sum()) for a in self._anchor)
-        return float((moved / max(size, 1e-30)) ** 0.5)
-
-    def _start_drift_check(self, drift: float) -> None:
-        ballot = torch.tensor([drift], dtype=torch.float64)
-        self._vote = (ballot, self.context.group.all_reduce_max_async(ballot))
-
-    def _finish_drift_check(self) -> float:
-        if self._vote is None:
-            return 0.0
-        ballot, work = self._vote
-        self._vote = None
-        if work is not None:
-            work.wait()
-        return float(ballot)
-
-
-class DiLoCoRunner(LocalStepsRunner):
-    """An outer optimizer steps along what the workers have moved since the last meeting."""
-
-    def __init__(self, spec: DiLoCo, around: WorkerContext) -> None:
-        super().__init__(around)
-        self._spec = spec
-        self._outer: torch.optim.SGD | None = None
-
-    def import_state(self, state: Section) -> None:
-        super().import_state(state)
-        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
-            momentum = state.tensors.get(f"outer/{name}")
-            if momentum is not None:
-                self._outer_optimizer().state[anchor]["momentum_buffer"] = momentum.clone()
-
-    def _outer_optimizer(self) -> torch.optim.SGD:
-        if self._outer is None:
-            self._outer = torch.optim.SGD(
-                self._anchor,
-                lr=self._spec.outer_lr,
-                momentum=self._spec.outer_momentum,
-                nesterov=self._spec.outer_momentum > 0,
-            )
-        return self._outer
-
-    def _is_due(self) -> bool:
-        return self._steps >= self._spec.h
-
-    def _synchronize(self) -> None:
-        with torch.no_grad():
-            delta = [a - p for p, a in zip(self._parameters, self._anchor, strict=True)]
-            self._average_in_place(delta)
-            for anchor, moved in zip(self._anchor, delta, strict=True):
-                anchor.grad = moved
-            self._outer_optimizer().step()
-            for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
-                anchor.grad = None
-                parameter.copy_(anchor)
-        self._samples = self._whole = self._steps = 0
-
-    def export_state(self) -> Section:
-        section = super().export_state()
-        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
-            momentum = self._outer_optimizer().state.get(anchor, {}).get("momentum_buffer")
-            if momentum is not None:
-                section.tensors[f"outer/{name}"] = momentum
-        return section
 
 
 def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.protocol.history import History
-from paceline.protocol.switch_policy import SwitchDecision
+from paceline.protocol.switch_policy import RunHorizon, SwitchDecision
 from paceline.protocol.throughput import ThroughputWindow
-from paceline.specs.schedule import Schedule
 
 FIRST, SECOND = 0, 1
 PUBLISHED_STALENESS = 4.0
 """Of the runs behind SAFE_AT: five asynchronous workers."""
-
-
-@dataclass(frozen=True)
-class RunHorizon:
-    """How long the run is, which learning rate is in force where, and what the switch risks."""
-
-    samples_per_epoch: int
-    total: int
-    batch: int
-    schedule: Schedule
-    staleness: float = PUBLISHED_STALENESS
-    """Updates that come between a pull and its push under the second strategy, expected."""
-
-    def progress(self, samples: int) -> float:
-        return samples / self.total
-
-    def lr_factor(self, samples: int) -> float:
-        return self.schedule.factor(samples, per_epoch=self.samples_per_epoch, total=self.total)
 
 
 class AutoPolicy:
@@ -62,8 +42,10 @@ class AutoPolicy:
     MARGIN = 0.05
     """So much the switch must have come too early, by what is known since, to be taken back."""
 
-    def __init__(self, horizon: RunHorizon) -> None:
+    def __init__(self, horizon: RunHorizon, staleness: float = PUBLISHED_STALENESS) -> None:
+        """`staleness`: expected updates between a pull and its push under the second strategy."""
         self._horizon = horizon
+        self._expected_staleness = staleness
 
     def next_stop(self, history: History) -> int | None:
         return None
@@ -144,7 +126,7 @@ class AutoPolicy:
         """Measured once there is something to measure, expected until then."""
         count = sum(history.staleness.values())
         if not count or not history.throughput.windows_of_phase(SECOND):
-            return self._horizon.staleness
+            return self._expected_staleness
         return sum(s * n for s, n in history.staleness.items()) / count
 
     def _probe_pays(

@@ -1,25 +1,54 @@
-"""When a parameter server lets a worker go on, and what makes an update."""
+"""When a parameter server lets a worker continue, and which gradients make an update."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
+from paceline.protocol.clock import (
+    AspClock,
+    BspClock,
+    Clock,
+    DsspClock,
+    GbaClock,
+    KAsyncClock,
+    SspClock,
+)
 from paceline.specs.base import Spec, float_field, int_field, spec_field, spec_from_call
 from paceline.specs.expression import Value
 
 
 @dataclass(frozen=True)
 class SyncMode(Spec):
+    """A rule for parameter servers; `make_clock` is what the coordinator runs."""
+
     positional: ClassVar[bool] = True
     aggregates: ClassVar[bool] = False
     """One update is made of several workers' gradients."""
     blocks_workers: ClassVar[bool] = True
     """A worker may be held until others have come: it cannot compute ahead meanwhile."""
     includes_own_update: ClassVar[bool] = True
-    """A worker goes on from weights that have its own gradient in them."""
+    """A worker continues from weights that have its own gradient in them."""
+    exact: ClassVar[bool] = False
+    """Equal to one process on the global batch, up to rounding."""
+    full_batch_updates: ClassVar[bool] = False
+    """An update is worth a global batch, so that its learning rate needs no scaling."""
+
+    def make_clock(self, units: int) -> Clock:
+        """The clock for this many units (workers, or groups of them) that push."""
+        raise NotImplementedError
+
+    @property
+    def lag_bound(self) -> float | None:
+        """The most steps that a worker may be ahead of the slowest one; None: unbounded."""
+        return None
+
+    def gradient_weight(self, staleness: int) -> float:
+        """The factor on a gradient that is this many updates old."""
+        return 1.0
 
     def check_workers(self, workers: int) -> None:
         """Raise SpecError when this many workers cannot keep this clock."""
@@ -36,6 +65,9 @@ class Asp(SyncMode):
     name: ClassVar[str] = "asp"
     blocks_workers: ClassVar[bool] = False
 
+    def make_clock(self, units: int) -> Clock:
+        return AspClock(units)
+
 
 @dataclass(frozen=True)
 class Bsp(SyncMode):
@@ -43,6 +75,15 @@ class Bsp(SyncMode):
 
     name: ClassVar[str] = "bsp"
     aggregates: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    full_batch_updates: ClassVar[bool] = True
+
+    def make_clock(self, units: int) -> Clock:
+        return BspClock(units)
+
+    @property
+    def lag_bound(self) -> float | None:
+        return 0.0
 
     def expected_staleness(self, workers: int) -> float:
         return 0.0
@@ -59,6 +100,13 @@ class Ssp(SyncMode):
         if self.bound < 0 or self.bound != self.bound:
             raise SpecError(f"ssp({self.bound}): the bound must be at least 0")
 
+    def make_clock(self, units: int) -> Clock:
+        return SspClock(units, self.bound)
+
+    @property
+    def lag_bound(self) -> float | None:
+        return self.bound if math.isfinite(self.bound) else None
+
 
 @dataclass(frozen=True)
 class Dssp(SyncMode):
@@ -74,6 +122,13 @@ class Dssp(SyncMode):
                 f"dssp({self.low}, {self.high}): bounds must be at least 0, the low one first"
             )
 
+    def make_clock(self, units: int) -> Clock:
+        return DsspClock(units, self.low, self.high)
+
+    @property
+    def lag_bound(self) -> float | None:
+        return self.high
+
 
 @dataclass(frozen=True)
 class KAsync(SyncMode):
@@ -86,6 +141,9 @@ class KAsync(SyncMode):
     def __post_init__(self) -> None:
         if self.k < 1:
             raise SpecError(f"kasync({self.k}): at least one gradient makes an update")
+
+    def make_clock(self, units: int) -> Clock:
+        return KAsyncClock(units, self.k)
 
     def check_workers(self, workers: int) -> None:
         if self.k > workers:
@@ -106,16 +164,20 @@ class Gba(SyncMode):
     aggregates: ClassVar[bool] = True
     blocks_workers: ClassVar[bool] = False
     includes_own_update: ClassVar[bool] = False
+    full_batch_updates: ClassVar[bool] = True
     stale: int = spec_field(int_field(0), 4)
     decay: float = spec_field(float_field(0.0, 1.0), 0.5)
 
-    def weight_of(self, staleness: int) -> float:
+    def make_clock(self, units: int) -> Clock:
+        return GbaClock(units)
+
+    def gradient_weight(self, staleness: int) -> float:
         beyond = max(0, staleness - self.stale)
         return float(self.decay**beyond) if beyond else 1.0
 
 
-SYNCS: Mapping[str, type[SyncMode]] = {c.name: c for c in (Asp, Bsp, Ssp, Dssp, KAsync, Gba)}
+SYNC_MODES: Mapping[str, type[SyncMode]] = {c.name: c for c in (Asp, Bsp, Ssp, Dssp, KAsync, Gba)}
 
 
 def read_sync(value: Value, where: str) -> SyncMode:
-    return spec_from_call(value, SYNCS, "sync mode")
+    return spec_from_call(value, SYNC_MODES, "sync mode")

@@ -15,7 +15,6 @@ import torch
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
 from paceline.protocol.messages import StepStats
-from paceline.specs.strategy import TensorParallel
 from paceline.state import (
     RemoteTensor,
     Section,
@@ -24,10 +23,10 @@ from paceline.state import (
     state_from_model,
 )
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
-from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext
-from paceline.strategies.sharded import as_peer_lost
-from paceline.strategies.slices import SliceSpec, slice_model
+from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, as_peer_lost
 from paceline.strategies.state_gather import TAG
+from paceline.strategies.tensor.sliced_layers import SliceSpec, slice_model
+from paceline.strategies.tensor.spec import TensorParallel
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 

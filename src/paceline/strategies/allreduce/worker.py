@@ -7,9 +7,9 @@ from paceline.comm.buckets import GradientExchange, plan_layout
 from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import aligned_size
 from paceline.errors import PeerLost
-from paceline.specs.strategy import AllReduce
 from paceline.state import Section, load_into_model, slots_by_parameter, state_from_model
-from paceline.strategies.common_memory import SharedModelWeights, can_share_weights
+from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
+from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 

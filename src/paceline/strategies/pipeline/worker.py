@@ -19,7 +19,6 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer_base import count_slots
-from paceline.specs.strategy import PipelineParallel
 from paceline.state import (
     RemoteTensor,
     Section,
@@ -27,11 +26,12 @@ from paceline.state import (
     persistent_buffers,
     state_from_model,
 )
-from paceline.strategies.cutting import check_cuts, choose_cuts
-from paceline.strategies.flow import StageExchange
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
+from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
+from paceline.strategies.pipeline.spec import PipelineParallel
+from paceline.strategies.pipeline.stage_exchange import StageExchange
+from paceline.strategies.pipeline.stage_graph import StageGraph, stage_schedule, trace_stages
 from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext
-from paceline.strategies.stages import StageGraph, stage_schedule, trace_stages
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 

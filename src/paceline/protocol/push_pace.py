@@ -1,0 +1,253 @@
+"""Work granted push by push: each push is answered with an update order and the next lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from paceline.protocol.clock import Clock, Push
+from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry
+from paceline.protocol.messages import (
+    ApplyUpdate,
+    ClipFactor,
+    GradientPushed,
+    GradientRef,
+    Lease,
+    LeaseGranted,
+    Message,
+    ShardSqNorm,
+    split_batch,
+)
+from paceline.protocol.pace import OutgoingMessage, PaceContext, Send, SendToServers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushRules:
+    """How a strategy with parameter servers turns pushes into updates."""
+
+    servers: int
+    lr_scale: Callable[[float, int], float]
+    """The factor on the learning rate of an update: its share of a global batch, its staleness."""
+    gradient_weight: Callable[[int], float] = lambda staleness: 1.0
+    """The factor on a gradient that is this many updates old."""
+    aggregates: bool = False
+    """One update is made of several units' gradients."""
+    overlap: bool = False
+    """A unit computes ahead: it holds two leases at a time."""
+
+
+class PushPace:
+    """Parameter servers: every push is answered with an order to the shards and the next lease.
+
+    Workers push in units: each by itself, or a group as one, its first worker for all of it.
+    """
+
+    def __init__(self, rules: PushRules, clock: Clock, context: PaceContext) -> None:
+        """`clock` counts units: the groups of the context, or single workers."""
+        workers, batch = context.workers, context.batch
+        self._push_units = context.groups or tuple((w,) for w in range(workers))
+        self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
+        self._workers = workers
+        self._servers = rules.servers
+        self._batch = batch
+        self._ledger = context.ledger
+        self._history = context.history
+        self._lr_scale = rules.lr_scale
+        self._gradient_weight = rules.gradient_weight
+        self._leases_per_unit = 2 if rules.overlap else 1
+        # A single gradient is clipped by the worker that has all of it.
+        self._clip = context.clip if rules.aggregates else None
+        self._clock = clock
+        cuts = split_batch(batch, workers)
+        self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._push_units]
+        # A unit that computes ahead holds two leases at a time.
+        self._leases: dict[tuple[int, int], Lease] = {}
+        self._came: dict[int, dict[int, GradientPushed]] = {}
+        self._squares: dict[int, dict[int, float]] = {}
+        self._last_staleness = [-1] * len(self._push_units)
+        self.version = 0
+        self.drained = True
+        self.drain_s = 0.0
+
+    def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
+        self._stop = stop
+        self._first_idle: float | None = None
+        self.drained = False
+        self._clock.begin()
+        units = list(range(len(self._push_units)))
+        return self._grant_or_drain(units * self._leases_per_unit, now)
+
+    def _grant_or_drain(self, units: list[int], now: float) -> list[OutgoingMessage]:
+        """Grant leases; when nobody is at work any more, give up what the clock holds back."""
+        orders = self._grant(units, now)
+        while not self._leases:
+            verdict = self._clock.flush()
+            if not verdict.updates and not verdict.release:
+                self.drained = True
+                self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
+                break
+            orders.extend(self._update(pushes) for pushes in verdict.updates)
+            orders.extend(self._grant(verdict.release, now))
+        return orders
+
+    def _grant(self, units: list[int], now: float) -> list[OutgoingMessage]:
+        """The next lease for each of these units, as far as there is work left."""
+        orders: list[OutgoingMessage] = []
+        if self._clock.synchronous and units:
+            entry = self._ledger.take(ALL_WORKERS, self._batch, self._stop)
+            if entry is not None:
+                orders.extend(self._lease_to_unit(entry, tuple(range(self._workers))))
+        elif not self._clock.synchronous:
+            history = self._history
+            for unit in units:
+                entry = self._ledger.take(unit, self._lease_size(unit), self._stop)
+                if entry is not None:
+                    lag = self._clock.lag(unit)
+                    if lag > history.max_lag:
+                        history.max_lag = lag
+                    members = self._push_units[unit]
+                    if len(members) == 1 and not self._ledger.deals_rows:
+                        orders.append(self._lease_to_one(entry, members[0], unit))
+                    else:
+                        orders.extend(self._lease_to_unit(entry, members))
+        if units and not orders and self._first_idle is None:
+            self._first_idle = now
+        return orders
+
+    def _lease_size(self, unit: int) -> int:
+        """A unit's share; the last one takes a small rest along, or BatchNorm might see one row."""
+        share = self._share[unit]
+        rest = self._stop - self._ledger.leased_up_to - share
+        return share + rest if 0 < rest < share // 2 else share
+
+    def _lease_to_one(self, entry: LeaseEntry, worker: int, unit: int) -> OutgoingMessage:
+        """An entry of the ledger for one worker alone."""
+        lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
+        self._leases[worker, entry.id] = lease
+        return Send(worker, LeaseGranted(self.version, lease, self._last_staleness[unit]))
+
+    def _lease_to_unit(self, entry: LeaseEntry, members: tuple[int, ...]) -> list[OutgoingMessage]:
+        """Share one entry of the ledger among workers that act together."""
+        orders: list[OutgoingMessage] = []
+        cuts = split_batch(entry.hi - entry.lo, len(members))
+        for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
+            pieces = self._ledger.draw_rows(entry.id, worker, hi - lo)
+            lease = Lease(
+                entry.id,
+                self._ledger.epoch,
+                entry.lo,
+                entry.hi,
+                entry.lo + lo,
+                entry.lo + hi,
+                pieces,
+                self._ledger.lookahead(worker),
+            )
+            self._leases[worker, lease.id] = lease
+            staleness = self._last_staleness[self._unit_of[worker]]
+            orders.append(Send(worker, LeaseGranted(self.version, lease, staleness)))
+        return orders
+
+    def stop_early(self) -> None:
+        ahead = -(-self._ledger.leased_up_to // self._batch) * self._batch
+        self._stop = min(self._stop, ahead)
+
+    def exclude_worker(self, worker: int) -> None:
+        return  # A slow worker holds nobody up here.
+
+    def _share_of_batch(self, lo: int, hi: int) -> float:
+        """Samples over the size of their global batch; a lease may lie across two of them.
+
+        The last batch of an epoch may be short: its samples weigh more, as they do when one
+        process takes the mean over it.
+        """
+        start = lo - lo % self._batch
+        stop = min(start + self._batch, self._ledger.samples)
+        if hi <= stop:
+            return (hi - lo) / (stop - start)
+        share = 0.0
+        while lo < hi:
+            start = lo - lo % self._batch
+            stop = min(start + self._batch, self._ledger.samples)
+            share += (min(stop, hi) - lo) / (stop - start)
+            lo = stop
+        return share
+
+    def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
+        if not isinstance(report, GradientPushed):
+            if isinstance(report, ShardSqNorm):
+                return self._on_reduced(report)
+            raise AssertionError(f"{type(report).__name__} under a parameter server")
+        lease = self._leases.pop((report.worker, report.lease), None)
+        if lease is None:
+            return []  # Said twice, or of a lease that is no longer this worker's.
+        unit = self._unit_of[report.worker]
+        chief, samples = report, report.samples
+        if len(self._push_units[unit]) > 1:
+            came = self._came.setdefault(unit, {})
+            came[report.worker] = report
+            if len(came) < len(self._push_units[unit]):
+                return []
+            del self._came[unit]
+            chief = came[self._push_units[unit][0]]
+            samples = sum(p.samples for p in came.values())
+        in_rounds = self._clock.synchronous
+        lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
+        push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
+        verdict = self._clock.on_push(push, now)
+        orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
+        if not in_rounds:
+            self._ledger.acknowledge(lease.id, unit)
+        elif verdict.updates:
+            self._ledger.acknowledge(lease.id, ALL_WORKERS)
+        if verdict.release or not self._leases:
+            orders += self._grant_or_drain(verdict.release, now)
+        return orders
+
+    def _update(self, pushes: list[Push]) -> OutgoingMessage:
+        if len(pushes) == 1 and pushes[0].samples and not self._clock.synchronous:
+            return self._single_push_update(pushes[0])
+        samples = sum(p.samples for p in pushes)
+        used = [p for p in pushes if p.samples]
+        stale = [self.version - p.base for p in used]
+        for push, staleness in zip(used, stale, strict=True):
+            self._last_staleness[push.worker] = staleness
+            self._history.staleness[staleness] += 1
+        self.version += 1
+        self._history.updates += 1
+        self._history.add_samples(samples)
+        decay = [self._gradient_weight(s) for s in stale]
+        parts = tuple(
+            GradientRef(self._push_units[p.worker][0], p.handle, d * p.samples / samples)
+            for p, d in zip(used, decay, strict=True)
+        )
+        # In rounds the shares are of one batch and make it whole, whatever their rounding.
+        share = 1.0 if self._clock.synchronous else sum(p.share for p in pushes)
+        scale = self._lr_scale(share, max(stale))
+        return SendToServers(self._servers, ApplyUpdate(self.version, parts, scale, self._clip))
+
+    def _single_push_update(self, push: Push) -> OutgoingMessage:
+        """The same for a single gradient, which is what asynchronous servers do all the time."""
+        staleness = self.version - push.base
+        self._last_staleness[push.worker] = staleness
+        self._history.staleness[staleness] += 1
+        self.version += 1
+        self._history.updates += 1
+        self._history.add_samples(push.samples)
+        weight = self._gradient_weight(staleness)
+        part = GradientRef(self._push_units[push.worker][0], push.handle, weight)
+        scale = self._lr_scale(push.share, staleness)
+        return SendToServers(self._servers, ApplyUpdate(self.version, (part,), scale, self._clip))
+
+    def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:
+        squares = self._squares.setdefault(report.version, {})
+        squares[report.server] = report.square
+        if len(squares) < self._servers:
+            return []
+        del self._squares[report.version]
+        assert self._clip is not None
+        # In the order of the servers, so that the sum does not depend on who came first.
+        norm = sum(squares[s] for s in sorted(squares)) ** 0.5
+        # The same formula as torch.nn.utils.clip_grad_norm_.
+        factor = min(1.0, self._clip / (norm + 1e-6))
+        return [SendToServers(self._servers, ClipFactor(report.version, factor))]

@@ -1,0 +1,48 @@
+"""allreduce as data: gradients averaged over all workers at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import choice_field, float_field, spec_field
+from paceline.specs.codec import Codec, read_codec
+from paceline.specs.strategy import StateFraction, Strategy
+
+
+@dataclass(frozen=True)
+class AllReduce(Strategy):
+    """Synchronous: gradients averaged over all workers by collectives at every step."""
+
+    name: ClassVar[str] = "allreduce"
+    bucket_mb: float = spec_field(float_field(0.0, above=True), 25.0)
+    balance: str = spec_field(choice_field("even", "auto"), "even")
+    codec: Codec | None = spec_field(read_codec, None)
+    via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
+    shard: str = spec_field(choice_field("none", "optimizer", "full"), "none")
+
+    def worker_variant(self, workers: int) -> str:
+        return "" if self.shard == "none" or workers == 1 else self.shard
+
+    def state_fraction(self, workers: int) -> StateFraction:
+        part = 1 / workers
+        return {
+            "none": StateFraction(),
+            "optimizer": StateFraction(slots=part),
+            "full": StateFraction(part, part, part),
+        }[self.shard]
+
+    def __post_init__(self) -> None:
+        if self.shard == "full" and (self.codec is not None or self.via != "auto"):
+            raise SpecError(
+                "allreduce(shard=full) exchanges by torch's collectives: leave codec and via out"
+            )
+        if self.via == "shared" and self.codec is not None:
+            raise SpecError(
+                "allreduce(via=shared) sends nothing that a codec could make smaller: leave one out"
+            )
+
+    @property
+    def exact(self) -> bool:
+        return self.codec is None

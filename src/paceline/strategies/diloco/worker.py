@@ -1,0 +1,59 @@
+"""diloco in a worker: local steps, then an outer step on what they moved."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.state import Section
+from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.local_runner import LocalStepsRunner
+from paceline.strategies.runner import WorkerContext
+
+
+class DiLoCoRunner(LocalStepsRunner):
+    """An outer optimizer steps along what the workers have moved since the last meeting."""
+
+    def __init__(self, spec: DiLoCo, around: WorkerContext) -> None:
+        super().__init__(around)
+        self._spec = spec
+        self._outer: torch.optim.SGD | None = None
+
+    def import_state(self, state: Section) -> None:
+        super().import_state(state)
+        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
+            momentum = state.tensors.get(f"outer/{name}")
+            if momentum is not None:
+                self._outer_optimizer().state[anchor]["momentum_buffer"] = momentum.clone()
+
+    def _outer_optimizer(self) -> torch.optim.SGD:
+        if self._outer is None:
+            self._outer = torch.optim.SGD(
+                self._anchor,
+                lr=self._spec.outer_lr,
+                momentum=self._spec.outer_momentum,
+                nesterov=self._spec.outer_momentum > 0,
+            )
+        return self._outer
+
+    def _is_due(self) -> bool:
+        return self._steps >= self._spec.steps_between_syncs
+
+    def _synchronize(self) -> None:
+        with torch.no_grad():
+            delta = [a - p for p, a in zip(self._parameters, self._anchor, strict=True)]
+            self._average_in_place(delta)
+            for anchor, moved in zip(self._anchor, delta, strict=True):
+                anchor.grad = moved
+            self._outer_optimizer().step()
+            for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+                anchor.grad = None
+                parameter.copy_(anchor)
+        self._samples = self._whole = self._steps = 0
+
+    def export_state(self) -> Section:
+        section = super().export_state()
+        for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
+            momentum = self._outer_optimizer().state.get(anchor, {}).get("momentum_buffer")
+            if momentum is not None:
+                section.tensors[f"outer/{name}"] = momentum
+        return section

@@ -1,0 +1,61 @@
+"""grouped as data: synchronous inside a group, asynchronous between groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import choice_field, int_field, spec_field
+from paceline.specs.strategy import Strategy, WorkerGroups
+from paceline.strategies.ps.spec import read_lr_scale
+
+
+@dataclass(frozen=True)
+class Grouped(Strategy):
+    """Groups of workers: synchronous inside a group, asynchronous between groups."""
+
+    name: ClassVar[str] = "grouped"
+    size: int = spec_field(int_field(1), 2)
+    by: str = spec_field(choice_field("rank", "speed"), "rank")
+    servers: int = spec_field(int_field(1, 1024), 1)
+    lr_scale: float | None = spec_field(read_lr_scale, None)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def needs_worker_speeds(self) -> bool:
+        return self.by == "speed"
+
+    def servers_for(self, workers: int) -> int:
+        return self.servers
+
+    def lag_bound(self, workers: int) -> float | None:
+        return None
+
+    def expected_staleness(self, workers: int) -> float:
+        return -(-workers // self.size) - 1.0
+
+    def check_workers(self, workers: int) -> None:
+        if self.size > workers:
+            raise SpecError(
+                f"grouped(size={self.size}) with {workers} workers: "
+                "a group cannot be larger than all of them"
+            )
+
+    def worker_groups(self, workers: int, speeds: tuple[float, ...] | None) -> WorkerGroups:
+        """The groups, by rank or with workers of like speed together; the last may be smaller."""
+        ranks = list(range(workers))
+        if self.by == "speed" and speeds is not None:
+            ranks.sort(key=lambda w: (-speeds[w], w))
+        return tuple(tuple(sorted(ranks[i : i + self.size])) for i in range(0, workers, self.size))
+
+    def lr_scale_for(self, share: float, staleness: int) -> float:
+        """The factor on the learning rate of an update worth this share of a global batch."""
+        return share if self.lr_scale is None else self.lr_scale
+
+    def lr_description(self, workers: int) -> str:
+        share = min(1.0, self.size / workers)
+        return f"learning rate x(samples of the group / global batch), about x{share:.4g}"

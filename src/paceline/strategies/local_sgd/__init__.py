@@ -1,0 +1,13 @@
+"""local_sgd: local steps; weights averaged every h of them, or by drift."""
+
+from __future__ import annotations
+
+from paceline.strategies.local_sgd.spec import LocalSgd
+from paceline.strategies.registry import StrategyRecord
+
+RECORD = StrategyRecord(
+    spec=LocalSgd,
+    pace="paceline.strategies.local_sgd.pace:make_pace",
+    worker="paceline.strategies.local_sgd.worker:LocalSgdRunner",
+    examples=("local_sgd(h=3)",),
+)

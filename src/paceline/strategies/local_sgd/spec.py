@@ -1,0 +1,32 @@
+"""local_sgd as data: local steps, then an average of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import float_field, int_field, spec_field
+from paceline.specs.local_steps import LocalSteps
+
+
+@dataclass(frozen=True)
+class LocalSgd(LocalSteps):
+    """Local steps; weights averaged every `h` of them, or when replicas drift too far apart."""
+
+    name: ClassVar[str] = "local_sgd"
+    h: int | None = spec_field(int_field(1), None)
+    drift: float | None = spec_field(float_field(0.0, above=True), None)
+
+    def __post_init__(self) -> None:
+        if self.h is not None and self.drift is not None:
+            raise SpecError("local_sgd takes h=... or drift=..., not both")
+        if self.h is not None and self.h < 1:
+            raise SpecError(f"local_sgd(h={self.h}): at least one step lies between two averages")
+
+    @property
+    def steps_between_syncs(self) -> int:
+        return self.h if self.h is not None else 8
+
+    def lr_description(self, workers: int) -> str:
+        return "learning rate x1 on every worker's own share of the batch"

@@ -1,0 +1,94 @@
+"""ps as data: weights on parameter servers, and when workers may continue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.base import (
+    bool_field,
+    choice_field,
+    float_field,
+    int_field,
+    parse_spec,
+    spec_field,
+)
+from paceline.specs.codec import Codec, read_codec
+from paceline.specs.expression import Call, Value
+from paceline.specs.strategy import StateFraction, Strategy
+from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
+
+
+def read_lr_scale(value: Value, where: str) -> float | None:
+    """A factor on the learning rate; None, written `auto`, follows the update's samples."""
+    if value == Call("auto"):
+        return None
+    scale: float = float_field(0.0, above=True)(value, where)
+    return scale
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Weights and optimizer on servers; workers pull, compute and push."""
+
+    name: ClassVar[str] = "ps"
+    sync: SyncMode = spec_field(read_sync, Asp())
+    servers: int = spec_field(int_field(1, 1024), 1)
+    lr_scale: float | None = spec_field(read_lr_scale, None)
+    damp: str = spec_field(choice_field("none", "inverse"), "none")
+    overlap: bool = spec_field(bool_field, False)
+    codec: Codec | None = spec_field(read_codec, None)
+    via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
+
+    def __post_init__(self) -> None:
+        if self.via == "shared" and self.codec is not None:
+            raise SpecError(
+                "ps(via=shared) sends nothing that a codec could make smaller: leave one out"
+            )
+        if isinstance(self.sync, str):
+            object.__setattr__(self, "sync", parse_spec(self.sync, SYNC_MODES, "sync mode"))
+        if not isinstance(self.sync, SyncMode):
+            known = ", ".join(sorted(SYNC_MODES))
+            raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {known}")
+        if self.overlap and self.sync.blocks_workers:
+            raise SpecError(
+                f"ps(overlap=true) computes ahead, but {self.sync} makes workers wait: "
+                "use sync=asp or sync=gba"
+            )
+
+    @property
+    def exact(self) -> bool:
+        plain = self.codec is None and self.damp == "none"
+        return self.sync.exact and self.lr_scale in (None, 1.0) and plain
+
+    def servers_for(self, workers: int) -> int:
+        return self.servers
+
+    def state_fraction(self, workers: int) -> StateFraction:
+        return StateFraction(slots=0.0)
+
+    def lag_bound(self, workers: int) -> float | None:
+        return self.sync.lag_bound
+
+    def expected_staleness(self, workers: int) -> float:
+        own = 1.0 if self.overlap else 0.0
+        return self.sync.expected_staleness(workers) + own
+
+    def check_workers(self, workers: int) -> None:
+        self.sync.check_workers(workers)
+
+    def lr_scale_for(self, share: float, staleness: int) -> float:
+        """The factor on the learning rate of an update worth this share of a global batch."""
+        scale = share if self.lr_scale is None else self.lr_scale
+        return scale / (1 + staleness) if self.damp == "inverse" else scale
+
+    def lr_description(self, workers: int) -> str:
+        if self.lr_scale is not None:
+            return f"learning rate x{self.lr_scale:g} an update, as told"
+        if self.sync.full_batch_updates:
+            return "learning rate x1 an update of the global batch"
+        return (
+            f"learning rate x(samples of the update / global batch), "
+            f"about x{1 / workers:.4g} with {workers} workers"
+        )

@@ -1,0 +1,206 @@
+"""One record per strategy: its spec, and where to find what it does.
+
+A facet is named as `module:attribute` and imported on first use, so that nothing here needs torch.
+A strategy without an optional facet can still train: whoever asks for the facet gets a UsageError
+that names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import SpecError, UsageError
+from paceline.protocol.pace import Pace, PaceContext
+from paceline.protocol.switch_policy import NeverSwitch, RunHorizon, SwitchPolicy
+from paceline.specs.base import parse_spec, spec_from_call
+from paceline.specs.expression import Value
+from paceline.specs.strategy import Strategy
+
+if TYPE_CHECKING:
+    from paceline.strategies.runner import Runner, WorkerContext
+
+BASELINE = "single"
+"""The strategy that others are compared with: one worker, no communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRecord:
+    """What is known of a strategy without importing torch; facets are `module:attribute`."""
+
+    spec: type[Strategy]
+    pace: str | None = None
+    """`make_pace(spec, context: PaceContext) -> Pace`; required of a strategy that is ever active,
+    which all but a switch are."""
+    worker: str | Mapping[str, str] | None = None
+    """A `Runner` class, or one per `Strategy.worker_variant`; required likewise."""
+    simulate: str | None = None
+    """What the twin needs."""
+    cost: str | None = None
+    """What the planner needs."""
+    policy: str | None = None
+    """`make_policy(spec, horizon: RunHorizon) -> SwitchPolicy` of a strategy with phases."""
+    examples: tuple[str, ...] = ()
+    """Texts that the contract tests and the fault schedules run."""
+    candidates: tuple[str, ...] = ()
+    """Texts that the planner tries."""
+    memory_saving: tuple[str, ...] = ()
+    """Texts to suggest when a model does not fit into memory; `{workers}` is replaced."""
+    origin: str = ""
+    """What another process imports to know this strategy; empty for those of the package."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+_BUILT_IN = (
+    "single",
+    "allreduce",
+    "ps",
+    "grouped",
+    "local_sgd",
+    "diloco",
+    "pipeline",
+    "tensor",
+    "switch",
+)
+_registered: dict[str, StrategyRecord] = {}
+
+
+class _Records(Mapping[str, StrategyRecord]):
+    """Records by name; a strategy of the package is imported when its record is asked for."""
+
+    def __getitem__(self, name: str) -> StrategyRecord:
+        if name in _BUILT_IN:
+            record: StrategyRecord = _load(f"paceline.strategies.{name}:RECORD")
+            return record
+        return _registered[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _BUILT_IN
+        yield from _registered
+
+    def __len__(self) -> int:
+        return len(_BUILT_IN) + len(_registered)
+
+
+class _SpecTypes(Mapping[str, type[Strategy]]):
+    """Spec classes by name, for the parser."""
+
+    def __getitem__(self, name: str) -> type[Strategy]:
+        return _RECORDS[name].spec
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_RECORDS)
+
+    def __len__(self) -> int:
+        return len(_RECORDS)
+
+
+_RECORDS = _Records()
+_SPEC_TYPES = _SpecTypes()
+
+
+def records() -> Mapping[str, StrategyRecord]:
+    """All strategies by name, in the order of the documentation."""
+    return _RECORDS
+
+
+def register(record: StrategyRecord) -> None:
+    """Make a strategy known by its name; raises SpecError when the name is taken.
+
+    The same file may register its strategy again, as it does when it is imported twice.
+    """
+    name = record.name
+    taken = _registered.get(name)
+    if name in _BUILT_IN or (taken is not None and taken.origin != record.origin):
+        raise SpecError(f"a strategy named {name!r} exists already: choose another name")
+    if record.pace is None or record.worker is None:
+        missing = "pace" if record.pace is None else "worker"
+        raise SpecError(f"strategy {name!r} has no {missing} facet: it needs pace and worker")
+    _registered[name] = record
+
+
+def parse_strategy(text: str | Strategy) -> Strategy:
+    """The strategy that a text names; a strategy is returned as it is."""
+    if isinstance(text, Strategy):
+        return text
+    return parse_spec(text, _SPEC_TYPES, "strategy")
+
+
+def strategy_from_value(value: Value) -> Strategy:
+    """The strategy that a parsed name or call describes, as inside `switch(...)`."""
+    return spec_from_call(value, _SPEC_TYPES, "strategy")
+
+
+def parse_strategies(text: str) -> list[Strategy]:
+    """Read `S; S; ...` as `--strategies` takes it."""
+    parts = [part for part in text.split(";") if part.strip()]
+    if not parts:
+        raise SpecError('--strategies is empty: write "single; allreduce; ps"')
+    return [parse_strategy(part) for part in parts]
+
+
+def make_pace(spec: Strategy, context: PaceContext) -> Pace:
+    """How work is distributed while `spec` is active."""
+    path = _record_of(spec).pace
+    assert path is not None, f"{spec.name} is never active itself"
+    make: Callable[[Strategy, PaceContext], Pace] = _load(path)
+    return make(spec, context)
+
+
+def make_runner(spec: Strategy, context: WorkerContext) -> Runner:
+    """The worker side of `spec`; imports torch."""
+    worker = _record_of(spec).worker
+    assert worker is not None, f"{spec.name} is never active itself"
+    path = worker if isinstance(worker, str) else worker[spec.worker_variant(context.size)]
+    runner: Callable[[Strategy, WorkerContext], Runner] = _load(path)
+    return runner(spec, context)
+
+
+def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
+    """When to change phase; raises SpecError for a rule that this run cannot follow."""
+    path = _record_of(spec).policy
+    if path is None:
+        return NeverSwitch()
+    make: Callable[[Strategy, RunHorizon], SwitchPolicy] = _load(path)
+    return make(spec, horizon)
+
+
+def simulation(spec: Strategy) -> Any:
+    """The simulate facet; raises UsageError where a strategy has none."""
+    return _load(_required(spec, "simulate", "simulated"))
+
+
+def cost(spec: Strategy) -> Any:
+    """The cost facet; raises UsageError where a strategy has none."""
+    return _load(_required(spec, "cost", "planned"))
+
+
+def plugins_of(spec: Strategy) -> tuple[str, ...]:
+    """What another process imports to know `spec` and all its phases."""
+    origins = {_record_of(part).origin for part in (spec, *spec.phases)}
+    return tuple(sorted(origins - {""}))
+
+
+def _record_of(spec: Strategy) -> StrategyRecord:
+    if spec.name not in _RECORDS:
+        raise UsageError(f"strategy {spec.name!r} is not registered: call register_strategy first")
+    return _RECORDS[spec.name]
+
+
+def _required(spec: Strategy, facet: str, verb: str) -> str:
+    path: str | None = getattr(_record_of(spec), facet)
+    if path is None:
+        raise UsageError(f"{spec.name} cannot be {verb}: it has no {facet} facet")
+    return path
+
+
+@cache
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,13 @@
+"""single: one worker, no communication; what the exact strategies are equal to."""
+
+from __future__ import annotations
+
+from paceline.strategies.registry import StrategyRecord
+from paceline.strategies.single.spec import Single
+
+RECORD = StrategyRecord(
+    spec=Single,
+    pace="paceline.strategies.single.pace:make_pace",
+    worker="paceline.strategies.single.worker:SingleRunner",
+    examples=("single",),
+)

@@ -1,0 +1,32 @@
+"""single as data: one worker, no communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Single(Strategy):
+    """One worker, no exchange; the reference that the exact strategies are equal to."""
+
+    name: ClassVar[str] = "single"
+
+    def worker_count(self, requested: int) -> int:
+        return 1
+
+    def idle_workers(self, workers: int) -> frozenset[int]:
+        return frozenset(range(1, workers))
+
+    def batch_weights(self, workers: int) -> tuple[int, ...] | None:
+        return (1,) + (0,) * (workers - 1)
+
+    def check_workers(self, workers: int) -> None:
+        if workers != 1:
+            raise SpecError(
+                f"single trains on one worker, not {workers}: "
+                "use --workers 1, or a strategy such as allreduce"
+            )

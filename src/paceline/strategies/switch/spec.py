@@ -1,0 +1,108 @@
+"""switch as data: several strategies one after another in one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.specs.expression import Call, Value, parse_expression
+from paceline.specs.point import RunPoint, read_point, read_points
+from paceline.specs.strategy import StateFraction, Strategy
+from paceline.strategies.registry import parse_strategy, strategy_from_value
+from paceline.strategies.switch.trigger import TRIGGERS, SwitchTrigger, trigger_from_value
+
+
+@dataclass(frozen=True)
+class Switch(Strategy):
+    """Several strategies one after another, in one run, at stated points."""
+
+    name: ClassVar[str] = "switch"
+    parts: tuple[Strategy, ...] = ()
+    at: tuple[RunPoint, ...] = ()
+    when: SwitchTrigger | None = None
+
+    def __init__(self, *parts: Strategy | str, at: object = None, when: object = None) -> None:
+        strategies = tuple(parse_strategy(p) if isinstance(p, str) else p for p in parts)
+        object.__setattr__(self, "parts", strategies)
+        if at is not None and when is not None:
+            raise SpecError("switch takes at=... or when=..., not both")
+        if at is None and when is None:
+            raise SpecError("switch: when? add at=50%, at=epoch(10) or when=auto")
+        object.__setattr__(self, "at", read_points(at) if at is not None else ())
+        rule = trigger_from_value(parse_expression(when)) if isinstance(when, str) else when
+        object.__setattr__(self, "when", rule)
+        self._check()
+
+    def _check(self) -> None:
+        if len(self.parts) < 2:
+            raise SpecError(f"switch has {len(self.parts)} strategies: at least two are needed")
+        for part in self.parts:
+            if len(part.phases) > 1:
+                raise SpecError("switch inside switch: name the strategies one after another")
+        if self.when is not None:
+            if not isinstance(self.when, SwitchTrigger):
+                raise SpecError(f"switch(when={self.when!r}): known: {', '.join(sorted(TRIGGERS))}")
+            most = self.when.max_phases
+            if most is not None and len(self.parts) > most:
+                raise SpecError(
+                    f"when={self.when} decides between two strategies, {len(self.parts)} given"
+                )
+        elif len(self.at) != len(self.parts) - 1:
+            raise SpecError(
+                f"switch between {len(self.parts)} strategies needs {len(self.parts) - 1} "
+                f"point(s), {len(self.at)} given: write at=50%, or at=(25%, 75%) for three"
+            )
+
+    @property
+    def exact(self) -> bool:
+        return all(part.exact for part in self.parts)
+
+    @property
+    def phases(self) -> tuple[Strategy, ...]:
+        return self.parts
+
+    @property
+    def needs_worker_speeds(self) -> bool:
+        return any(part.needs_worker_speeds for part in self.parts)
+
+    def servers_for(self, workers: int) -> int:
+        return max(part.servers_for(workers) for part in self.parts)
+
+    def state_fraction(self, workers: int) -> StateFraction:
+        return max(
+            (part.state_fraction(workers) for part in self.parts),
+            key=lambda held: held.floats_per_weight(2),
+        )
+
+    def lag_bound(self, workers: int) -> float | None:
+        bounds = [part.lag_bound(workers) for part in self.parts]
+        known = [bound for bound in bounds if bound is not None]
+        return max(known) if len(known) == len(bounds) else None
+
+    def check_workers(self, workers: int) -> None:
+        """A phase of `single` is fine here: one worker computes, the others idle."""
+        for part in self.parts:
+            part.check_workers(part.worker_count(workers))
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        for part in self.parts:
+            part.check_batch(batch, workers)
+
+    def to_call(self) -> Call:
+        points = tuple(p.to_value() for p in self.at)
+        at: Value = points[0] if len(points) == 1 else points
+        rule = ("when", self.when.to_call()) if self.when is not None else ("at", at)
+        return Call("switch", tuple(p.to_call() for p in self.parts), (rule,), bare=False)
+
+    @classmethod
+    def from_call(cls, call: Call) -> Switch:
+        named = dict(call.named)
+        at, when = named.pop("at", None), named.pop("when", None)
+        for name in named:
+            raise SpecError(f"switch has no option {name!r}: it takes strategies, at and when")
+        parts = tuple(strategy_from_value(a) for a in call.args)
+        points = None
+        if at is not None:
+            points = tuple(read_point(p) for p in (at if isinstance(at, tuple) else (at,)))
+        return cls(*parts, at=points, when=trigger_from_value(when) if when is not None else None)

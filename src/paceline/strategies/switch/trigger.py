@@ -1,0 +1,124 @@
+"""Switching when the run itself says so: `when=lr_drop`, `plateau`, `straggler`, `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import SpecError
+from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy, resolve_switch_points
+from paceline.specs.base import (
+    Spec,
+    choice_field,
+    float_field,
+    int_field,
+    spec_field,
+    spec_from_call,
+)
+from paceline.specs.expression import Percent, Value, format_expression
+from paceline.specs.strategy import Strategy
+from paceline.strategies.switch.auto_policy import SECOND, AutoPolicy
+from paceline.strategies.switch.policies import PlateauPolicy, StragglerPolicy
+
+
+@dataclass(frozen=True)
+class SwitchTrigger(Spec):
+    """A rule that decides between the first strategy of a switch and the second."""
+
+    positional: ClassVar[bool] = True
+    max_phases: ClassVar[int | None] = 2
+    """The most strategies it can order; None: any number."""
+
+    def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
+        """The policy of one run; raises SpecError when the run does not allow it."""
+        raise NotImplementedError
+
+    def check_length(self, horizon: RunHorizon) -> None:
+        """Raise SpecError when the length of the run is unknown."""
+        if horizon.epochs is None:
+            raise SpecError(f"when={self} needs the length of the run: pass epochs= to prepare()")
+
+
+def _read_share(value: Value, where: str) -> float:
+    if isinstance(value, Percent):
+        share = value.value / 100
+    else:
+        share = float_field(0.0, 1.0)(value, where)
+    if not 0 <= share <= 1:
+        raise SpecError(
+            f"{where} is {format_expression(value)}: a share of the run lies within 0..100%"
+        )
+    return share
+
+
+@dataclass(frozen=True)
+class OnLrDrop(SwitchTrigger):
+    """At the schedule's milestones: the first one, then the next for a third strategy."""
+
+    name: ClassVar[str] = "lr_drop"
+    max_phases: ClassVar[int | None] = None
+
+    def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
+        self.check_length(horizon)
+        switches = len(phases) - 1
+        drops = horizon.schedule.drops(per_epoch=horizon.samples_per_epoch, total=horizon.total)
+        if len(drops) < switches:
+            raise SpecError(
+                f"when=lr_drop needs {switches} drop(s) of the learning rate, "
+                f"schedule {horizon.schedule} has {len(drops)}: use milestones(...)"
+            )
+        points = [round(d) for d in drops[:switches]]
+        return resolve_switch_points(["lr_drop"] * switches, points, horizon)
+
+
+@dataclass(frozen=True)
+class OnPlateau(SwitchTrigger):
+    """When validation loss over `window` epochs has stopped improving for `patience` epochs."""
+
+    name: ClassVar[str] = "plateau"
+    window: int = spec_field(int_field(1), 3)
+    tolerance: float = spec_field(float_field(0.0), 0.01)
+    patience: int = spec_field(int_field(1), 2)
+
+    def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
+        return PlateauPolicy(window=self.window, tolerance=self.tolerance, patience=self.patience)
+
+
+@dataclass(frozen=True)
+class OnStraggler(SwitchTrigger):
+    """While one worker lags: `greedy` leaves the first strategy, `elastic` leaves the worker out.
+
+    Once `quota` of the run was trained under the first strategy, the second takes over for good.
+    """
+
+    name: ClassVar[str] = "straggler"
+    policy: str = spec_field(choice_field("greedy", "elastic"), "greedy")
+    quota: float = spec_field(_read_share, 0.5)
+    windows: int = spec_field(int_field(1), 3)
+
+    def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
+        self.check_length(horizon)
+        return StragglerPolicy(
+            horizon=horizon, policy=self.policy, quota=self.quota, windows=self.windows
+        )
+
+
+@dataclass(frozen=True)
+class OnGain(SwitchTrigger):
+    """When it pays: measured gain against measured risk; back when loss or speed regress."""
+
+    name: ClassVar[str] = "auto"
+
+    def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
+        self.check_length(horizon)
+        return AutoPolicy(horizon, phases[SECOND].expected_staleness(horizon.workers))
+
+
+TRIGGERS: Mapping[str, type[SwitchTrigger]] = {
+    c.name: c for c in (OnLrDrop, OnPlateau, OnStraggler, OnGain)
+}
+
+
+def trigger_from_value(value: Value) -> SwitchTrigger:
+    return spec_from_call(value, TRIGGERS, "switch rule")
