@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.cluster.pool import Host, Link, Pool
 from paceline.plan.cost_model import Workload
-from paceline.protocol.coordinator import RunSpec
+from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import TimeOnlyBackend
 from paceline.twin.machines import SimulatedMachines

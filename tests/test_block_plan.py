@@ -19,7 +19,7 @@ from paceline.protocol.block_plan import (
     layout_fingerprint,
     merge_ranges,
 )
-from paceline.protocol.coordinator import Coordinator, EndRun, RunSpec
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.messages import (
     CheckpointWritten,
@@ -45,6 +45,7 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.protocol.pace import Send
+from paceline.protocol.run_spec import EndRun, RunSpec
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
 files = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=13)

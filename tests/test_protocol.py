@@ -23,7 +23,7 @@ from paceline.protocol.clock import (
     SspClock,
     WorkerCounts,
 )
-from paceline.protocol.coordinator import Coordinator, EmitEvent, EndRun, RunSpec
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import EpochTotals, History
 from paceline.protocol.ledger import ALL_WORKERS, Ledger
 from paceline.protocol.membership import Membership
@@ -61,6 +61,7 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.protocol.pace import Send, SendToServers
+from paceline.protocol.run_spec import EmitEvent, EndRun, RunSpec
 from paceline.protocol.shard import SendWeights, ServerShard, StepOptimizer, SumGradients
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant

@@ -33,8 +33,8 @@ from paceline.plan.cost_model import (
     tree_s,
     with_measured_gradient_size,
 )
-from paceline.protocol.coordinator import RunSpec
 from paceline.protocol.messages import Lease
+from paceline.protocol.run_spec import RunSpec
 from paceline.specs.codec import parse_codec
 from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy

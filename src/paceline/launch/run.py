@@ -26,7 +26,7 @@ from paceline.launch.launcher import Launcher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
 from paceline.launch.supervisor import RunOutcome, Supervisor
-from paceline.protocol.coordinator import RunSpec
+from paceline.protocol.run_spec import RunSpec
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy

@@ -21,7 +21,7 @@ from paceline.launch.folder_service import FolderService
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
-from paceline.protocol.coordinator import Action, Coordinator, EmitEvent, EndRun, RunSpec
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.membership import MemberStatus
 from paceline.protocol.messages import (
     Message,
@@ -31,6 +31,7 @@ from paceline.protocol.messages import (
     WorkerFinished,
 )
 from paceline.protocol.pace import Send, SendToServers
+from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
 from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.event_log import OnEvent, ProcessOutput
 from paceline.telemetry.events import RunProgress

@@ -24,8 +24,8 @@ from typing import Any
 from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
-from paceline.protocol.coordinator import RunSpec
 from paceline.protocol.messages import ApplyUpdate, Lease
+from paceline.protocol.run_spec import RunSpec
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
 from paceline.specs.strategy import Strategy

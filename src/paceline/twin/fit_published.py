@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paceline.cluster.pool import Host, Jitter, Pool, StepCost
 from paceline.plan.cost_model import Workload
-from paceline.protocol.coordinator import RunSpec
+from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import TimeOnlyBackend
 from paceline.twin.machines import SimulatedMachines

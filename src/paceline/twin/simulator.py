@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload
-from paceline.protocol.coordinator import Action, Coordinator, EmitEvent, EndRun, RunSpec
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.messages import (
     CheckpointWritten,
     EnterPhase,
@@ -40,6 +40,7 @@ from paceline.protocol.messages import (
     WorkerReady,
 )
 from paceline.protocol.pace import Send, SendToServers
+from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
 from paceline.specs.strategy import Strategy
 from paceline.strategies.grouped.spec import Grouped
 from paceline.strategies.ps.spec import ParameterServer

@@ -1,0 +1,438 @@
+"""A run from the first ready worker to its end, as one sequence of questions to all workers.
+
+Between two stretches of training the run quiesces, and all workers are led through the same
+questions: export, evaluate, save, switch, continue. Each `yield` waits for every worker's answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from typing import Any
+
+from paceline.errors import SpecError
+from paceline.protocol.block_plan import layout_fingerprint, layout_to_checkpoint
+from paceline.protocol.history import EpochTotals, History
+from paceline.protocol.ledger import Ledger
+from paceline.protocol.membership import Membership
+from paceline.protocol.messages import (
+    CheckpointWritten,
+    EnterPhase,
+    EpochEnd,
+    EpochEndReply,
+    Evaluate,
+    Evaluated,
+    FinishRun,
+    Message,
+    PhaseEntered,
+    Quiesce,
+    Quiesced,
+    SaveCheckpoint,
+    WorkerFinished,
+    WorkerReady,
+)
+from paceline.protocol.pace import Pace, PaceContext, Send
+from paceline.protocol.run_spec import (
+    Action,
+    EmitEvent,
+    EndRun,
+    PaceFactory,
+    PolicyFactory,
+    RunSpec,
+)
+from paceline.protocol.switch_policy import NeverSwitch, RunHorizon, SwitchDecision, SwitchPolicy
+from paceline.specs.strategy import Strategy, WorkerGroups
+from paceline.telemetry.events import (
+    CheckpointSaved,
+    DecisionRow,
+    EpochEnded,
+    EpochRow,
+    Event,
+    RunLengthKnown,
+    StrategyStarted,
+    StrategySwitched,
+    SwitchDecided,
+    SwitchRow,
+)
+
+WINDOW_BATCHES = 8
+"""A window of the throughput monitor contains at least this many global batches."""
+MOST_DECISIONS = 500
+"""Beyond this many, decisions to stay are no longer recorded."""
+
+_Script = Generator[None, list[Any], None]
+
+
+class RunSequence:
+    """The state of a run and its sequence; `Coordinator` feeds it with messages."""
+
+    def __init__(
+        self,
+        plan: RunSpec,
+        *,
+        now: float,
+        paces: PaceFactory,
+        policies: PolicyFactory,
+        memory: dict[str, Any] | None = None,
+    ) -> None:
+        """`paces` and `policies` are the registry's; `memory` is what a checkpoint remembers."""
+        self.plan = plan
+        self._make_pace = paces
+        self._make_policy = policies
+        self.history = History.from_plain(memory["history"]) if memory else History()
+        # A run resumed with another strategy may have fewer phases than it had.
+        self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
+        before = (memory or {}).get("shards") or {"layout": None, "left": ()}
+        self._layout_before: str | None = before["layout"]
+        self._left = tuple((int(lo), int(hi)) for lo, hi in before["left"])
+        self.members = Membership(plan.workers, now)
+        self.totals: dict[int, dict[str, Any]] = {}
+        self.final: dict[str, float | None] = {}
+        self._now = now
+        self._actions: list[Action] = []
+        self._servers: dict[int, tuple[str, int]] = {}
+        self._awaited: type[Message] | None = WorkerReady
+        self._answers: dict[int, Any] = {}
+        self._answered: dict[int, Message] = {}
+        """Each worker's last answer: one that comes a second time is no new one."""
+        self._last_step: dict[int, int] = {}
+        self._pace: Pace | None = None
+        self._resumed: dict[int, float] = {}
+        self._policy: SwitchPolicy = NeverSwitch()
+        self._probed: tuple[float, ...] = ()
+        self._batch = 0
+        self._decision: SwitchDecision | None = None
+        self._rollback_phase: int | None = None
+        """The phase whose state the workers keep, while a switch is on trial."""
+        self._ended = False
+        self._sequence = self._run_sequence()
+        next(self._sequence)
+
+    def _record(self, decision: SwitchDecision | None) -> SwitchDecision | None:
+        """Write a decision down; what comes back is there to be carried out."""
+        if decision is None:
+            return None
+        history = self.history
+        stays = decision.phase == history.phase and decision.exclude_worker is None
+        last = history.decisions[-1].cause if history.decisions else None
+        # A rule that stays says so at every window: once is enough.
+        if not stays or (decision.cause != last and len(history.decisions) < MOST_DECISIONS):
+            row = DecisionRow(
+                samples=history.samples,
+                seconds=self._now,
+                strategy=str(self._strategy()),
+                chosen=str(self.plan.strategy.phases[decision.phase]),
+                cause=decision.cause,
+                reason=decision.reason,
+                figures=dict(decision.measurements),
+            )
+            history.decisions.append(row)
+            self._emit(SwitchDecided(t=self._event_time, row=row))
+        return None if stays else decision
+
+    def _roll_back(self, reason: str) -> SwitchDecision:
+        """The strategy on trial has spoilt the weights."""
+        assert self._rollback_phase is not None
+        reason = f"{reason.partition(': lower')[0]}: goes on from the weights before the switch"
+        return SwitchDecision(self._rollback_phase, reason, "diverged", restore=True)
+
+    def _run_sequence(self) -> _Script:
+        facts = yield  # every worker is ready, every server listens
+        ready: WorkerReady = facts[0]
+        for other in facts[1:]:
+            if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
+                self._end(
+                    "failed",
+                    f"worker {other.worker} has {other.samples} samples in batches of "
+                    f"{other.batch}, worker 0 {ready.samples} in batches of {ready.batch}: "
+                    "every worker needs the same data and batch",
+                )
+                return
+        history = self.history
+        self._probed = tuple(f.speed for f in facts)
+        self._batch = ready.batch
+        try:
+            policy = self._policy = self._make_policy(
+                self.plan.strategy,
+                RunHorizon(
+                    workers=self.plan.workers,
+                    samples_per_epoch=ready.samples,
+                    epochs=ready.epochs,
+                    batch=ready.batch,
+                    schedule=self.plan.schedule,
+                ),
+            )
+        except SpecError as error:
+            self._end("failed", str(error), usage=True)
+            return
+        position = history.samples - history.epoch * ready.samples
+        if not 0 <= position <= ready.samples:
+            self._end(
+                "failed",
+                f"the checkpoint was made after {history.samples} samples in {history.epoch} "
+                f"epochs, which does not fit {ready.samples} samples an epoch: the data changed",
+                usage=True,
+            )
+            return
+        why = self._resume_error(ready, position)
+        if why is not None:
+            self._end("failed", why, usage=True)
+            return
+        ledger = Ledger(
+            ready.samples,
+            epoch=history.epoch,
+            position=position,
+            layout=ready.layout,
+            left=self._left if position else None,
+        )
+        last_saved = history.samples
+        self._emit(
+            RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=ready.samples)
+        )
+        # A run resumed right at a switch point switches now.
+        yield from self._enter(ready, ledger, self._record(policy.decide(history)))
+
+        while True:
+            stop = self.plan.next_stop(
+                history, ready, ledger.frontier, policy.next_stop(history), last_saved
+            )
+            yield from self._train(ledger, stop)
+            epoch_ended = ledger.frontier == ready.samples
+            replies: list[Quiesced] = yield from self._ask_all_workers(
+                Quiesce(self._pace_version()), Quiesced
+            )
+            giving_up = self._decision is not None and self._decision.restore
+            if not giving_up and not self._check_replicas(replies):
+                return
+            if epoch_ended:
+                yield from self._close_epoch(ready, replies[0].lr)
+                if self._ended:
+                    return
+                history.epoch += 1
+                ledger.begin_epoch(history.epoch)
+            if self._decision is not None and self._decision.restore:
+                # At once: what there is now must not become a checkpoint or the result.
+                yield from self._enter(ready, ledger, self._decision)
+                self._decision = None
+            reason = self.plan.stop_reason(history, ready) if epoch_ended else None
+            if self.plan.checkpoint_due(history, epoch_ended, last_saved, reason):
+                yield from self._save(ledger)
+                last_saved = history.samples
+            if reason is not None:
+                break
+            if epoch_ended:
+                wishes: list[EpochEndReply] = yield from self._ask_all_workers(
+                    EpochEnd(history.epoch - 1), EpochEndReply
+                )
+                if len({w.more for w in wishes}) > 1:
+                    self._end("failed", "some workers' loops ended, others want another epoch")
+                    return
+                if not wishes[0].more:
+                    reason = "the loop ended"
+                    break
+            decision = self._decision or self._record(policy.decide(history))
+            self._decision = None
+            if decision is not None and decision.phase != history.phase:
+                yield from self._enter(ready, ledger, decision)
+        yield from self._finish(ready)
+
+    def _train(self, ledger: Ledger, stop: int) -> _Script:
+        assert self._pace is not None
+        began = self._now
+        history = self.history
+        history.throughput.begin(
+            self.plan.workers,
+            history.phase,
+            self._now,
+            self._idle_workers(),
+            least=WINDOW_BATCHES * self._batch,
+        )
+        self._actions.extend(self._pace.run_to(stop, self._now))
+        if not self._pace.drained:
+            yield
+        history.throughput.end(self._now)
+        history.train_seconds += self._now - began
+
+    def _idle_workers(self) -> frozenset[int]:
+        """Workers that compute nothing now: by the active strategy, or because they were slow."""
+        idle = self._strategy().idle_workers(self.plan.workers)
+        return idle | frozenset(self.history.excluded_workers)
+
+    def _enter(
+        self, ready: WorkerReady, ledger: Ledger, decision: SwitchDecision | None
+    ) -> _Script:
+        """Bring the strategy of a phase into force on all workers."""
+        history = self.history
+        before, phase_before = self._strategy(), history.phase
+        drain_s = self._pace.drain_s if self._pace is not None else 0.0
+        if decision is not None:
+            self._flush_switch()
+            history.phase = decision.phase
+            history.excluded_workers = set()
+        strategy = self._strategy()
+        needed = strategy.servers_for(self.plan.workers)
+        servers = tuple(self._servers[i] for i in range(needed))
+        groups = self._divide(strategy)
+        keep, restore = False, False
+        if decision is not None:
+            keep, restore = decision.snapshot, decision.restore and self._rollback_phase is not None
+            self._rollback_phase = phase_before if keep else None
+        question = EnterPhase(history.phase, servers, decision is not None, groups, keep, restore)
+        yield from self._ask_all_workers(question, PhaseEntered)
+        self._pace = self._make_pace(
+            strategy,
+            PaceContext(
+                workers=self.plan.workers,
+                batch=ready.batch,
+                ledger=ledger,
+                history=history,
+                clip=self.plan.clip if self.plan.clip is not None else ready.clip,
+                groups=groups,
+            ),
+        )
+        if decision is not None:
+            self._resumed = {}
+            row = SwitchRow(
+                samples=history.samples,
+                before=str(before),
+                after=str(strategy),
+                drain_s=round(drain_s, 6),
+                cause=decision.cause,
+                reason=decision.reason,
+            )
+            history.switches.append(row)
+        self._emit(
+            StrategyStarted(
+                t=self._event_time,
+                strategy=str(strategy),
+                samples=history.samples,
+                lr=strategy.lr_description(self.plan.workers),
+            )
+        )
+
+    def _divide(self, strategy: Strategy) -> WorkerGroups:
+        windows = self.history.throughput.windows
+        speeds = windows[-1].speeds if windows else self._probed
+        return strategy.worker_groups(self.plan.workers, speeds)
+
+    def _close_epoch(self, ready: WorkerReady, lr: float) -> _Script:
+        history = self.history
+        val_loss, val_acc = None, None
+        if "val" in ready.splits:
+            val_loss, val_acc = yield from self._evaluate("val")
+        row = EpochRow(
+            epoch=history.epoch + 1,
+            seconds=self._now,
+            samples=history.samples,
+            updates=history.updates,
+            lr=lr,
+            train_loss=history.tally.loss,
+            train_acc=history.tally.accuracy,
+            val_loss=val_loss,
+            val_acc=val_acc,
+        )
+        history.tally = EpochTotals()
+        history.rows.append(row)
+        self._emit(EpochEnded(t=self._event_time, row=row))
+        if row.val_loss is not None and not math.isfinite(row.val_loss):
+            # The last update ruined the weights: they must not become a checkpoint.
+            reason = (
+                f"diverged: the loss is {row.val_loss} in the validation after epoch "
+                f"{row.epoch} (step {self.members.last_step(0)} of worker 0): "
+                "lower the learning rate, add warm-up or clip gradients"
+            )
+            if self._rollback_phase is None:
+                self._end("diverged", reason)
+            elif self._decision is None or not self._decision.restore:
+                self._decision = self._record(self._roll_back(reason))
+
+    def _evaluate(
+        self, split: str
+    ) -> Generator[None, list[Any], tuple[float | None, float | None]]:
+        parts: list[Evaluated] = yield from self._ask_all_workers(Evaluate(split), Evaluated)
+        count = sum(p.count for p in parts)
+        losses = [p.loss_sum for p in parts if p.loss_sum is not None]
+        if len(losses) < len(parts):
+            return None, None
+        loss = sum(losses) / count
+        # Who had no rows, or left the answer to another, has no say in whether there are classes.
+        right = [p.correct for p in parts if p.count and p.correct is not None]
+        return loss, sum(right) / count if right else None
+
+    def _resume_error(self, ready: WorkerReady, position: int) -> str | None:
+        """In the middle of an epoch only who reads in the same blocks knows what is left of it."""
+        now = layout_fingerprint(ready.layout) if ready.layout is not None else None
+        if not position or now == self._layout_before:
+            return None
+        return (
+            f"the checkpoint was made in the middle of an epoch, after {position} samples of it, "
+            "with data divided otherwise: resume with the same files, --shard, --shuffle and "
+            "--memory"
+        )
+
+    def _save(self, ledger: Ledger) -> _Script:
+        name = f"{self.history.samples:012d}"
+        memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
+        if ledger.layout is not None:
+            memory["shards"] = layout_to_checkpoint(ledger.layout, ledger.remaining_rows())
+        saved: list[CheckpointWritten] = yield from self._ask_all_workers(
+            SaveCheckpoint(name, memory), CheckpointWritten
+        )
+        self._emit(
+            CheckpointSaved(t=self._event_time, samples=self.history.samples, path=saved[0].path)
+        )
+
+    def _finish(self, ready: WorkerReady) -> _Script:
+        if "test" in ready.splits:
+            self.final["test_loss"], self.final["test_acc"] = yield from self._evaluate("test")
+        ended: list[WorkerFinished] = yield from self._ask_all_workers(
+            FinishRun(self.plan.save_model), WorkerFinished
+        )
+        self.totals = {f.worker: f.totals for f in ended}
+        self._flush_switch()
+        self._end("done", None)
+
+    def _check_replicas(self, replies: list[Quiesced]) -> bool:
+        odd = [r.worker for r in replies if r.checksum != replies[0].checksum]
+        if odd:
+            self._end(
+                "failed",
+                f"replicas differ: worker {odd[0]} holds other weights than worker 0 "
+                f"after {self.history.samples} samples",
+            )
+        return not odd
+
+    def _strategy(self) -> Strategy:
+        return self.plan.strategy.phases[self.history.phase]
+
+    def _pace_version(self) -> int:
+        return self._pace.version if self._pace is not None else 0
+
+    def _ask_all_workers(
+        self, question: Message, answer: type[Message]
+    ) -> Generator[None, list[Any], list[Any]]:
+        self._awaited, self._answers = answer, {}
+        self._actions.extend(Send(w, question) for w in range(self.plan.workers))
+        replies = yield
+        return replies
+
+    def _flush_switch(self) -> None:
+        """Complete the row of the last switch with the slowest worker's pause."""
+        if self._resumed and self.history.switches:
+            pause_s = round(max(self._resumed.values()), 6)
+            row = dataclasses.replace(self.history.switches[-1], pause_s=pause_s)
+            self.history.switches[-1] = row
+            self._resumed = {}
+            self._emit(StrategySwitched(t=self._event_time, row=row))
+
+    @property
+    def _event_time(self) -> float:
+        return round(self._now, 6)
+
+    def _emit(self, event: Event) -> None:
+        self._actions.append(EmitEvent(event))
+
+    def _end(self, status: str, error: str | None, *, usage: bool = False) -> None:
+        self._ended = True
+        self._actions.append(EndRun(status, error, usage))

@@ -1,0 +1,98 @@
+"""What a run is to do, and what the coordinator asks its shell to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.protocol.history import History
+from paceline.protocol.messages import WorkerReady
+from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext
+from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy
+from paceline.specs.schedule import Constant, Schedule
+from paceline.specs.stop_condition import StopCondition
+from paceline.specs.strategy import Strategy
+from paceline.telemetry.events import (
+    Event,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What the coordinator is told before the run; the rest it learns from the workers."""
+
+    strategy: Strategy
+    workers: int
+    clip: float | None = None
+    until: StopCondition | None = None
+    patience: int | None = None
+    checkpoint_epochs: int | None = None
+    checkpoint_samples: int | None = None
+    schedule: Schedule = field(default_factory=Constant)
+    custom_loop: bool = False
+    save_model: bool = True
+
+    @property
+    def servers(self) -> int:
+        return self.strategy.servers_for(self.workers)
+
+    def next_stop(
+        self,
+        history: History,
+        ready: WorkerReady,
+        frontier: int,
+        switch_at: int | None,
+        last_saved: int,
+    ) -> int:
+        """The position of this epoch to run to: always the end of a global batch."""
+        epoch_start = history.epoch * ready.samples
+        stops = [ready.samples]
+        if switch_at is not None:
+            stops.append(switch_at - epoch_start)
+        if self.checkpoint_samples is not None:
+            stops.append(last_saved + self.checkpoint_samples - epoch_start)
+        stop = max(min(stops), frontier + 1)
+        return min(ready.samples, -(-stop // ready.batch) * ready.batch)
+
+    def checkpoint_due(
+        self, history: History, epoch_ended: bool, last_saved: int, ending: str | None
+    ) -> bool:
+        """Whether to save now; `ending` is the reason why the run ends here, if it does."""
+        if ending is not None:
+            return bool(self.checkpoint_samples or self.checkpoint_epochs)
+        if self.checkpoint_samples is not None:
+            return history.samples - last_saved >= self.checkpoint_samples
+        every = self.checkpoint_epochs
+        return bool(every and epoch_ended and history.epoch % every == 0)
+
+    def stop_reason(self, history: History, ready: WorkerReady) -> str | None:
+        """Why the run ends after this epoch; None: it continues."""
+        if self.until is not None and self.until.is_met(history.value_of(self.until.metric)):
+            return f"until {self.until}"
+        if self.patience is not None:
+            best = history.best_row_index("val_loss", lower_is_better=True)
+            if best is not None and len(history.rows) - 1 - best >= self.patience:
+                return f"no better val_loss for {self.patience} epochs"
+        if ready.epochs is not None and not self.custom_loop and history.epoch >= ready.epochs:
+            return f"{ready.epochs} epochs"
+        return None
+
+
+@dataclass(frozen=True)
+class EmitEvent:
+    """An event to append to run.jsonl and to display."""
+
+    event: Event
+
+
+@dataclass(frozen=True)
+class EndRun:
+    status: str
+    error: str | None = None
+    usage: bool = False
+    """The user's mistake, which showed only when the data was known."""
+
+
+Action = OutgoingMessage | EmitEvent | EndRun
+PaceFactory = Callable[[Strategy, PaceContext], Pace]
+PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
