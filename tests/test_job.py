@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from paceline.errors import DataError, SpecError, UsageError
-from paceline.job import Job, JobRef, build_job, display_name, hash_file, refer_to_job
+from paceline.job import Job, JobRef, build_job, display_name, refer_to_job
 from paceline.launch.run import RunOptions, plain_fields, run_training, train
+from paceline.plugins import hash_file
 from paceline.specs.optimizer import AdamSpec
 from paceline.specs.point import RunPoint
 from paceline.strategies.registry import parse_strategy

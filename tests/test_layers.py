@@ -38,6 +38,7 @@ FILE_PATTERNS = {
 LAYERS: dict[str, set[str]] = {
     # Ideas: no input, no output, no tensors.
     "errors": set(),
+    "plugins": {"errors"},
     "specs": {"errors"},
     "protocol": {"errors", "specs", "telemetry.events"},
     "telemetry.events": set(),
@@ -50,9 +51,9 @@ LAYERS: dict[str, set[str]] = {
     "data": {"errors"},
     "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
-    "job": {"errors", "specs", "data", "models"},
+    "job": {"errors", "plugins", "specs", "data", "models"},
     # Strategies, one folder each: what needs no torch comes first.
-    "strategies.registry": {"errors", "specs", "protocol"},
+    "strategies.registry": {"errors", "plugins", "specs", "protocol"},
     "strategies.spec": {"errors", "specs", "protocol", "strategies.registry"},
     "strategies.record": {"strategies.registry", "strategies.spec"},
     "strategies.pace": {"errors", "specs", "protocol", "strategies.spec"},
@@ -96,6 +97,7 @@ LAYERS: dict[str, set[str]] = {
         "data",
         "models",
         "job",
+        "plugins",
         "strategies",
         "strategies.registry",
         "telemetry",
@@ -122,6 +124,7 @@ LAYERS: dict[str, set[str]] = {
         "protocol",
         "comm",
         "job",
+        "plugins",
         "report",
         "strategies.registry",
         "telemetry",
@@ -158,6 +161,7 @@ LAYERS: dict[str, set[str]] = {
         "job",
         "keras",
         "launch",
+        "plugins",
         "report",
         "strategies.registry",
         "worker",
@@ -180,7 +184,14 @@ LAYERS: dict[str, set[str]] = {
         "strategies.registry",
         "twin",
     },
-    "__init__": {"strategies.spec", "job", "launch", "trained_model", "worker"},
+    "__init__": {
+        "strategies.registry",
+        "strategies.spec",
+        "job",
+        "launch",
+        "trained_model",
+        "worker",
+    },
 }
 
 TYPES_ONLY = {"strategies.registry": {"strategies"}}
@@ -189,6 +200,7 @@ name."""
 
 TORCH_FREE = (
     "errors",
+    "plugins",
     "specs",
     "protocol",
     "strategies.registry",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.launch.run import train
     from paceline.strategies.allreduce.spec import AllReduce
     from paceline.strategies.ps.spec import ParameterServer
+    from paceline.strategies.registry import StrategyRecord, register_strategy
     from paceline.strategies.single.spec import Single
     from paceline.strategies.switch.spec import Switch
     from paceline.trained_model import load
@@ -24,12 +25,14 @@ _WHERE = {
     "Job": "paceline.job",
     "ParameterServer": "paceline.strategies.ps.spec",
     "Single": "paceline.strategies.single.spec",
+    "StrategyRecord": "paceline.strategies.registry",
     "Switch": "paceline.strategies.switch.spec",
     "compare": "paceline.launch.compare_runs",
     "load": "paceline.trained_model",
     "log": "paceline.worker.custom_loop",
     "prepare": "paceline.worker.custom_loop",
     "rank": "paceline.worker.custom_loop",
+    "register_strategy": "paceline.strategies.registry",
     "train": "paceline.launch.run",
 }
 
@@ -38,12 +41,14 @@ __all__ = [
     "Job",
     "ParameterServer",
     "Single",
+    "StrategyRecord",
     "Switch",
     "compare",
     "load",
     "log",
     "prepare",
     "rank",
+    "register_strategy",
     "train",
 ]
 

@@ -7,10 +7,7 @@ objects goes only to processes that this one starts itself.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.errors import PacelineError, UsageError
+from paceline.plugins import hash_file, load_module, locate_error
 from paceline.specs.expression import parse_expression
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.optimizer_base import OptimizerSpec
@@ -272,13 +270,6 @@ def refer_to_job(file: Path | None, fields: dict[str, Any]) -> JobRef:
     return JobRef(file=path.resolve(), function=function, hash=hash_file(path), fields=fields)
 
 
-def hash_file(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(f"job file {path} cannot be read: {error.strerror}") from None
-
-
 def _read_job_file(path: Path, function: str) -> Job:
     if path.suffix in (".yaml", ".yml", ".json"):
         return build_job(**_read_fields(path))
@@ -295,7 +286,7 @@ def _read_job_file(path: Path, function: str) -> Job:
     except ValidationError as error:
         raise UsageError(f"{function}() in {path}: {_explain(error)}") from error
     except Exception as error:
-        raise UsageError(_locate(error, path)) from error
+        raise UsageError(locate_error(error, path)) from error
     if not isinstance(job, Job):
         raise UsageError(f"{function}() in {path} gave {type(job).__name__}: return a paceline.Job")
     return job
@@ -322,36 +313,3 @@ def _read_fields(path: Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise UsageError(f"job file {path}: key {key!r} is not the name of a field")
     return value
-
-
-def load_module(path: Path, name: str) -> Any:
-    """Import a user's file under `name`; a mistake in it is told with its file and line."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except PacelineError:
-        raise
-    except Exception as error:
-        raise UsageError(_locate(error, path)) from error
-    return module
-
-
-def _locate(error: Exception, path: Path) -> str:
-    line = getattr(error, "lineno", None) or _last_line(error, path)
-    return f"{path}:{line}: {type(error).__name__}: {error}".replace("\n", " ")
-
-
-def _last_line(error: BaseException, path: Path) -> int:
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line

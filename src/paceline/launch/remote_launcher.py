@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from paceline.launch.hosts import (
 )
 from paceline.launch.launcher import OnLine, round_robin_parents
 from paceline.launch.project import Project, find_project, read_project
+from paceline.plugins import Plugin
 from paceline.worker.assignment import Assignment, pack_assignment
 
 PACKAGES = ("paceline", "torch")
@@ -140,6 +142,7 @@ class RemoteLauncher:
                 "threads": self._threads_on(site, assignment),
                 "beside": self._local_rank(site, assignment),
                 "job": self._move_job(assignment),
+                "plugins": self._move_plugins(assignment),
             }
         )
         threads = str(told.threads)
@@ -178,6 +181,21 @@ class RemoteLauncher:
             return job
         assert project is not None, "a job file goes along with its project"
         return job.model_copy(update={"file": job.file.relative_to(project.folder)})
+
+    def _move_plugins(self, assignment: Assignment) -> tuple[Plugin, ...]:
+        """Plugins as the machine finds them: inside the project, or installed."""
+        project, moved = self.project_bundle.project, []
+        for plugin in assignment.plugins:
+            if plugin.file is not None:
+                if project is None or not plugin.file.is_relative_to(project.folder):
+                    raise UsageError(
+                        f"plugin {plugin.file} is outside the project that is copied to other "
+                        "machines: move it there, or choose a directory with --project"
+                    )
+                file = plugin.file.relative_to(project.folder)
+                plugin = dataclasses.replace(plugin, file=file)
+            moved.append(plugin)
+        return tuple(moved)
 
     async def close(self) -> None:
         await self._stack.aclose()

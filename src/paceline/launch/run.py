@@ -30,7 +30,7 @@ from paceline.protocol.run_spec import RunSpec
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.strategies.registry import parse_strategy
+from paceline.strategies.registry import parse_strategy, plugins_of
 from paceline.telemetry.event_log import CollectivesNotice, EventLog, OnEvent, ignore_notice
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
@@ -177,7 +177,9 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
         from paceline.worker.spawn import pack_live
 
         live = pack_live(resolved)
-    options.launcher.bundle(reference.file if reference is not None else None, options.out)
+    files = [reference.file] if reference is not None else []
+    files += [plugin.file for plugin in plugins_of(strategy)]
+    options.launcher.bundle(next((f for f in files if f is not None), None), options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
     template = {"job": reference}
@@ -284,6 +286,7 @@ def _run(
     template = {
         **template,
         "strategy": str(plan.strategy),
+        "plugins": plugins_of(plan.strategy),
         "threads": options.threads_each,
         "pin": options.pin,
         "checkpoint": checkpoint,

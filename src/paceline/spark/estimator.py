@@ -19,11 +19,12 @@ from pyspark.ml.param.shared import (
 from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
 
 from paceline.errors import UsageError
-from paceline.job import JobRef, hash_file
+from paceline.job import JobRef
 from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.project import read_project
 from paceline.launch.remote_launcher import ProjectBundle
 from paceline.launch.run import RunOptions, new_run_name, run_training
+from paceline.plugins import hash_file
 from paceline.spark.dataframe_export import (
     FEATURES,
     LABEL,

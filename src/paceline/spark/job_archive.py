@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.job import Job, build_job, load_module
+from paceline.job import Job, build_job
+from paceline.plugins import load_module
 
 JOB = "job.json"
 SOURCE = "source_of_{}.py"

@@ -7,16 +7,20 @@ that names it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import SpecError, UsageError
+from paceline.plugins import Plugin, load_plugin_file, plugin_for
 from paceline.protocol.pace import Pace, PaceContext
 from paceline.protocol.switch_policy import NeverSwitch, RunHorizon, SwitchPolicy
-from paceline.specs.base import parse_spec, spec_from_call
+from paceline.specs.base import Spec, parse_spec, spec_from_call
 from paceline.specs.expression import Value
 from paceline.specs.strategy import Strategy
 
@@ -49,8 +53,6 @@ class StrategyRecord:
     """Texts that the planner tries."""
     memory_saving: tuple[str, ...] = ()
     """Texts to suggest when a model does not fit into memory; `{workers}` is replaced."""
-    origin: str = ""
-    """What another process imports to know this strategy; empty for those of the package."""
 
     @property
     def name(self) -> str:
@@ -110,14 +112,15 @@ def records() -> Mapping[str, StrategyRecord]:
     return _RECORDS
 
 
-def register(record: StrategyRecord) -> None:
+def register_strategy(record: StrategyRecord) -> None:
     """Make a strategy known by its name; raises SpecError when the name is taken.
 
-    The same file may register its strategy again, as it does when it is imported twice.
+    Call it in the module that defines the spec: the processes of a run import that module. The
+    same module may register its strategy again, as it does when it is imported twice.
     """
     name = record.name
     taken = _registered.get(name)
-    if name in _BUILT_IN or (taken is not None and taken.origin != record.origin):
+    if name in _BUILT_IN or (taken is not None and taken.spec.__module__ != record.spec.__module__):
         raise SpecError(f"a strategy named {name!r} exists already: choose another name")
     if record.pace is None or record.worker is None:
         missing = "pace" if record.pace is None else "worker"
@@ -125,10 +128,20 @@ def register(record: StrategyRecord) -> None:
     _registered[name] = record
 
 
+_FILE_PREFIX = re.compile(r"\s*([^\s(]+\.py):(?!:)(.*)", re.DOTALL)
+
+
 def parse_strategy(text: str | Strategy) -> Strategy:
-    """The strategy that a text names; a strategy is returned as it is."""
+    """The strategy that a text names; a strategy is returned as it is.
+
+    `gossip.py:gossip(h=4)` first imports the file, which registers what the rest names.
+    """
     if isinstance(text, Strategy):
         return text
+    found = _FILE_PREFIX.fullmatch(text)
+    if found is not None:
+        load_plugin_file(Path(found[1]))
+        text = found[2]
     return parse_spec(text, _SPEC_TYPES, "strategy")
 
 
@@ -181,10 +194,21 @@ def cost(spec: Strategy) -> Any:
     return _load(_required(spec, "cost", "planned"))
 
 
-def plugins_of(spec: Strategy) -> tuple[str, ...]:
-    """What another process imports to know `spec` and all its phases."""
-    origins = {_record_of(part).origin for part in (spec, *spec.phases)}
-    return tuple(sorted(origins - {""}))
+def plugins_of(spec: Strategy) -> tuple[Plugin, ...]:
+    """What another process imports to know `spec`, its phases and their codecs."""
+    modules = {type(part).__module__ for part in _parts_of(spec)}
+    foreign = sorted(m for m in modules if m.partition(".")[0] != "paceline")
+    return tuple(plugin_for(module) for module in foreign)
+
+
+def _parts_of(spec: Spec) -> Iterator[Spec]:
+    """A spec and every spec in its fields."""
+    yield spec
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Spec):
+                yield from _parts_of(inner)
 
 
 def _record_of(spec: Strategy) -> StrategyRecord:

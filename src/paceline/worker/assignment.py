@@ -12,6 +12,7 @@ from typing import IO, Literal
 from pydantic import BaseModel, ConfigDict
 
 from paceline.job import JobRef
+from paceline.plugins import Plugin
 
 
 class Assignment(BaseModel):
@@ -42,6 +43,8 @@ class Assignment(BaseModel):
     """When the run began; a resumed run began earlier by what it had taken before."""
     servers: tuple[int, ...] = ()
     """Servers that this worker starts as its own children."""
+    plugins: tuple[Plugin, ...] = ()
+    """What to import before the strategy's text is parsed."""
     job: JobRef | None = None
     checkpoint: str | None = None
     keep_checkpoints: int = 2

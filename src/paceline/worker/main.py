@@ -66,6 +66,7 @@ def main() -> None:
 def _serve(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
     from paceline.worker.server_main import run_server
 
+    load_plugins(assignment)
     run_server(assignment, control, wait_s)
 
 
@@ -80,10 +81,17 @@ def _work(
         pin(*assignment.local_rank)
     from paceline.worker.session import run_worker_job, run_worker_script
 
+    load_plugins(assignment)
     if assignment.script is not None:
         run_worker_script(assignment, control, wait_s)
     else:
         run_worker_job(assignment, control, live, wait_s)
+
+
+def load_plugins(assignment: Assignment) -> None:
+    """Strategies and codecs of the user's own; raises UsageError for a file that has changed."""
+    for plugin in assignment.plugins:
+        plugin.load()
 
 
 def _wait_for_servers() -> None:

@@ -1,0 +1,107 @@
+"""Files of the user's that every process of a run imports, for the strategies they register."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """How a process gets a module that registers something: by its file, or as it is installed."""
+
+    module: str
+    file: Path | None = None
+    """None where the module is installed in the environment."""
+    hash: str | None = None
+
+    def load(self) -> None:
+        """Import it; raises UsageError when the file is missing, broken or has changed."""
+        if self.file is None:
+            importlib.import_module(self.module)
+            return
+        # Relative where a project was copied: to the directory that the process was started in.
+        file = self.file.absolute()
+        if hash_file(file, "plugin") != self.hash:
+            raise UsageError(f"{file} has changed since the run was started: start it again")
+        if "." not in self.module:
+            load_module(file, self.module)
+            return
+        root = str(file.parents[self.module.count(".")])
+        if root not in sys.path:
+            sys.path.insert(0, root)
+        importlib.import_module(self.module)
+
+
+def plugin_for(module: str) -> Plugin:
+    """How another process imports a module of this one; raises UsageError where it cannot."""
+    if module in ("__main__", "__mp_main__"):
+        raise UsageError(
+            "a strategy or codec is defined in the script that was started, which workers cannot "
+            "import: move it to a file of its own"
+        )
+    path = getattr(sys.modules[module], "__file__", None)
+    if path is None or "site-packages" in Path(path).parts:
+        return Plugin(module=module)
+    file = Path(path).resolve()
+    return Plugin(module=module, file=file, hash=hash_file(file, "plugin"))
+
+
+def load_plugin_file(path: Path) -> None:
+    """Import a file that registers something, under its own name; raises UsageError."""
+    if not path.is_file():
+        raise UsageError(f"plugin {path} does not exist: name a Python file")
+    file = path.resolve()
+    loaded = sys.modules.get(file.stem)
+    if loaded is None:
+        load_module(file, file.stem)
+    elif Path(getattr(loaded, "__file__", None) or "").resolve() != file:
+        raise UsageError(f"plugin {path} has the name of another module: rename the file")
+
+
+def hash_file(path: Path, what: str = "job file") -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from None
+
+
+def load_module(path: Path, name: str) -> Any:
+    """Import a user's file under `name`; an error in it is reported with its file and line."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise UsageError(locate_error(error, path)) from error
+    return module
+
+
+def locate_error(error: Exception, path: Path) -> str:
+    """An error in a user's file as one line that names the file and the line."""
+    line = getattr(error, "lineno", None) or _last_line(error, path)
+    return f"{path}:{line}: {type(error).__name__}: {error}".replace("\n", " ")
+
+
+def _last_line(error: BaseException, path: Path) -> int:
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
