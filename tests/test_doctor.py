@@ -127,30 +127,32 @@ def test_clock_counts_only_beyond_what_is_known_of_it() -> None:
     assert diagnose(found) == []
 
 
-def test_skewed_interface_is_told_with_the_route_that_mends_it() -> None:
+def test_skewed_interface_is_reported_with_a_route_as_fix() -> None:
     found = healthy()
     found.of("h2").routes["h1"] = {"source": "10.9.0.2", "interface": "eth1", "mtu": 1500}
     problem = only(found)
     assert (problem.host, problem.kind, problem.level) == ("h2", "interface", "error")
-    assert problem.what == "it reaches h1 from 10.9.0.2 by eth1, but is reached at 10.0.0.2 by eth0"
+    assert problem.what == (
+        "it connects to h1 from 10.9.0.2 (eth1), but the others connect to it at 10.0.0.2 (eth0)"
+    )
     assert problem.fix == "ssh h2 'sudo ip route replace 10.0.0.1 dev eth0 src 10.0.0.2'"
 
 
-def test_translated_address_is_told() -> None:
+def test_translated_address_is_reported() -> None:
     found = healthy()
     found.of("h2").addresses = {"192.168.0.2": "eth0"}
     found.of("h2").routes["h1"]["source"] = "192.168.0.2"
-    assert "on none of its interfaces" in only(found).what
+    assert "is not on any of its interfaces" in only(found).what
 
 
-def test_no_route_and_other_packet_sizes_are_told() -> None:
+def test_missing_route_and_different_mtu_are_reported() -> None:
     found = healthy()
     found.of("h1").routes["h3"]["source"] = None
     for route in found.of("h2").routes.values():
         route["mtu"] = 9000
     route_problem, mtu = diagnose(found)
-    assert route_problem.what == "it has no route to h3 (10.0.0.3)"
-    assert mtu.what == "packets of 9000 bytes on eth0, the others 1500"
+    assert route_problem.what == "no route to h3 (10.0.0.3)"
+    assert mtu.what == "MTU of 9000 bytes on eth0, the others have 1500"
 
 
 def block(found: Examination, source: str, target: str, port: int) -> None:
@@ -177,25 +179,25 @@ def test_machine_that_lets_nothing_out_is_blamed_itself() -> None:
         block(found, "h1", target, 0)
     problem = only(found)
     assert problem.host == "h1"
-    assert "its own firewall lets nothing out" in problem.what
+    assert "its own firewall blocks outgoing connections" in problem.what
 
 
-def test_taken_port_is_something_to_look_at() -> None:
+def test_port_in_use_is_a_warning() -> None:
     found = healthy()
     found.of("h3").listening[29500] = None
     problem = only(found)
-    assert (problem.what, problem.level) == ("port 29500 is taken by another program", "warning")
+    assert (problem.what, problem.level) == ("port 29500 is in use by another program", "warning")
 
 
-def test_slow_link_is_told() -> None:
+def test_slow_link_is_reported() -> None:
     found = healthy()
     for pair in found.pairs:
         if "h3" in (pair.source, pair.target):
             pair.bytes_per_s = 1.25e6
-    assert only(found).what == "its link eth0 carries 10 Mbit/s, the others 1000"
+    assert only(found).what == "link eth0 carries 10 Mbit/s, the others 1000"
 
 
-def test_hardware_that_differs_from_the_pool_is_told() -> None:
+def test_hardware_that_differs_from_the_pool_is_reported() -> None:
     found = healthy()
     machine = found.of("h1")
     machine.host = Host(host="h1", gpus=(Gpu(count=2),))

@@ -236,7 +236,7 @@ def test_nothing_is_written_outside_of_the_folder(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     project = Project(folder=tmp_path / "p", files={path: (0, 0o644, "")})
-    with pytest.raises(HostError, match="lies outside of the folder"):
+    with pytest.raises(HostError, match="is outside of the folder"):
         copy_to(other_machine(), project)
 
 
@@ -259,12 +259,12 @@ def test_keeper_passes_arguments_output_and_status() -> None:
     assert json.loads("".join(lines)) == AWKWARD
 
 
-def test_keeper_tells_signals_and_what_cannot_be_run() -> None:
+def test_watchdog_reports_signals_and_commands_that_cannot_run() -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     assert keep([sys.executable, "-c", code])[0] == 128 + signal.SIGSEGV
     status, words, _ = keep(["/no/such/python"])
     assert status == 126
-    assert "/no/such/python cannot be run" in words
+    assert "cannot run /no/such/python" in words
 
 
 DETACHED = """
@@ -296,7 +296,7 @@ def test_keeper_ends_all_when_nothing_is_heard() -> None:
         host = Host(host="localhost")
         async with run_program(LocalShell(host), "watchdog", grace_s=10.0) as keeper:
             argv = [sys.executable, "-c", DETACHED, "stay"]
-            await keeper.tell(
+            await keeper.send(
                 {**watchdog_command(argv, {}, "/", None), "beat_s": 1.0, "grace_s": 0.2}
             )
             lines = [line async for line in keeper.lines()]
@@ -363,7 +363,7 @@ def test_options_that_exclude_each_other(run_cli: RunCli, tmp_path: Path) -> Non
     for args, told in (
         (("--pool", pool, "--workers", 2), "--pool and --workers exclude each other"),
         (("--select", "gpu"), "--select needs --pool: name the machines"),
-        (("--pool", pool, "--select", "gpu"), "--select gpu: no machine of the pool has a GPU"),
+        (("--pool", pool, "--select", "gpu"), "--select gpu: no machine in the pool has a GPU"),
         (("--pool", pool, "--venv"), "has no requirements.txt"),
         (("--pool", pool, "--roles", "ps=1"), "at least one chief or worker"),
     ):
@@ -569,7 +569,7 @@ def test_machine_that_cannot_be_used_is_named(lab: Lab, run_cli: RunCli, tmp_pat
     done = run_cli("launch", "p/x.py", "--pool", pool, "--out", "run")
     assert done.code == 1
     assert done.last_line.startswith(
-        f"paceline: host {lab.machines[2].name}: no key of ours is accepted for root: try "
+        f"paceline: host {lab.machines[2].name}: no local key is accepted for root: try "
     )
     assert "ran" not in done.stdout
     lab.machines[0].kill()
@@ -590,4 +590,4 @@ def test_environment_is_made_from_requirements(lab: Lab, run_cli: RunCli, tmp_pa
         for machine in lab.machines:
             assert sum(f"prefix {machine.home}/.paceline/launch/p-" in line for line in said) == 1
     log = (tmp_path / f"run1/logs/venv-{lab.machines[0].name}.log").read_text()
-    assert log == "the environment is there already\n"
+    assert log == "the environment already exists\n"

@@ -99,7 +99,7 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
         (["--strategy", "auto"], "--strategy auto needs --pool"),
         (["--venv"], "--venv needs --pool or --engine"),
         (["--pool", "POOL", "--servers-on", "x"], "--servers-on x: the pool has no such machine"),
-        (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine of the pool has a GPU"),
+        (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine in the pool has a GPU"),
         (["--pool", "POOL", "--venv"], "--venv needs --project"),
         (
             ["--pool", "POOL", "--select", "auto", "--batch-per-worker", "8"],

@@ -58,11 +58,11 @@ def doctor(
     if write and found.form == "blueprint":
         write_pool(found, found.pool)  # refuses before minutes are spent
     orders = ExaminationOptions(
-        patience=SshTimeouts(connect_s=timeout),
+        timeouts=SshTimeouts(connect_s=timeout),
         ports=tuple(port) if port else (MASTER_PORT,),
         packages=tuple(dict.fromkeys((*PACKAGES, *(package or ())))),
         job=read_fields(given),
-        tell=lambda line: None if quiet or json else typer.echo(f"{line} ...", err=True),
+        on_progress=lambda line: None if quiet or json else typer.echo(f"{line} ...", err=True),
     )
     examination = asyncio.run(examine(found.pool, orders))
     problems = [

@@ -108,7 +108,7 @@ def keys(
     asked = UserPrompts(
         password=getpass,
         trust=lambda text: typer.confirm(f"{text}: is that right?"),
-        tell=typer.echo,
+        print_line=typer.echo,
     )
     failed: list[HostError] = []
     for each in found.pool.hosts:

@@ -1,4 +1,4 @@
-"""The machines: an inventory that plan, doctor, launch and the twin share."""
+"""Inventory of machines, shared by plan, doctor, launch and the twin."""
 
 from paceline.cluster.pool import Host, Pool, read_pool
 

@@ -1,6 +1,6 @@
-"""What is wrong with a pool, told from what an examination found: the machine, why, and the remedy.
+"""Rules that derive problems of a pool, with a fix for each, from the results of an examination.
 
-No input or output: the rules can be read, and tested, by themselves.
+The rules do no I/O, so they can be tested in isolation.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from paceline.cluster.doctor import Examination, MachineExamination, MachinePair
 from paceline.cluster.shell import format_ssh_command
 
 GIGA = 1e9
-LEAST_DISK_BYTES = 1e9
-CLOCK_S = 1.0
-"""With more, what several machines recorded cannot be put side by side."""
-BUSY_SHARE = 0.5
-SLOW_LINK = 1 / 3
+MIN_DISK_BYTES = 1e9
+MAX_CLOCK_OFFSET_S = 1.0
+"""Above this, the records of several machines cannot be compared."""
+BUSY_FRACTION = 0.5
+SLOW_LINK_FRACTION = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`error`: a job over all machines is likely to fail. `warning`: it may suffer."""
+    """A problem of one machine.
+
+    `error`: a job on all machines is likely to fail. `warning`: it may run slowly.
+    """
 
     host: str
     kind: str
@@ -33,7 +36,7 @@ class Problem:
 
 
 def diagnose(found: Examination) -> list[Problem]:
-    """All problems, machine by machine, errors first."""
+    """Returns all problems in the order of the machines, errors first."""
     problems = [
         *_unreachable(found),
         *_versions(found),
@@ -44,7 +47,7 @@ def diagnose(found: Examination) -> list[Problem]:
         *_links(found),
         *_steps(found),
     ]
-    order = {machine.name: place for place, machine in enumerate(found.machines)}
+    order = {machine.name: index for index, machine in enumerate(found.machines)}
     return sorted(problems, key=lambda p: (p.level != "error", order[p.host]))
 
 
@@ -60,7 +63,7 @@ def _unreachable(found: Examination) -> Iterator[Problem]:
 
 
 def _usual(values: list[str]) -> str:
-    """What most machines have; of several equally common the first machine's."""
+    """Returns the most common value; ties go to the first machine."""
     return max(values, key=lambda value: (values.count(value), -values.index(value)))
 
 
@@ -82,26 +85,26 @@ def _versions(found: Examination) -> Iterator[Problem]:
                 what=f"Python {machine.facts['python']} ({machine.facts['executable']}), "
                 f"the others have {usual}",
                 fix=f"{format_ssh_command(machine.host, install)}; "
-                f"in the pool: python: python{usual}",
+                f"in the pool file: python: python{usual}",
             )
-    # Packages belong to an interpreter: with the right one they are looked at again.
+    # Packages belong to an interpreter; they are checked again once it is the right one.
     machines = [machine for machine in machines if _short(machine.facts["python"]) == usual]
     for package in machines[0].facts["packages"]:
         have = [m.facts["packages"].get(package) for m in machines]
         if not any(have):
             continue
         version = _usual([v for v in have if v])
-        for machine, theirs in zip(machines, have, strict=True):
-            if theirs == version:
+        for machine, installed in zip(machines, have, strict=True):
+            if installed == version:
                 continue
             python = machine.host.python or "python3"
-            wanted = f"{package}=={version.split('+')[0]}"
-            what = f"{package} is missing" if theirs is None else f"{package} {theirs}"
+            requirement = f"{package}=={version.split('+')[0]}"
+            what = f"{package} is missing" if installed is None else f"{package} {installed}"
             yield Problem(
                 host=machine.name,
                 kind="package",
                 what=f"{what}, the others have {version}",
-                fix=format_ssh_command(machine.host, f"{python} -m pip install {wanted}"),
+                fix=format_ssh_command(machine.host, f"{python} -m pip install {requirement}"),
             )
 
 
@@ -109,28 +112,30 @@ def _hardware(found: Examination) -> Iterator[Problem]:
     for machine in _present(found):
         facts, host = machine.facts, machine.host
         broken = [gpu["error"] for gpu in facts["gpus"] if "error" in gpu]
-        there = len(facts["gpus"]) - len(broken)
+        working = len(facts["gpus"]) - len(broken)
         if broken:
             fix = format_ssh_command(host, "nvidia-smi; sudo reboot")
             yield Problem(host=machine.name, kind="gpu", what=broken[0], fix=fix)
-        elif there != host.gpu_count and host.gpu_count:
-            what = f"the pool says {host.gpu_count} GPUs, {there} answer"
+        elif working != host.gpu_count and host.gpu_count:
+            what = f"the pool file lists {host.gpu_count} GPUs, but {working} respond"
             yield Problem(
                 host=machine.name, kind="gpu", what=what, fix=format_ssh_command(host, "nvidia-smi")
             )
         free = facts["disk_free_bytes"]
-        if free < LEAST_DISK_BYTES:
+        if free < MIN_DISK_BYTES:
             yield Problem(
                 host=machine.name,
                 kind="disk",
-                what=f"{free / GIGA:.2f} GB of disk are free in {facts['home']}, 1 is needed",
+                what=f"only {free / GIGA:.2f} GB of disk space are free in {facts['home']}; "
+                "at least 1 GB is required",
                 fix=format_ssh_command(host, "du -xsh ~/* ~/.cache | sort -h | tail"),
             )
-        if facts["load"] > BUSY_SHARE * facts["cores"]:
+        if facts["load"] > BUSY_FRACTION * facts["cores"]:
             yield Problem(
                 host=machine.name,
                 kind="busy",
-                what=f"others compute there: load {facts['load']:.1f} on {facts['cores']} cores",
+                what=f"other programs are using the CPU: load {facts['load']:.1f} on "
+                f"{facts['cores']} cores",
                 fix=format_ssh_command(host, "ps -eo pcpu,user,comm --sort=-pcpu | head"),
                 level="warning",
             )
@@ -159,7 +164,7 @@ def _hardware(found: Examination) -> Iterator[Problem]:
 def _clocks(found: Examination) -> Iterator[Problem]:
     for machine in _present(found):
         offset = machine.clock_offset_s
-        if offset is not None and abs(offset) - machine.clock_error_s > CLOCK_S:
+        if offset is not None and abs(offset) - machine.clock_error_s > MAX_CLOCK_OFFSET_S:
             word = "ahead of" if offset > 0 else "behind"
             yield Problem(
                 host=machine.name,
@@ -170,18 +175,18 @@ def _clocks(found: Examination) -> Iterator[Problem]:
 
 
 def _routes(found: Examination) -> Iterator[Problem]:
-    """The interface is what the kernel's routes choose, whatever it is called."""
+    """Compares the routes chosen by the kernel with the addresses that the machines use."""
     for machine in _present(found):
         skewed: dict[tuple[str, str], list[str]] = {}
         for other, route in machine.routes.items():
             source = route["source"]
             if source is None:
-                there = found.of(other).address
+                address = found.of(other).address
                 yield Problem(
                     host=machine.name,
                     kind="route",
-                    what=f"it has no route to {other} ({there})",
-                    fix=format_ssh_command(machine.host, f"ip route get {there}"),
+                    what=f"no route to {other} ({address})",
+                    fix=format_ssh_command(machine.host, f"ip route get {address}"),
                 )
             elif source != machine.address:
                 skewed.setdefault((source, route["interface"] or "?"), []).append(other)
@@ -203,7 +208,7 @@ def _routes(found: Examination) -> Iterator[Problem]:
                     yield Problem(
                         host=name,
                         kind="mtu",
-                        what=f"packets of {size} bytes on {interface}, the others {usual}",
+                        what=f"MTU of {size} bytes on {interface}, the others have {usual}",
                         fix=format_ssh_command(found.of(name).host, command),
                         level="warning",
                     )
@@ -218,9 +223,9 @@ def _skewed(
         return Problem(
             host=machine.name,
             kind="interface",
-            what=f"its address {machine.address} is on none of its interfaces (translated, NAT): "
+            what=f"its address {machine.address} is not on any of its interfaces (NAT): "
             f"{named} see {source} ({interface})",
-            fix=f"in the pool: host: {source}",
+            fix=f"in the pool file: host: {source}",
         )
     commands = [
         f"sudo ip route replace {found.of(other).address} dev {usual} src {machine.address}"
@@ -229,34 +234,35 @@ def _skewed(
     return Problem(
         host=machine.name,
         kind="interface",
-        what=f"it reaches {named} from {source} by {interface}, "
-        f"but is reached at {machine.address} by {usual}",
+        what=f"it connects to {named} from {source} ({interface}), "
+        f"but the others connect to it at {machine.address} ({usual})",
         fix=format_ssh_command(machine.host, " && ".join(commands)),
     )
 
 
 def _ports(found: Examination) -> Iterator[Problem]:
     for machine in _present(found):
-        for asked, actual in machine.listening.items():
+        for port, actual in machine.listening.items():
             if actual is None:
                 yield Problem(
                     host=machine.name,
                     kind="port",
-                    what=f"port {asked} is taken by another program",
-                    fix=format_ssh_command(machine.host, f"sudo ss -ltnp 'sport = :{asked}'"),
+                    what=f"port {port} is in use by another program",
+                    fix=format_ssh_command(machine.host, f"sudo ss -ltnp 'sport = :{port}'"),
                     level="warning",
                 )
     tried = sorted({port for pair in found.pairs for port in pair.reached})
     for port in tried:
         blocked = [p for p in found.pairs if p.reached.get(port, "ok") != "ok"]
-        silent = _no_way_out(found, blocked, port)
+        silent = _blocked_outbound(found, blocked, port)
         for name in silent:
             reached = [p.target for p in blocked if p.source == name]
             yield Problem(
                 host=name,
                 kind="port",
-                what=f"it reaches {_port_words(found, port)} of nobody ({', '.join(reached)}), "
-                "though others do: its own firewall lets nothing out",
+                what=f"it cannot reach {_describe_port(port)} on any machine "
+                f"({', '.join(reached)}), "
+                "although others can: its own firewall blocks outgoing connections",
                 fix=format_ssh_command(found.of(name).host, "sudo iptables -L OUTPUT -n -v"),
             )
         rest = [p for p in blocked if p.source not in silent]
@@ -264,8 +270,8 @@ def _ports(found: Examination) -> Iterator[Problem]:
             yield _blocked(found, name, port, [p for p in rest if p.target == name])
 
 
-def _no_way_out(found: Examination, blocked: list[MachinePair], port: int) -> list[str]:
-    """Machines that reach nobody, where those that they do not reach are reached by others."""
+def _blocked_outbound(found: Examination, blocked: list[MachinePair], port: int) -> list[str]:
+    """Returns machines that reach no other machine, although those are reachable from others."""
     names = []
     for machine in found.machines:
         mine = [p for p in found.pairs if p.source == machine.name and port in p.reached]
@@ -281,22 +287,22 @@ def _no_way_out(found: Examination, blocked: list[MachinePair], port: int) -> li
     return names
 
 
-def _port_words(found: Examination, port: int) -> str:
-    return f"port {port}" if port else "the ports that the system chooses"
+def _describe_port(port: int) -> str:
+    return f"port {port}" if port else "ephemeral ports"
 
 
 def _blocked(found: Examination, name: str, port: int, pairs: list[MachinePair]) -> Problem:
     machine = found.of(name)
     sources = [found.of(p.source) for p in pairs]
     allowed = ",".join(source.address or source.name for source in sources)
-    words = f"port {port}" if port else f"ports that the system chooses ({machine.listening[0]})"
-    ways = ", ".join(f"{p.source}: {p.reached[port]}" for p in pairs)
+    label = f"port {port}" if port else f"ephemeral ports ({machine.listening[0]})"
+    results = ", ".join(f"{p.source}: {p.reached[port]}" for p in pairs)
     rule = f"sudo iptables -I INPUT -p tcp -s {allowed}"
     rule += f" --dport {port} -j ACCEPT" if port else " -j ACCEPT"
     return Problem(
         host=name,
         kind="port",
-        what=f"{words} blocked from {ways}",
+        what=f"{label} blocked from {results}",
         fix=format_ssh_command(machine.host, rule),
     )
 
@@ -308,16 +314,16 @@ def _links(found: Examination) -> Iterator[Problem]:
         if (rates := link_rates(found, machine.name))
     }
     if len(best) < 3:
-        return  # of two it cannot be told which one is slow
+        return  # With two machines it is unknown which one is slow.
     usual = statistics.median(best.values())
     for name, rate in best.items():
-        if rate < SLOW_LINK * usual:
+        if rate < SLOW_LINK_FRACTION * usual:
             machine = found.of(name)
             interface = next((r["interface"] for r in machine.routes.values()), None) or "eth0"
             yield Problem(
                 host=name,
                 kind="link",
-                what=f"its link {interface} carries {rate * 8 / 1e6:.0f} Mbit/s, "
+                what=f"link {interface} carries {rate * 8 / 1e6:.0f} Mbit/s, "
                 f"the others {usual * 8 / 1e6:.0f}",
                 fix=format_ssh_command(machine.host, f"sudo ethtool {interface}"),
                 level="warning",
@@ -325,7 +331,7 @@ def _links(found: Examination) -> Iterator[Problem]:
 
 
 def link_rates(found: Examination, name: str) -> list[float]:
-    """Bytes per second between a machine and each other one, the slower direction of both."""
+    """Returns bytes per second between a machine and each other one, in the slower direction."""
     rates: dict[str, list[float]] = {}
     for pair in found.pairs:
         if name in (pair.source, pair.target) and pair.bytes_per_s:
@@ -342,13 +348,13 @@ def _steps(found: Examination) -> Iterator[Problem]:
             yield Problem(
                 host=machine.name,
                 kind="package",
-                what=f"the job's model cannot be timed there: {steps['missing']}",
+                what=f"cannot time the job's model: {steps['missing']}",
                 fix=format_ssh_command(machine.host, f"{python} -m pip install paceline"),
             )
         elif "failed" in steps:
             yield Problem(
                 host=machine.name,
                 kind="job",
-                what=f"the job does not run there: {steps['failed']}",
-                fix="say another --data-dir, or copy the data there",
+                what=f"the job does not run: {steps['failed']}",
+                fix="set another --data-dir, or copy the data to this machine",
             )

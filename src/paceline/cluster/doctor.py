@@ -1,7 +1,8 @@
-"""Examining the machines of a pool: all at once, each with a deadline, none able to stop the rest.
+"""Examines all machines of a pool concurrently, each with a deadline.
 
-One probe a machine stays connected for the whole examination, because the questions between two
-machines need both. What is found is plain data; `diagnosis.py` says what is wrong with it.
+A failing machine does not affect the others. One probe per machine stays connected for the whole
+examination, because measurements between two machines need both. The result is plain data;
+`diagnosis.py` derives the problems from it.
 """
 
 from __future__ import annotations
@@ -22,48 +23,48 @@ from paceline.errors import HostError
 
 PACKAGES = ("torch", "numpy", "paceline")
 MASTER_PORT = 29500
-"""Where torch's launcher and most scripts meet, unless told otherwise."""
-CLOCK_ASKS = 5
-FACTS_S = 20.0
-REACH_S = 15.0
-STEPS_S = 120.0
+"""Default rendezvous port of torchrun and most scripts."""
+CLOCK_SAMPLES = 5
+FACTS_TIMEOUT_S = 20.0
+REACH_TIMEOUT_S = 15.0
+STEPS_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationOptions:
-    """What to examine, and for how long at most."""
+    """Scope and time limits of an examination."""
 
-    patience: SshTimeouts = field(default_factory=SshTimeouts)
+    timeouts: SshTimeouts = field(default_factory=SshTimeouts)
     ports: tuple[int, ...] = (MASTER_PORT,)
     packages: tuple[str, ...] = PACKAGES
     link_s: float = 0.3
-    """How long bandwidth is measured for each pair and direction."""
+    """Duration of the bandwidth measurement, per pair and direction."""
     links_budget_s: float = 60.0
-    """In a large pool the pairs that are left when this is over are not measured."""
+    """Time limit for all pairs. In a large pool the remaining pairs are not measured."""
     flops_s: float = 0.5
     job: dict[str, Any] | None = None
-    """A job's fields: its training steps are timed on every machine."""
-    tell: Callable[[str], None] = field(default=lambda line: None)
+    """Fields of a job whose training steps are timed on every machine."""
+    on_progress: Callable[[str], None] = field(default=lambda line: None)
 
 
 @dataclass(kw_only=True)
 class MachineExamination:
-    """One machine."""
+    """Results for one machine."""
 
     host: Host
     error: HostError | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     clock_offset_s: float | None = None
-    """Its clock minus ours; known to within `clock_error_s`."""
+    """Its clock minus the local clock, accurate to `clock_error_s`."""
     clock_error_s: float = 0.0
     address: str | None = None
-    """Where the others reach it."""
+    """Address at which the other machines reach it."""
     routes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the other machine: source address, interface and MTU towards it."""
+    """Source address, interface and MTU towards each other machine."""
     addresses: dict[str, str] = field(default_factory=dict)
-    """Its own addresses, and the interface of each."""
+    """Interface of each local address."""
     listening: dict[int, int | None] = field(default_factory=dict)
-    """By the port that was asked for (0: any): the one it listens on; None if it is taken."""
+    """The bound port for each requested port (0: any), or None if it is in use."""
     gflops: float | None = None
     steps: dict[str, Any] | None = None
 
@@ -74,12 +75,12 @@ class MachineExamination:
 
 @dataclass(kw_only=True)
 class MachinePair:
-    """From one machine to another, in this direction."""
+    """Results for one direction between two machines."""
 
     source: str
     target: str
     reached: dict[int, str] = field(default_factory=dict)
-    """By the port that was asked for: "ok", or why not."""
+    """For each requested port, "ok" or the reason why it was not reached."""
     latency_s: float | None = None
     bytes_per_s: float | None = None
     why_not: str | None = None
@@ -97,98 +98,98 @@ class Examination:
 
 @dataclass
 class _ReachableMachine:
-    """A machine that answers."""
+    """A connected machine with a running probe."""
 
     found: MachineExamination
     shell: Shell
     probe: RemoteProgram
 
 
-async def examine(pool: Pool, orders: ExaminationOptions) -> Examination:
-    """Everything about every machine; one that fails is noted, and the others go on."""
+async def examine(pool: Pool, options: ExaminationOptions) -> Examination:
+    """Examines every machine. A failure is recorded in its result; the others continue."""
     machines = [MachineExamination(host=host) for host in pool.hosts]
     async with AsyncExitStack() as stack:
-        orders.tell(f"connecting to {len(machines)} machines")
-        patients = await _admit(machines, orders, stack)
+        options.on_progress(f"connecting to {len(machines)} machines")
+        reachable = await _connect_all(machines, options, stack)
         pairs = [
             MachinePair(source=a.found.name, target=b.found.name)
-            for a in patients
-            for b in patients
+            for a in reachable
+            for b in reachable
             if a is not b
         ]
-        ask_routes = partial(_ask_routes, patients=patients)
+        query_routes = partial(_query_routes, reachable=reachable)
         if pairs:
-            orders.tell("routes and ports between all pairs")
-            # Where the machine that we sit at is reached shows from its own routes: it comes first.
-            await _each([p for p in patients if p.found.address is None], ask_routes)
-            await _each(patients, ask_routes)
+            options.on_progress("routes and ports between all pairs")
+            # The local machine comes first: its address follows from its routes to the others.
+            await _each([p for p in reachable if p.found.address is None], query_routes)
+            await _each(reachable, query_routes)
             token = secrets.token_hex(16)
-            await _ask_ports(patients, pairs, orders, token)
-            orders.tell("bandwidth and latency between pairs")
-            await _measure_links(patients, pairs, orders, token)
-        orders.tell("speed of each machine")
-        await _each(patients, lambda p: _measure_speed(p, orders))
-        if orders.job is not None:
-            orders.tell("training steps of the job's model")
-            share = max(1, int(orders.job.get("batch", 128)) // max(1, len(pool.slots)))
-            await _each(patients, lambda p: _time_steps(p, orders, share))
+            await _query_ports(reachable, pairs, options, token)
+            options.on_progress("bandwidth and latency between pairs")
+            await _measure_links(reachable, pairs, options, token)
+        options.on_progress("speed of each machine")
+        await _each(reachable, lambda p: _measure_speed(p, options))
+        if options.job is not None:
+            options.on_progress("training steps of the job's model")
+            share = max(1, int(options.job.get("batch", 128)) // max(1, len(pool.slots)))
+            await _each(reachable, lambda p: _time_steps(p, options, share))
     return Examination(pool=pool, machines=machines, pairs=pairs)
 
 
-async def _admit(
-    machines: list[MachineExamination], orders: ExaminationOptions, stack: AsyncExitStack
+async def _connect_all(
+    machines: list[MachineExamination], options: ExaminationOptions, stack: AsyncExitStack
 ) -> list[_ReachableMachine]:
     async def one(found: MachineExamination) -> _ReachableMachine:
-        shell = await open_shell(found.host, orders.patience)
+        shell = await open_shell(found.host, options.timeouts)
         stack.push_async_callback(shell.close)
         probe = await stack.enter_async_context(run_program(shell, "probe"))
-        asked = {"do": "facts", "packages": list(orders.packages)}
-        found.facts = await probe.ask(asked, FACTS_S)
+        request = {"do": "facts", "packages": list(options.packages)}
+        found.facts = await probe.ask(request, FACTS_TIMEOUT_S)
         found.address = shell.address
-        await _ask_clock(found, probe)
+        await _query_clock(found, probe)
         return _ReachableMachine(found, shell, probe)
 
-    admitted = []
+    connected = []
     for found, result in zip(machines, await run_on_all(machines, one), strict=True):
         if isinstance(result, HostError):
             found.error = result
         else:
-            admitted.append(result)
-    return admitted
+            connected.append(result)
+    return connected
 
 
-async def _each(patients: list[_ReachableMachine], do: Callable[[_ReachableMachine], Any]) -> None:
-    """One step of the examination on all; who fails takes no part in later ones."""
-    results = await run_on_all(patients, do)
-    for patient, result in list(zip(patients, results, strict=True)):
+async def _each(reachable: list[_ReachableMachine], do: Callable[[_ReachableMachine], Any]) -> None:
+    """Runs one step on all machines. A machine that fails is excluded from later steps."""
+    results = await run_on_all(reachable, do)
+    for machine, result in list(zip(reachable, results, strict=True)):
         if isinstance(result, HostError):
-            patient.found.error = result
-            patients.remove(patient)
+            machine.found.error = result
+            reachable.remove(machine)
 
 
-async def _ask_clock(found: MachineExamination, probe: RemoteProgram) -> None:
-    """The answer with the shortest way there and back bounds the offset best."""
+async def _query_clock(found: MachineExamination, probe: RemoteProgram) -> None:
+    """Estimates the clock offset from the sample with the shortest round trip."""
     best = float("inf")
-    for _ in range(CLOCK_ASKS):
+    for _ in range(CLOCK_SAMPLES):
         before = time.time()
-        theirs = float((await probe.ask({"do": "clock"}, FACTS_S))["time"])
+        remote = float((await probe.ask({"do": "clock"}, FACTS_TIMEOUT_S))["time"])
         after = time.time()
         if after - before < best:
             best = after - before
-            found.clock_offset_s = theirs - (before + after) / 2
+            found.clock_offset_s = remote - (before + after) / 2
             found.clock_error_s = best / 2
 
 
-async def _ask_routes(patient: _ReachableMachine, patients: list[_ReachableMachine]) -> None:
-    others = [p for p in patients if p is not patient and p.found.address is not None]
-    asked = [p.found.address for p in others]
-    answer = await patient.probe.ask({"do": "routes", "peers": asked}, FACTS_S)
-    patient.found.addresses = answer["addresses"]
-    patient.found.routes = {p.found.name: answer["routes"][p.found.address] for p in others}
-    if patient.found.address is None:
-        # The machine that we sit at: reached at the address from which it reaches the others.
-        patient.found.address = most_common(
-            [route["source"] for route in patient.found.routes.values() if route["source"]]
+async def _query_routes(machine: _ReachableMachine, reachable: list[_ReachableMachine]) -> None:
+    others = [p for p in reachable if p is not machine and p.found.address is not None]
+    request = [p.found.address for p in others]
+    answer = await machine.probe.ask({"do": "routes", "peers": request}, FACTS_TIMEOUT_S)
+    machine.found.addresses = answer["addresses"]
+    machine.found.routes = {p.found.name: answer["routes"][p.found.address] for p in others}
+    if machine.found.address is None:
+        # The local machine is reached at the address from which it reaches the others.
+        machine.found.address = most_common(
+            [route["source"] for route in machine.found.routes.values() if route["source"]]
         )
 
 
@@ -196,65 +197,65 @@ def most_common(values: list[str]) -> str | None:
     return max(values, key=values.count) if values else None
 
 
-async def _ask_ports(
-    patients: list[_ReachableMachine],
+async def _query_ports(
+    reachable: list[_ReachableMachine],
     pairs: list[MachinePair],
-    orders: ExaminationOptions,
+    options: ExaminationOptions,
     token: str,
 ) -> None:
-    wanted = (0, *orders.ports)
+    wanted = (0, *options.ports)
 
-    async def listen(patient: _ReachableMachine) -> None:
+    async def listen(machine: _ReachableMachine) -> None:
         for port in wanted:
-            asked = {"do": "listen", "token": token, "port": port}
-            answer = await patient.probe.ask(asked, FACTS_S)
-            patient.found.listening[port] = answer["port"]
+            request = {"do": "listen", "token": token, "port": port}
+            answer = await machine.probe.ask(request, FACTS_TIMEOUT_S)
+            machine.found.listening[port] = answer["port"]
 
-    async def reach(patient: _ReachableMachine) -> None:
+    async def reach(machine: _ReachableMachine) -> None:
         targets, slots = [], []
         for pair in pairs:
-            if pair.source != patient.found.name:
+            if pair.source != machine.found.name:
                 continue
-            other = next((p.found for p in patients if p.found.name == pair.target), None)
+            other = next((p.found for p in reachable if p.found.name == pair.target), None)
             if other is None or other.address is None:
                 continue
-            for asked, actual in other.listening.items():
+            for request, actual in other.listening.items():
                 if actual is not None:
                     targets.append([other.address, actual])
-                    slots.append((pair, asked))
+                    slots.append((pair, request))
         message = {"do": "reach", "targets": targets, "token": token}
-        answer = await patient.probe.ask(message, REACH_S)
-        for (pair, asked), result in zip(slots, answer["reached"], strict=True):
-            pair.reached[asked] = result
+        answer = await machine.probe.ask(message, REACH_TIMEOUT_S)
+        for (pair, request), result in zip(slots, answer["reached"], strict=True):
+            pair.reached[request] = result
 
-    await _each(patients, listen)
-    await _each(patients, reach)
+    await _each(reachable, listen)
+    await _each(reachable, reach)
 
 
 async def _measure_links(
-    patients: list[_ReachableMachine],
+    reachable: list[_ReachableMachine],
     pairs: list[MachinePair],
-    orders: ExaminationOptions,
+    options: ExaminationOptions,
     token: str,
 ) -> None:
-    """Round by round, so that no machine is measured against two others at a time."""
-    deadline = time.monotonic() + orders.links_budget_s
-    by_name = {patient.found.name: patient for patient in patients}
+    """Measures in rounds, so that each machine takes part in one measurement at a time."""
+    deadline = time.monotonic() + options.links_budget_s
+    by_name = {machine.found.name: machine for machine in reachable}
 
     async def measure(pair: MachinePair) -> None:
         source, target = by_name.get(pair.source), by_name.get(pair.target)
         if source is None or target is None or pair.reached.get(0) != "ok":
-            pair.why_not = "not reached"
+            pair.why_not = "not reachable"
             return
         message = {
             "do": "link",
             "address": target.found.address,
             "port": target.found.listening[0],
             "token": token,
-            "seconds": orders.link_s,
+            "seconds": options.link_s,
         }
         try:
-            answer = await source.probe.ask(message, REACH_S + 10 * orders.link_s)
+            answer = await source.probe.ask(message, REACH_TIMEOUT_S + 10 * options.link_s)
         except HostError as error:
             pair.why_not = error.problem
             return
@@ -266,13 +267,13 @@ async def _measure_links(
             chosen = [pair for pair in pairs if (pair.source, pair.target) in names]
             if time.monotonic() > deadline:
                 for pair in chosen:
-                    pair.why_not = "not measured: the time for it was over"
+                    pair.why_not = "not measured: the time limit for links was reached"
                 continue
             await asyncio.gather(*(measure(pair) for pair in chosen))
 
 
 def round_robin_pairs(names: list[str]) -> list[list[tuple[str, str]]]:
-    """Every two meet once, and in a round each meets one other: all but one stay, the rest turn."""
+    """Returns rounds of disjoint pairs in which every two names meet once (circle method)."""
     circle: list[str | None] = [*names]
     if len(circle) % 2:
         circle.append(None)
@@ -285,13 +286,13 @@ def round_robin_pairs(names: list[str]) -> list[list[tuple[str, str]]]:
     return rounds
 
 
-async def _measure_speed(patient: _ReachableMachine, orders: ExaminationOptions) -> None:
-    asked = {"do": "flops", "seconds": orders.flops_s}
-    answer = await patient.probe.ask(asked, STEPS_S)  # importing torch may take long
-    patient.found.gflops = answer["gflops"]
+async def _measure_speed(machine: _ReachableMachine, options: ExaminationOptions) -> None:
+    request = {"do": "flops", "seconds": options.flops_s}
+    answer = await machine.probe.ask(request, STEPS_TIMEOUT_S)  # importing torch can be slow
+    machine.found.gflops = answer["gflops"]
 
 
-async def _time_steps(patient: _ReachableMachine, orders: ExaminationOptions, share: int) -> None:
-    async with run_program(patient.shell, "step_timing") as program:
-        await program.tell({"job": orders.job, "share": share})
-        patient.found.steps = await program.answer(STEPS_S, "training steps")
+async def _time_steps(machine: _ReachableMachine, options: ExaminationOptions, share: int) -> None:
+    async with run_program(machine.shell, "step_timing") as program:
+        await program.send({"job": options.job, "share": share})
+        machine.found.steps = await program.answer(STEPS_TIMEOUT_S, "training steps")

@@ -1,9 +1,9 @@
-"""The old blueprint: connections with IP, username, Password, GPUS and energy efficient.
+"""Reader of the old blueprint format: connections with IP, username, Password, GPUS, ...
 
-It was written by hand and printed in a paper: commas are missing, `yes` stands bare, quotes are
-typographic, user names are left out. What can only be meant one way is read that way, and each such
-repair is told. A password is read past and never kept: no text made here, error or repair, quotes a
-value that could be one.
+Blueprints were written by hand and printed in a paper: commas are missing, `yes` is unquoted,
+quotes are typographic, user names are absent. Unambiguous mistakes are repaired, and each repair is
+reported. Passwords are skipped and never stored; errors and repair messages never quote a value
+that could be a password.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYS = {
     "gpu": "gpus",
     "energy efficient": "energy_efficient",
 }
-"""What a blueprint calls things, in lower case with spaces, and what a pool calls them."""
+"""Blueprint keys (lower case, with spaces) and the pool keys that they correspond to."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 
@@ -43,14 +43,14 @@ _INTEGER = re.compile(r"[+-]?\d+\Z")
 
 
 def is_blueprint(text: str) -> bool:
-    """A blueprint begins with its one key, whatever else is wrong with it."""
+    """Returns whether the text begins with the only top-level key of a blueprint."""
     return re.match(r"\s*\{\s*[\"\u201c\u201d]?connections[\"\u201c\u201d]?\s*:", text) is not None
 
 
 def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The pool that a blueprint describes, as plain data, and what had to be repaired.
+    """Returns the pool that a blueprint describes, as plain data, and the repairs made.
 
-    Raises UsageError, with the line, where it cannot be guessed what was meant.
+    Raises UsageError with the line number if the text is ambiguous.
     """
     reader = _BlueprintParser(text, where)
     top = reader.value()
@@ -69,8 +69,8 @@ def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
         hosts.append(host)
     if passwords:
         repairs.append(
-            f"{passwords} password{'s were' if passwords > 1 else ' was'} left out: "
-            "`paceline pool keys` installs a key in place of a password"
+            f"{passwords} password{'s were' if passwords > 1 else ' was'} dropped: "
+            "run `paceline pool keys` to install a key instead"
         )
     return {"hosts": hosts}, repairs
 
@@ -82,21 +82,21 @@ def _read_machine(
     for key, value in machine.items():
         name = KEYS.get(" ".join(key.lower().replace("_", " ").replace("-", " ").split()))
         if name is None:
-            repairs.append(f"connection {number}: key {key!r} has no meaning here and was left out")
+            repairs.append(f"connection {number}: unknown key {key!r} was ignored")
         elif name in found:
-            raise UsageError(f"blueprint {where}: connection {number} says {key!r} twice")
+            raise UsageError(f"blueprint {where}: connection {number} contains {key!r} twice")
         else:
             found[name] = value
     had_password = found.pop("password", None) is not None
     address = found.get("host")
     if not isinstance(address, str) or not address:
-        raise UsageError(f"blueprint {where}: connection {number} has no 'IP': say its address")
+        raise UsageError(f"blueprint {where}: connection {number} has no 'IP'; add its address")
     label = f"connection {number} ({address})"
     host: dict[str, Any] = {"host": address}
     if found.get("user"):
         host["user"] = str(found["user"])
     else:
-        repairs.append(f"{label} has no username: the name of whoever connects is used")
+        repairs.append(f"{label} has no username: the name of the current user is used")
     if "port" in found:
         host["port"] = _count(found["port"], "port", label, where, repairs)
     gpus = _count(found.get("gpus", 0), "GPUS", label, where, repairs)
@@ -112,18 +112,18 @@ def _count(value: Any, name: str, label: str, where: str, repairs: list[str]) ->
         repairs.append(f"{label}: {name} yes/no read as {int(value)}")
         return int(value)
     if isinstance(value, str) and _INTEGER.match(value.strip()):
-        repairs.append(f"{label}: {name} in quotes read as a number")
+        repairs.append(f"{label}: quoted {name} read as a number")
         value = int(value)
     if not isinstance(value, int) or value < 0:
-        raise UsageError(f"blueprint {where}: {label}: {name} must be a whole number, 0 or more")
+        raise UsageError(f"blueprint {where}: {label}: {name} must be a non-negative integer")
     return value
 
 
 def _yes_or_no(value: Any, label: str, where: str, repairs: list[str]) -> bool:
     if isinstance(value, str) and value.strip().lower() in YES_NO:
-        repairs.append(f"{label}: {value.strip().lower()!r} in quotes read as yes or no")
+        repairs.append(f"{label}: {value.strip().lower()!r} in quotes read as a boolean")
         return YES_NO[value.strip().lower()]
-    if value in (0, 1):  # booleans too
+    if value in (0, 1):  # including booleans
         return bool(value)
     raise UsageError(f"blueprint {where}: {label}: energy efficient must be yes or no")
 
@@ -137,7 +137,7 @@ class _BlueprintToken:
 
 @dataclass
 class _BlueprintParser:
-    """JSON in which commas may be missing and words may stand bare."""
+    """Parser of JSON with missing commas and unquoted words."""
 
     text: str
     where: str
@@ -149,33 +149,33 @@ class _BlueprintParser:
     _bare: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        place, line = 0, 1
-        while place < len(self.text):
-            match = _TOKEN.match(self.text, place)
-            if match is None:  # only a quote that is opened and not closed gets here
-                self._refuse(line, "a quote is not closed")
+        position, line = 0, 1
+        while position < len(self.text):
+            match = _TOKEN.match(self.text, position)
+            if match is None:  # Only an unterminated quote gets here.
+                self._fail(line, "unterminated quote")
             kind = match.lastgroup or ""
             if kind != "space":
                 self._tokens.append(_BlueprintToken(kind, match.group(), line))
             line += match.group().count("\n")
-            place = match.end()
+            position = match.end()
 
     def repairs(self) -> list[str]:
-        told = []
+        repairs = []
         if self._commas:
-            told.append(f"missing commas put in {_lines(self._commas)}")
+            repairs.append(f"missing commas inserted {_lines(self._commas)}")
         if self._extra:
-            told.append(f"commas too many left out {_lines(self._extra)}")
+            repairs.append(f"extra commas removed {_lines(self._extra)}")
         if self._quotes:
-            told.append(f"typographic quotes read as plain ones {_lines(self._quotes)}")
+            repairs.append(f"typographic quotes read as plain ones {_lines(self._quotes)}")
         for word in dict.fromkeys(word for _, word in self._bare):
             lines = [line for line, found in self._bare if found == word]
-            told.append(f"bare {word} read as {str(YES_NO[word]).lower()} {_lines(lines)}")
-        return told
+            repairs.append(f"unquoted {word} read as {str(YES_NO[word]).lower()} {_lines(lines)}")
+        return repairs
 
     def expect_end(self) -> None:
         if self._at < len(self._tokens):
-            self._refuse(self._tokens[self._at].line, "something follows the closing brace")
+            self._fail(self._tokens[self._at].line, "unexpected text after the closing brace")
 
     def value(self) -> Any:
         token = self._next("a value")
@@ -187,19 +187,19 @@ class _BlueprintParser:
             return self._string(token)
         if token.kind == "bare":
             return self._word(token)
-        self._refuse(token.line, f"{token.text!r} stands where a value is needed")
+        self._fail(token.line, f"expected a value, found {token.text!r}")
 
     def _mapping(self, opened: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while not self._closes("}", opened, bool(found)):
             token = self._next("a key")
             if token.kind == "mark":
-                self._refuse(token.line, f"{token.text!r} stands where a key is needed")
+                self._fail(token.line, f"expected a key, found {token.text!r}")
             key = token.text if token.kind == "bare" else self._string(token)
             if self._next("':'").text != ":":
-                self._refuse(token.line, "a key is not followed by ':'")
+                self._fail(token.line, "expected ':' after the key")
             if key in found:
-                self._refuse(token.line, f"key {key!r} is there twice")
+                self._fail(token.line, f"duplicate key {key!r}")
             found[key] = self.value()
         return found
 
@@ -210,13 +210,13 @@ class _BlueprintParser:
         return found
 
     def _closes(self, end: str, opened: int, has_items: bool) -> bool:
-        """Step over what separates two items; true at the closing mark."""
+        """Skips the separators between two items; returns True at the closing mark."""
         commas = 0
         last = self._tokens[self._at - 1].line
         while self._at < len(self._tokens) and self._tokens[self._at].text == ",":
             commas, self._at = commas + 1, self._at + 1
         if self._at >= len(self._tokens):
-            self._refuse(opened, f"what is opened here is not closed by {end!r}")
+            self._fail(opened, f"missing closing {end!r}")
         closing = self._tokens[self._at].text == end
         if commas > (0 if closing or not has_items else 1):
             self._extra.append(last)
@@ -244,11 +244,13 @@ class _BlueprintParser:
 
     def _next(self, wanted: str) -> _BlueprintToken:
         if self._at >= len(self._tokens):
-            self._refuse(self._tokens[-1].line if self._tokens else 1, f"it ends before {wanted}")
+            self._fail(
+                self._tokens[-1].line if self._tokens else 1, f"expected {wanted}, found the end"
+            )
         self._at += 1
         return self._tokens[self._at - 1]
 
-    def _refuse(self, line: int, why: str) -> NoReturn:
+    def _fail(self, line: int, why: str) -> NoReturn:
         raise UsageError(f"blueprint {self.where}, line {line}: {why}")
 
 

@@ -1,4 +1,4 @@
-"""What an examination measured, put into the pool and into plain data."""
+"""Writes the results of an examination into the pool and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIBI = 1 << 30
 
 
 def update_pool(found: Examination) -> Pool:
-    """The pool with measured figures in place of guesses; machines that did not answer stay."""
+    """Returns the pool with measured values; unreachable machines keep their entries."""
     hosts = tuple(_update(found, machine) for machine in found.machines)
     return found.pool.model_copy(update={"hosts": hosts})
 
@@ -47,9 +47,9 @@ def _update(found: Examination, machine: MachineExamination) -> Host:
 
 
 def find_link(found: Examination, name: str) -> Link | None:
-    """A machine's own link: what it reached with the fastest of the others, at the usual latency.
+    """Estimates a machine's link: the best bandwidth to any other machine, at the median latency.
 
-    The slower end of a pair limits it, so the fastest partner shows most of one's own.
+    The slower end limits a pair, so the fastest partner is the closest to the machine's own rate.
     """
     rates = link_rates(found, name)
     delays = [
@@ -64,7 +64,7 @@ def find_link(found: Examination, name: str) -> Link | None:
 
 
 def examination_to_json(found: Examination, problems: list[Problem]) -> dict[str, Any]:
-    """Everything, for `--json`."""
+    """Returns the whole examination as plain data, for `--json`."""
     return {
         "ok": not any(problem.level == "error" for problem in problems),
         "problems": [asdict(problem) for problem in problems],

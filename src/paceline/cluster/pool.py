@@ -1,7 +1,7 @@
-"""The pool: which machines there are, what they can do and what they cost; YAML or JSON.
+"""The pool: an inventory of machines, their capabilities and costs, in YAML or JSON.
 
-One format for `plan`, `doctor`, `launch` and `twin`. A key that is unknown, a speed of zero or a
-negative bandwidth is refused with the line's place in the file. Passwords have no place in it.
+`plan`, `doctor`, `launch` and `twin` share this format. Unknown keys and invalid values, such as a
+speed of zero, raise an error that names the line. Passwords are not allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 FORMAT: Final = 1
 LOCAL = "localhost"
-"""The machine that one sits at: reached without SSH."""
+"""The local machine, which is reached without SSH."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")
 
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class Link(_Strict):
-    """A machine's way to the others, the same in both directions."""
+    """Network link of a machine, the same in both directions."""
 
     mbit_s: float = Field(default=1000.0, gt=0)
     latency_ms: float = Field(default=0.1, ge=0, allow_inf_nan=False)
@@ -43,21 +43,21 @@ class Link(_Strict):
 
 
 class Jitter(_Strict):
-    """How much a step's time varies: `cv` is its standard deviation over its mean."""
+    """Variation of the step time. `cv` is the standard deviation divided by the mean."""
 
     shape: Literal["lognormal", "uniform", "exponential"] = "lognormal"
     cv: float = Field(default=0.05, ge=0, le=2)
 
     @model_validator(mode="after")
     def _check_shape(self) -> Jitter:
-        most = {"lognormal": 2.0, "uniform": 0.57, "exponential": 1.0}[self.shape]
-        if self.cv > most:
-            raise ValueError(f"cv {self.cv:g} is more than {self.shape} can have: at most {most:g}")
+        limit = {"lognormal": 2.0, "uniform": 0.57, "exponential": 1.0}[self.shape]
+        if self.cv > limit:
+            raise ValueError(f"cv {self.cv:g} must be at most {limit:g} for {self.shape}")
         return self
 
 
 class SlowPeriod(_Strict):
-    """From one second of the run to another a machine computes `factor` times slower."""
+    """Period of the run in which a machine computes `factor` times slower."""
 
     from_s: float = Field(default=0.0, ge=0)
     to_s: float = Field(default=float("inf"), gt=0)
@@ -66,19 +66,19 @@ class SlowPeriod(_Strict):
     @model_validator(mode="after")
     def _check_order(self) -> SlowPeriod:
         if self.from_s >= self.to_s:
-            raise ValueError(f"from_s {self.from_s:g} must lie before to_s {self.to_s:g}")
+            raise ValueError(f"from_s {self.from_s:g} must be less than to_s {self.to_s:g}")
         return self
 
 
 class StepCost(_Strict):
-    """Seconds of one training step of a model on this machine: fixed_s + samples x per_sample_s."""
+    """Time of one training step of a model on this machine: fixed_s + samples x per_sample_s."""
 
     fixed_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     per_sample_s: float = Field(gt=0, allow_inf_nan=False)
     update_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The optimizer's part of a step, or one update on a server."""
+    """Optimizer time per step, or the time of one update on a server."""
     gradient_mb: float | None = Field(default=None, gt=0)
-    """What is exchanged, where these figures stand for another model than the job's."""
+    """Size of a gradient, if these values represent another model than the job's."""
 
 
 class Watts(_Strict):
@@ -93,15 +93,15 @@ class Gpu(_Strict):
 
 
 class Host(_Strict):
-    """One machine. Only `host` must be said; what is measured replaces what is guessed."""
+    """One machine. Only `host` is required; measured values take precedence over estimates."""
 
     host: str = Field(min_length=1)
     user: str | None = None
     port: int = Field(default=22, ge=1, le=65535)
     key: str | None = None
-    """Path of a private key, or the name of one the SSH agent holds; never its contents."""
+    """Path of a private key, or the name of a key in the SSH agent; never its contents."""
     python: str | None = Field(default=None, min_length=1)
-    """The interpreter to use there, such as ~/train/.venv/bin/python; python3 where not said."""
+    """Python interpreter, for example ~/train/.venv/bin/python. Default: python3."""
     cores: int = Field(default=1, ge=1)
     memory_gb: float | None = Field(default=None, gt=0)
     gpus: tuple[Gpu, ...] = ()
@@ -110,13 +110,13 @@ class Host(_Strict):
     energy_efficient: bool = False
     labels: tuple[str, ...] = ()
     workers: int = Field(default=1, ge=1)
-    """Worker processes to place here."""
+    """Number of worker processes to start on this machine."""
     speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Beside the other machines: 2 computes twice as fast as 1."""
+    """Relative speed: a machine with 2 computes twice as fast as one with 1."""
     gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """Sustained in training, for models that were not measured here."""
+    """Sustained training rate, for models without an entry in `measured`."""
     measured: dict[str, StepCost] = Field(default_factory=dict)
-    """By the model's name; `any` stands for all models that are not named."""
+    """Step costs by model name; `any` applies to all models without an entry."""
     link: Link | None = None
     jitter: Jitter | None = None
     slow: tuple[SlowPeriod, ...] = ()
@@ -125,9 +125,11 @@ class Host(_Strict):
     @field_validator("host", "user")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
-        # They become arguments of ssh in the commands that people are given to copy.
+        # Names become arguments of the ssh commands that users are shown.
         if name is not None and not _NAME.fullmatch(name):
-            raise ValueError("letters, digits, dots, colons, dashes and underscores are allowed")
+            raise ValueError(
+                "only letters, digits, dots, colons, dashes and underscores are allowed"
+            )
         return name
 
     @property
@@ -140,38 +142,38 @@ class Host(_Strict):
 
 
 class Pool(_Strict):
-    """Machines, and what they have in common."""
+    """Machines and their shared settings."""
 
     format: Literal[1] = 1
     name: str | None = None
     note: str | None = None
     hosts: tuple[Host, ...] = Field(min_length=1)
     link: Link = Field(default_factory=Link)
-    """Where a machine does not say its own."""
+    """Default link of machines without their own."""
     jitter: Jitter = Field(default_factory=Jitter)
     collective: Literal["ring", "tree", "auto"] = "auto"
     collective_gb_s: float = Field(default=1.0, gt=0)
-    """How fast a process sends, receives and adds inside a collective, networks apart."""
+    """Rate at which a process sends, receives and adds in a collective, excluding the network."""
     hop_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """What a process adds to the latency of each hop of a collective: waking up, mostly."""
+    """Latency that a process adds to each hop of a collective, mostly wake-up time."""
     transfer_gb_s: float = Field(default=2.0, gt=0)
-    """How fast a process sends to a server, or receives from one, networks apart."""
+    """Rate at which a process sends to or receives from a server, excluding the network."""
     apply_gb_s: float = Field(default=2.0, gt=0)
-    """Gradients that a server turns into updates, where a model's update was not measured."""
+    """Rate at which a server applies gradients, for models without a measured update."""
     control_ms: float = Field(default=0.05, ge=0, allow_inf_nan=False)
-    """What the coordinator takes for one report."""
+    """Time that the coordinator needs per report."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Pool:
         counts = Counter(h.host for h in self.hosts)
-        twice = sorted(n for n, count in counts.items() if count > 1 and n != "localhost")
-        if twice:
-            raise ValueError(f"host {twice[0]!r} is there twice: give it workers: 2 instead")
+        duplicates = sorted(n for n, count in counts.items() if count > 1 and n != "localhost")
+        if duplicates:
+            raise ValueError(f"host {duplicates[0]!r} is listed twice; set workers: 2 instead")
         return self
 
     @property
     def slots(self) -> list[Host]:
-        """The machine of each worker, in order."""
+        """Returns the machine of each worker, in order."""
         return [host for host in self.hosts for _ in range(host.workers)]
 
     def link_of(self, host: Host) -> Link:
@@ -181,7 +183,7 @@ class Pool(_Strict):
         return host.jitter or self.jitter
 
     def to_plain(self) -> dict[str, Any]:
-        """What differs from the defaults, as JSON can hold it: it knows no infinity."""
+        """Returns the non-default values as JSON-compatible data; infinity becomes "inf"."""
         plain: dict[str, Any] = _spell(self.model_dump(mode="json", exclude_defaults=True))
         return plain
 
@@ -189,7 +191,7 @@ class Pool(_Strict):
         plain = self.model_dump(mode="json", exclude_defaults=True)
         for host in plain["hosts"]:
             for gpu in host.get("gpus", ()):
-                gpu.setdefault("count", 1)  # said, because "{}" would say nothing to people
+                gpu.setdefault("count", 1)  # "{}" would be hard to read
         text: str = yaml.safe_dump({"format": FORMAT, **plain}, sort_keys=False)
         return text
 
@@ -203,9 +205,9 @@ def _spell(value: Any) -> Any:
 
 
 def equal_machines(count: int) -> Pool:
-    """`--cluster N`: N machines of four cores, the stated defaults of speed, link and jitter."""
+    """Returns N machines with four cores and default speed, link and jitter (`--cluster N`)."""
     if count < 1:
-        raise UsageError(f"--cluster {count}: at least one machine is needed")
+        raise UsageError(f"--cluster {count}: at least one machine is required")
     return Pool(
         name=f"{count} equal machines",
         hosts=tuple(Host(host=f"m{i}", cores=4) for i in range(count)),
@@ -213,7 +215,7 @@ def equal_machines(count: int) -> Pool:
 
 
 def read_pool(path: Path) -> Pool:
-    """Read a pool file; raises UsageError that names the line, the key, its value and the rule."""
-    from paceline.cluster.pool_file import load_pool  # which needs this module
+    """Reads a pool file. Raises UsageError with the line, the key, its value and the rule."""
+    from paceline.cluster.pool_file import load_pool  # imports this module
 
     return load_pool(path).pool

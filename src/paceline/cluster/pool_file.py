@@ -1,7 +1,7 @@
-"""Pool files: YAML or JSON by their contents, the old blueprint too; read strictly, written whole.
+"""Reads and writes pool files: YAML, JSON or the old blueprint, detected by content.
 
-Errors give the line, the key, the value and the rule. Of a file that cannot be parsed nothing is
-quoted: it may hold passwords, which have no place in a pool but do stand in blueprints.
+Files are validated strictly and written atomically. Errors give the line, the key, the value and
+the rule. They never quote a file that cannot be parsed, because blueprints may contain passwords.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _PARTS: dict[str, type[BaseModel]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFile:
-    """A pool as it was found on disk."""
+    """A pool and the file that it was read from."""
 
     path: Path
     pool: Pool
     form: Literal["yaml", "json", "blueprint"]
     repairs: tuple[str, ...] = ()
-    """What an old blueprint needed; empty for everything else."""
+    """Repairs made to an old blueprint; empty for other formats."""
 
 
 def load_pool(path: Path) -> PoolFile:
-    """Read a pool file of any form; raises UsageError that names line, key, value and rule."""
+    """Reads a pool file of any format. Raises UsageError with line, key, value and rule."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,16 +60,16 @@ def load_pool(path: Path) -> PoolFile:
 
 
 def pool_from_mapping(plain: Any, where: str) -> Pool:
-    """A pool of plain data; raises UsageError as `load_pool` does, without a line."""
+    """Builds a pool from plain data. Raises UsageError like `load_pool`, without a line."""
     return _make(plain, where, None)
 
 
 def write_pool(found: PoolFile, pool: Pool) -> None:
-    """Put a changed pool in the place of a file, whole or not at all; comments are not kept."""
+    """Replaces a pool file atomically. Comments are not preserved."""
     if found.form == "blueprint":
         raise UsageError(
-            f"pool {found.path} is an old blueprint, which has no place for measurements: "
-            f"make a pool of it first (paceline pool convert {found.path} -o pool.yaml)"
+            f"pool {found.path} is an old blueprint, which cannot store measurements; "
+            f"convert it first: paceline pool convert {found.path} -o pool.yaml"
         )
     text = pool.to_yaml()
     if found.form == "json":
@@ -88,34 +88,34 @@ def _parse(text: str, form: str, path: Path) -> Any:
             return json.loads(text)
         return yaml.safe_load(text)
     except json.JSONDecodeError as error:
-        _refuse(path, error.lineno, error.msg)
+        _fail(path, error.lineno, error.msg)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        _refuse(path, mark.line + 1 if mark else 1, error.problem or "not valid YAML")
+        _fail(path, mark.line + 1 if mark else 1, error.problem or "not valid YAML")
     except (yaml.YAMLError, ValueError, RecursionError):
-        _refuse(path, 1, "it is neither YAML nor JSON")
+        _fail(path, 1, "not valid YAML or JSON")
 
 
-def _refuse(path: Path, line: int, why: str) -> NoReturn:
-    raise UsageError(f"pool {path}, line {line}: {' '.join(why.split())}")
+def _fail(path: Path, line: int, reason: str) -> NoReturn:
+    raise UsageError(f"pool {path}, line {line}: {' '.join(reason.split())}")
 
 
 def _make(plain: Any, where: str, text: str | None) -> Pool:
     if not isinstance(plain, dict):
         kind = "nothing" if plain is None else f"a {type(plain).__name__}"
-        raise UsageError(f"pool {where}: a mapping with 'hosts' is needed, but it holds {kind}")
+        raise UsageError(f"pool {where}: must be a mapping with 'hosts', but contains {kind}")
     try:
         return Pool.model_validate(plain)
     except ValidationError as error:
         line = find_line(text, error.errors()[0]["loc"]) if text is not None else None
-        place = where if line is None else f"{where}, line {line}"
-        raise UsageError(f"pool {place}: {_explain(error)}") from None
+        location = where if line is None else f"{where}, line {line}"
+        raise UsageError(f"pool {location}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:
-    """The first mistake in one line: where, the value, the rule."""
+    """Describes the first mistake in one line: location, value and rule."""
     first = error.errors()[0]
-    place = ".".join(str(p) for p in first["loc"])
+    location = ".".join(str(p) for p in first["loc"])
     rule = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         model: type[BaseModel] = Pool
@@ -124,21 +124,21 @@ def _explain(error: ValidationError) -> str:
                 model = _PARTS.get(part, model)
         key = str(first["loc"][-1])
         if "password" in key.lower():
-            return f"{place}: a pool holds no passwords: take it out and run `paceline pool keys`"
-        return f"{place} is unknown: {suggest_name(key, list(model.model_fields))}"
+            return f"{location}: passwords are not allowed; remove it and run `paceline pool keys`"
+        return f"{location} is unknown: {suggest_name(key, list(model.model_fields))}"
     if first["type"] == "missing":
-        return f"{place} is missing"
+        return f"{location} is missing"
     if isinstance(first["input"], dict | list | tuple) and first["input"]:
-        return f"{place}: {rule}" if place else rule  # the value would fill the screen
-    return f"{place} is {first['input']!r}: {rule}"
+        return f"{location}: {rule}" if location else rule  # the value would fill the screen
+    return f"{location} is {first['input']!r}: {rule}"
 
 
 def find_line(text: str, loc: tuple[int | str, ...]) -> int | None:
-    """The line of a place in a YAML or JSON text; of what is around it where it is missing."""
+    """Returns the line of a key in YAML or JSON, or that of its parent if the key is missing."""
     try:
         node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
-        return None  # JSON that YAML does not read, such as one with tabs
+        return None  # JSON that is not valid YAML, such as JSON with tabs
     if node is None or not loc:
         return None
     line = int(node.start_mark.line) + 1

@@ -1,4 +1,4 @@
-"""Which machines of a pool take part: all, those with a GPU, those without, the economical ones."""
+"""Selects machines of a pool: all, with a GPU, without a GPU, or energy-efficient."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError, suggest_name
 
 SELECTIONS: dict[str, tuple[Callable[[Host], bool], str]] = {
-    "all": (lambda host: True, "is there"),
+    "all": (lambda host: True, "exists"),
     "gpu": (lambda host: host.gpu_count > 0, "has a GPU"),
-    "cpu": (lambda host: host.gpu_count == 0, "is without a GPU"),
+    "cpu": (lambda host: host.gpu_count == 0, "has no GPU"),
     "energy": (lambda host: host.energy_efficient, "is marked energy_efficient"),
 }
 PLANNED = "auto"
-"""Not a selection but a plan, which needs to know what is to be trained."""
+"""Handled by the planner, which needs the job; not a selection."""
 
 
 def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
-    """The machines of one selection, in the pool's order; raises UsageError for an empty one.
+    """Returns the selected machines in the pool's order. Raises UsageError if there are none.
 
-    `words` is every selection that was asked for: two of them exclude each other.
+    `words` contains every --select option; only one may be given.
     """
-    asked = list(dict.fromkeys(words)) or ["all"]
-    for word in asked:
-        if word not in SELECTIONS and not (word == PLANNED and len(asked) > 1):
+    requested = list(dict.fromkeys(words)) or ["all"]
+    for word in requested:
+        if word not in SELECTIONS and not (word == PLANNED and len(requested) > 1):
             raise UsageError(f"--select {word} is unknown: {suggest_name(word, SELECTIONS)}")
-    if len(asked) > 1:
-        raise UsageError(f"--select {' and --select '.join(asked)} exclude each other: give one")
-    wanted, rule = SELECTIONS[asked[0]]
-    chosen = tuple(host for host in pool.hosts if wanted(host))
+    if len(requested) > 1:
+        selects = " and --select ".join(requested)
+        raise UsageError(f"--select {selects} cannot be combined; use one of them")
+    is_selected, rule = SELECTIONS[requested[0]]
+    chosen = tuple(host for host in pool.hosts if is_selected(host))
     if not chosen:
         others = [word for word, (fits, _) in SELECTIONS.items() if any(map(fits, pool.hosts))]
         raise UsageError(
-            f"--select {asked[0]}: no machine of the pool {rule}; "
-            f"of its {len(pool.hosts)} there are some for {', '.join(others)}"
+            f"--select {requested[0]}: no machine in the pool {rule}; "
+            f"selections that match some of its {len(pool.hosts)} machines: {', '.join(others)}"
         )
     return chosen

@@ -1,8 +1,8 @@
-"""A way to run Python programs on a machine: over SSH, or right here for `localhost`.
+"""Runs Python programs on a machine: over SSH, or locally for `localhost`.
 
-Everything that Paceline runs on another machine is a small Python program of its own
-(`cluster/remote/`), sent over standard input in front of what the program is to read. So nothing
-needs to be installed there, and no argument ever passes through a shell.
+Everything that Paceline runs on another machine is a small Python program (`cluster/remote/`), sent
+over stdin ahead of the program's own input. So nothing needs to be installed on the machine, and no
+argument ever passes through a shell.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ BOOT = (
     "import sys;n=int(sys.stdin.buffer.readline());s=sys.stdin.buffer.read(n);"
     "exec(compile(s,'paceline','exec'))"
 )
-"""Reads a program of a stated length from standard input and becomes it."""
+"""Reads the length and source of a program from stdin and executes it."""
 CHUNK = 1 << 16
 MAX_LINE = 1 << 16
-"""A script's longer lines are shown in pieces."""
-ERRORS_KEPT = 4000
+"""Longer lines of a script are split."""
+MAX_ERROR_CHARS = 4000
 
 
 class ProgramStreams(Protocol):
-    """What a shell knows of one running program; bytes in, bytes out."""
+    """Byte streams and exit status of a running program."""
 
     async def write(self, data: bytes) -> None: ...
 
     async def read(self) -> bytes:
-        """The next piece of standard output; nothing at its end."""
+        """Returns the next chunk of stdout; empty at its end."""
         ...
 
     async def read_errors(self) -> bytes: ...
 
     async def wait(self) -> int | None:
-        """The exit status, 128 + n for signal n; None if the connection was lost before."""
+        """Returns the exit status, 128 + n for signal n; None if the connection was lost."""
         ...
 
     def close_input(self) -> None: ...
 
     def kill(self) -> None:
-        """Kill it here, or let go of it there."""
+        """Kills a local program; closes the channel of a remote one."""
         ...
 
 
 class Shell(Protocol):
-    """A machine that is ready to run programs."""
+    """A connected machine that can run programs."""
 
     host: Host
     address: str | None
-    """Where this machine was reached; None for the one that we sit at."""
+    """Address at which the machine was reached; None for the local machine."""
     why_lost: str
-    """What is known of why it went away, if it did and anything is."""
+    """Reason for a lost connection, if known."""
 
     async def open(self, python: str | None) -> ProgramStreams: ...
 
@@ -69,7 +69,7 @@ class Shell(Protocol):
 
 
 class RemoteProgram:
-    """One program on a machine, spoken to in lines of JSON."""
+    """A program on a machine that exchanges lines of JSON."""
 
     def __init__(self, shell: Shell, streams: ProgramStreams, what: str) -> None:
         self.host = shell.host
@@ -79,18 +79,18 @@ class RemoteProgram:
         self._errors = bytearray()
         self._reading = asyncio.create_task(self._keep_errors())
 
-    async def tell(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         await self.write(json.dumps(message).encode() + b"\n")
 
     async def write(self, data: bytes) -> None:
         try:
             await self._streams.write(data)
         except (OSError, EOFError):
-            pass  # It is gone: what it said last, and its status, tell more.
+            pass  # It has exited; its last output and its status are more informative.
 
     async def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a message, wait for its answer; raises HostError at the deadline or at its end."""
-        await self.tell(message)
+        """Sends a message and returns the answer. Raises HostError on timeout or if it exits."""
+        await self.send(message)
         return await self.answer(timeout_s, str(message.get("do", self.what)))
 
     async def answer(self, timeout_s: float, doing: str = "") -> dict[str, Any]:
@@ -109,26 +109,26 @@ class RemoteProgram:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            # A shell's start-up file that prints something, usually.
+            # Usually a shell start-up file that prints something.
             text = line.decode(errors="replace").strip()[:80]
             raise HostError(
                 self.host.host,
                 "noise",
-                f"its shell prints {text!r} where an answer belongs: "
-                "let its start-up files print nothing when not interactive",
+                f"its shell printed {text!r} before the answer; "
+                "start-up files must not print anything in non-interactive shells",
             )
         if "error" in answer:
             raise HostError(self.host.host, "program", str(answer["error"]))
         return answer
 
     async def lines(self) -> AsyncIterator[str]:
-        """What it prints, line by line; a carriage return ends a line too (progress bars)."""
+        """Yields the output line by line; a carriage return also ends a line (progress bars)."""
         pending = bytes(self._buffer)
         self._buffer.clear()
-        while piece := await self._streams.read():
-            pending += piece
-            *whole, pending = pending.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            for line in whole:
+        while chunk := await self._streams.read():
+            pending += chunk
+            *complete, pending = pending.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            for line in complete:
                 yield line.decode(errors="replace")
             while len(pending) > MAX_LINE:
                 yield pending[:MAX_LINE].decode(errors="replace")
@@ -143,35 +143,35 @@ class RemoteProgram:
 
     @property
     def errors(self) -> str:
-        """The last of what came on standard error."""
+        """Returns the end of stderr."""
         return self._errors.decode(errors="replace").strip()
 
     async def end(self, grace_s: float = 2.0) -> None:
-        """Let it see the end of its input, which all of ours take as the word to leave."""
+        """Closes stdin, on which our programs exit, and kills the program after `grace_s`."""
         self._streams.close_input()
-        left = asyncio.ensure_future(self._streams.wait())
-        await asyncio.wait([left], timeout=grace_s)
-        if not left.done():
+        exited = asyncio.ensure_future(self._streams.wait())
+        await asyncio.wait([exited], timeout=grace_s)
+        if not exited.done():
             self._streams.kill()
-            await asyncio.wait([left], timeout=1.0)
-        left.cancel()
+            await asyncio.wait([exited], timeout=1.0)
+        exited.cancel()
         self._reading.cancel()
 
     async def _line(self) -> bytes:
         while (at := self._buffer.find(b"\n")) < 0:
-            piece = await self._streams.read()
-            if not piece:
+            chunk = await self._streams.read()
+            if not chunk:
                 at = len(self._buffer) - 1
                 break
-            self._buffer += piece
+            self._buffer += chunk
         line = bytes(self._buffer[: at + 1])
         del self._buffer[: at + 1]
         return line
 
     async def _keep_errors(self) -> None:
-        while piece := await self._streams.read_errors():
-            self._errors += piece
-            del self._errors[:-ERRORS_KEPT]
+        while chunk := await self._streams.read_errors():
+            self._errors += chunk
+            del self._errors[:-MAX_ERROR_CHARS]
 
     async def _explain_end(self, doing: str) -> HostError:
         name = self.host.host
@@ -187,18 +187,18 @@ class RemoteProgram:
             return HostError(
                 name,
                 "python",
-                f"there is no {python} to run",
+                f"{python} was not found",
                 format_ssh_command(self.host, "sudo apt-get install -y python3 python3-venv"),
             )
         last = self.errors.splitlines()[-1:] or [f"exit status {status}"]
-        return HostError(name, "program", f"{doing} failed there: {last[0][:200]}")
+        return HostError(name, "program", f"{doing} failed: {last[0][:200]}")
 
 
 @asynccontextmanager
 async def run_program(
     shell: Shell, name: str, *, python: str | None = None, grace_s: float = 2.0
 ) -> AsyncIterator[RemoteProgram]:
-    """Start a program of `cluster/remote/`; it is ended with the block, however that is left."""
+    """Starts a program of `cluster/remote/` and ends it when the block exits."""
     streams = await shell.open(python or shell.host.python)
     program = RemoteProgram(shell, streams, name)
     try:
@@ -210,12 +210,12 @@ async def run_program(
 
 
 def read_remote(name: str) -> str:
-    """The source of one of the programs in `cluster/remote/`."""
+    """Returns the source of a program in `cluster/remote/`."""
     return (Path(__file__).parent / "remote" / f"{name}.py").read_text(encoding="utf-8")
 
 
 def format_ssh_command(host: Host, command: str) -> str:
-    """A command on a machine, as people would type it here."""
+    """Returns the local command line that runs a command on a machine."""
     if host.is_local:
         return command
     port = [] if host.port == 22 else ["-p", str(host.port)]
@@ -224,17 +224,17 @@ def format_ssh_command(host: Host, command: str) -> str:
 
 
 def python_command(python: str | None) -> str:
-    """The shell's part in starting a program there; a leading ~ is the home folder."""
+    """Returns the shell command that starts Python; a leading ~ is the home directory."""
     python = python or "python3"
     if python.startswith("~/"):
-        word = '"$HOME"/' + shlex.quote(python[2:])
+        quoted = '"$HOME"/' + shlex.quote(python[2:])
     else:
-        word = shlex.quote(python)
-    return f"exec {word} -c {shlex.quote(BOOT)}"
+        quoted = shlex.quote(python)
+    return f"exec {quoted} -c {shlex.quote(BOOT)}"
 
 
 class LocalShell:
-    """The machine that we sit at: the same programs, without SSH."""
+    """Runs the same programs on the local machine, without SSH."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -255,7 +255,7 @@ class LocalShell:
             )
         except OSError as error:
             raise HostError(
-                self.host.host, "python", f"{chosen} cannot be run ({error.strerror})"
+                self.host.host, "python", f"cannot run {chosen} ({error.strerror})"
             ) from None
         return _LocalStreams(process)
 
@@ -303,7 +303,7 @@ Found = TypeVar("Found")
 async def run_on_all(
     items: list[Item], do: Callable[[Item], Awaitable[Found]]
 ) -> list[Found | HostError]:
-    """One coroutine a machine, all at once: what each found, or what was wrong with it."""
+    """Runs one coroutine per item concurrently; returns each result, or its HostError."""
 
     async def one(item: Item) -> Found | HostError:
         try:
@@ -315,5 +315,5 @@ async def run_on_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(item)) for item in items]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the user's mistake, or our own
+        raise errors.exceptions[0] from None  # a usage error or a bug
     return [task.result() for task in tasks]

@@ -1,7 +1,8 @@
-"""Machines over SSH, on asyncssh: host keys are checked, only keys are offered, nothing waits long.
+"""Connections to machines over SSH, with asyncssh.
 
-The user's ~/.ssh/config and known_hosts hold as they do for `ssh`. Every failure becomes a
-HostError with one line and the command that mends it.
+Host keys are verified, only public-key authentication is used, and every wait has a deadline. The
+user's ~/.ssh/config and known_hosts apply as they do for `ssh`. Every failure becomes a one-line
+HostError with the command that fixes it.
 """
 
 from __future__ import annotations
@@ -29,53 +30,51 @@ if TYPE_CHECKING:
     import asyncssh
 
 
-START_S = 20.0
-CLOSE_S = 2.0
+START_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshTimeouts:
-    """How long to wait for a machine."""
+    """Timeouts and heartbeat settings of an SSH connection."""
 
     connect_s: float = 10.0
-    """To reach it, and for it to accept the key."""
+    """Time to connect and authenticate."""
     beat_s: float = 2.0
     beats_missed: int = 3
-    """A machine that answers nothing for beat_s x (beats_missed + 1) seconds is lost."""
+    """A machine is lost after beat_s x (beats_missed + 1) seconds without a reply."""
 
 
 def load_asyncssh() -> Any:
     try:
         import asyncssh
     except ImportError:
-        raise UsageError(
-            "machines over SSH need the package asyncssh: install paceline[ssh]"
-        ) from None
+        raise UsageError("SSH requires the package asyncssh; install paceline[ssh]") from None
     return asyncssh
 
 
-async def open_shell(host: Host, patience: SshTimeouts) -> Shell:
-    """Reach a machine; raises HostError that says what is wrong and what mends it."""
+async def open_shell(host: Host, timeouts: SshTimeouts) -> Shell:
+    """Connects to a machine. Raises HostError with the problem and its fix."""
     if host.is_local:
         return LocalShell(host)
     lib = load_asyncssh()
-    options = await connect_options(host, patience)
+    options = await connect_options(host, timeouts)
 
     async def connect() -> asyncssh.SSHClientConnection:
-        return await _connect(lib, host, patience, options)
+        return await _connect(lib, host, timeouts, options)
 
     return SshShell(host, await connect(), connect)
 
 
-async def connect_options(host: Host, patience: SshTimeouts) -> dict[str, Any]:
-    """What asyncssh is told about a machine, by public key only."""
+async def connect_options(host: Host, timeouts: SshTimeouts) -> dict[str, Any]:
+    """Returns the asyncssh options of a machine, for public-key authentication only."""
     options: dict[str, Any] = {
-        "keepalive_interval": patience.beat_s,
-        "keepalive_count_max": patience.beats_missed,
-        "connect_timeout": patience.connect_s,
+        "keepalive_interval": timeouts.beat_s,
+        "keepalive_count_max": timeouts.beats_missed,
+        "connect_timeout": timeouts.connect_s,
         "preferred_auth": "publickey",
     }
-    # What is not said in the pool is left to ~/.ssh/config.
+    # Everything that is not set in the pool comes from ~/.ssh/config.
     if host.user is not None:
         options["username"] = host.user
     if host.port != 22:
@@ -94,9 +93,9 @@ async def _find_key(host: Host) -> list[Any]:
             return [lib.read_private_key(path)]
         except (lib.KeyImportError, lib.KeyEncryptionError, OSError) as error:
             if "assphrase" in str(error):
-                problem = f"key {path} has a passphrase: give it to the SSH agent, leave out key"
+                problem = f"key {path} has a passphrase; add it to the SSH agent and remove `key`"
                 raise HostError(host.host, "key", problem, f"ssh-add {path}") from None
-            raise HostError(host.host, "key", f"key {path} cannot be read ({error})") from None
+            raise HostError(host.host, "key", f"cannot read key {path} ({error})") from None
     agent = os.environ.get("SSH_AUTH_SOCK")
     if agent:
         try:
@@ -109,24 +108,24 @@ async def _find_key(host: Host) -> list[Any]:
         if named:
             return named
     raise HostError(
-        host.host, "key", f"key {host.key} is neither a file nor known to the SSH agent"
+        host.host, "key", f"key {host.key} is neither a file nor a key in the SSH agent"
     )
 
 
 async def _connect(
-    lib: Any, host: Host, patience: SshTimeouts, options: dict[str, Any]
+    lib: Any, host: Host, timeouts: SshTimeouts, options: dict[str, Any]
 ) -> asyncssh.SSHClientConnection:
     try:
-        async with asyncio.timeout(patience.connect_s + 2.0):
+        async with asyncio.timeout(timeouts.connect_s + 2.0):
             connection: asyncssh.SSHClientConnection = await lib.connect(host.host, **options)
             return connection
     except (TimeoutError, OSError, ValueError, lib.Error) as error:
-        # ValueError: a key, known_hosts or ~/.ssh/config that cannot be read.
-        raise explain_ssh_error(lib, host, error, patience) from None
+        # ValueError: an unreadable key, known_hosts or ~/.ssh/config.
+        raise explain_ssh_error(lib, host, error, timeouts) from None
 
 
-def explain_ssh_error(lib: Any, host: Host, error: Exception, patience: SshTimeouts) -> HostError:
-    """What a failed connection means, and what mends it."""
+def explain_ssh_error(lib: Any, host: Host, error: Exception, timeouts: SshTimeouts) -> HostError:
+    """Returns the cause of a failed connection and its fix."""
     name = host.host
     where = f"port {host.port}"
     if isinstance(error, lib.HostKeyNotVerifiable):
@@ -136,31 +135,31 @@ def explain_ssh_error(lib: Any, host: Host, error: Exception, patience: SshTimeo
         return HostError(
             name,
             "key",
-            f"no key of ours is accepted for {user}",
+            f"no local key is accepted for {user}",
             f"paceline pool keys POOL --host {name}",
         )
     if isinstance(error, socket.gaierror):
         return HostError(
-            name, "unknown", "no address is known for this name", f"getent hosts {name}"
+            name, "unknown", "the host name cannot be resolved", f"getent hosts {name}"
         )
     if isinstance(error, TimeoutError):
         return HostError(
             name,
             "unreachable",
-            f"no answer on {where} within {patience.connect_s:g} s (off, or a firewall)",
+            f"no response on {where} within {timeouts.connect_s:g} s (powered off, or a firewall)",
             f"ping -c 3 {name}",
         )
     if isinstance(error, ConnectionRefusedError):
         return HostError(
             name,
             "unreachable",
-            f"nothing listens on {where}: start its SSH server, on the machine itself",
+            f"connection refused on {where}; start the SSH server on the machine itself",
             "sudo systemctl start ssh",
         )
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         return HostError(
-            name, "unreachable", f"not reached on {where} ({text})", f"ping -c 3 {name}"
+            name, "unreachable", f"unreachable on {where} ({text})", f"ping -c 3 {name}"
         )
     return HostError(name, "ssh", f"SSH failed ({error})", format_ssh_command(host, "true"))
 
@@ -180,21 +179,21 @@ def _explain_host_key(lib: Any, host: Host) -> HostError:
         return HostError(
             host.host,
             "host_key",
-            "its host key is not the one in known_hosts: another machine answers, or it was set "
-            "up anew; if so",
+            "its host key does not match known_hosts: another machine responds, or it was "
+            "reinstalled; if so",
             f"ssh-keygen -R '{name}'",
         )
     option = "" if host.port == 22 else f"-p {host.port} "
     return HostError(
         host.host,
         "host_key",
-        "its host key is not known here; compare the fingerprint, then",
+        "its host key is not in known_hosts; compare the fingerprint, then",
         f"ssh-keyscan {option}{host.host} >> ~/.ssh/known_hosts",
     )
 
 
 class SshShell:
-    """A machine behind an SSH connection; behind several, where one takes no more programs."""
+    """Programs on a machine over SSH; opens further connections if one is at its session limit."""
 
     def __init__(
         self,
@@ -214,30 +213,28 @@ class SshShell:
         lib = load_asyncssh()
         command = python_command(python)
         try:
-            async with self._opening, asyncio.timeout(START_S):
+            async with self._opening, asyncio.timeout(START_TIMEOUT_S):
                 try:
                     process = await self._connections[-1].create_process(command, encoding=None)
                 except lib.ChannelOpenError:
-                    # OpenSSH allows ten programs a connection (MaxSessions).
+                    # OpenSSH allows ten programs per connection (MaxSessions).
                     if self._connect is None:
                         raise
                     self._connections.append(await self._connect())
                     process = await self._connections[-1].create_process(command, encoding=None)
         except (lib.Error, OSError, TimeoutError) as error:
-            raise HostError(
-                self.host.host, "lost", f"no program can be started there ({error})"
-            ) from None
+            raise HostError(self.host.host, "lost", f"cannot start a program ({error})") from None
         return _SshStreams(lib, process)
 
     async def close(self) -> None:
         for connection in self._connections:
             connection.close()
         closing = [asyncio.ensure_future(c.wait_closed()) for c in self._connections]
-        _, slow = await asyncio.wait(closing, timeout=CLOSE_S)
+        _, slow = await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
         if slow:
             for connection in self._connections:
                 connection.abort()
-            await asyncio.wait(slow, timeout=CLOSE_S)
+            await asyncio.wait(slow, timeout=CLOSE_TIMEOUT_S)
 
 
 class _SshStreams:

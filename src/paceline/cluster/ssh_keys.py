@@ -1,7 +1,7 @@
-"""Installing a public key on machines that still ask for a password.
+"""Installs a public key on machines that still require a password.
 
-A password is asked for once, used for one connection and forgotten: it is never stored, printed or
-logged, and never leaves this process but through SSH.
+A password is requested once, used for one connection and discarded: it is never stored, printed or
+logged, and is sent only over SSH.
 """
 
 from __future__ import annotations
@@ -24,70 +24,71 @@ from paceline.cluster.ssh import (
 )
 from paceline.errors import HostError, UsageError
 
-USUAL = ("id_ed25519.pub", "id_ecdsa.pub", "id_rsa.pub")
-ANSWER_S = 20.0
+DEFAULT_KEYS = ("id_ed25519.pub", "id_ecdsa.pub", "id_rsa.pub")
+ANSWER_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserPrompts:
-    """How to ask whoever sits here."""
+    """Callbacks that prompt the user."""
 
     password: Callable[[str], str]
     trust: Callable[[str], bool]
-    """May a machine with this fingerprint be trusted?"""
-    tell: Callable[[str], None]
+    """Asks whether to trust a machine with this fingerprint."""
+    print_line: Callable[[str], None]
 
 
 def find_public_key(host: Host, chosen: Path | None) -> Path:
-    """The public half of the key that the pool names, else the user's usual one."""
+    """Returns the public part of the pool's key, or else of the user's default key."""
     if chosen is not None:
-        tried = [chosen]
+        candidates = [chosen]
     elif host.key is not None:
-        tried = [Path(host.key + ".pub").expanduser()]
+        candidates = [Path(host.key + ".pub").expanduser()]
     else:
-        tried = [Path("~/.ssh").expanduser() / name for name in USUAL]
-    for path in tried:
+        candidates = [Path("~/.ssh").expanduser() / name for name in DEFAULT_KEYS]
+    for path in candidates:
         if path.is_file():
             if "PRIVATE KEY" in path.read_text(errors="replace"):
-                raise UsageError(f"key {path} is a private one: name its public half, {path}.pub")
+                raise UsageError(f"{path} is a private key; use its public part, {path}.pub")
             return path
     raise UsageError(
-        f"no public key at {' or '.join(map(str, tried))}: make one with `ssh-keygen -t ed25519`"
+        f"no public key at {' or '.join(map(str, candidates))}; "
+        "create one with `ssh-keygen -t ed25519`"
     )
 
 
 async def install_key(
-    host: Host, chosen: Path | None, asked: UserPrompts, patience: SshTimeouts
+    host: Host, chosen: Path | None, prompts: UserPrompts, timeouts: SshTimeouts
 ) -> str:
-    """Make a machine accept our key and say what was done; raises HostError where it cannot."""
+    """Installs the key and returns what was done. Raises HostError on failure."""
     if host.is_local:
-        return "needs no key"
+        return "does not need a key"
     lib = load_asyncssh()
     public = find_public_key(host, chosen)
     try:
-        shell = await open_shell(host, patience)
+        shell = await open_shell(host, timeouts)
         await shell.close()
-        return "accepts a key already"
+        return "already accepts a key"
     except HostError as error:
-        if error.kind == "host_key" and "not known here" in error.problem:
-            await _learn_host_key(lib, host, asked, patience, error)
+        if error.kind == "host_key" and "is not in known_hosts" in error.problem:
+            await _learn_host_key(lib, host, prompts, timeouts, error)
         elif error.kind != "key":
             raise
-    await _with_password(lib, host, public, asked, patience)
-    shell = await open_shell(host, patience)
+    await _with_password(lib, host, public, prompts, timeouts)
+    shell = await open_shell(host, timeouts)
     await shell.close()
-    return f"accepts {public} now"
+    return f"now accepts {public}"
 
 
 async def _learn_host_key(
-    lib: Any, host: Host, asked: UserPrompts, patience: SshTimeouts, unknown: HostError
+    lib: Any, host: Host, prompts: UserPrompts, timeouts: SshTimeouts, unknown: HostError
 ) -> None:
     try:
-        async with asyncio.timeout(patience.connect_s):
+        async with asyncio.timeout(timeouts.connect_s):
             key = await lib.get_server_host_key(host.host, host.port)
     except (TimeoutError, OSError, lib.Error) as error:
-        raise explain_ssh_error(lib, host, error, patience) from None
-    if key is None or not asked.trust(f"{host.host} has the fingerprint {key.get_fingerprint()}"):
+        raise explain_ssh_error(lib, host, error, timeouts) from None
+    if key is None or not prompts.trust(f"{host.host} has the fingerprint {key.get_fingerprint()}"):
         raise unknown
     label = host.host if host.port == 22 else f"[{host.host}]:{host.port}"
     path = Path("~/.ssh/known_hosts").expanduser()
@@ -98,26 +99,26 @@ async def _learn_host_key(
 
 
 async def _with_password(
-    lib: Any, host: Host, public: Path, asked: UserPrompts, patience: SshTimeouts
+    lib: Any, host: Host, public: Path, prompts: UserPrompts, timeouts: SshTimeouts
 ) -> None:
-    options = await connect_options(host.model_copy(update={"key": None}), patience)
+    options = await connect_options(host.model_copy(update={"key": None}), timeouts)
     options["client_keys"] = None
     options["preferred_auth"] = "password,keyboard-interactive"
-    who = host.host if host.user is None else f"{host.user}@{host.host}"
-    options["password"] = asked.password(f"password of {who}: ")
+    account = host.host if host.user is None else f"{host.user}@{host.host}"
+    options["password"] = prompts.password(f"password of {account}: ")
     try:
-        async with asyncio.timeout(patience.connect_s):
+        async with asyncio.timeout(timeouts.connect_s):
             connection = await lib.connect(host.host, **options)
     except lib.PermissionDenied:
         raise HostError(host.host, "password", "the password was not accepted") from None
     except (TimeoutError, OSError, lib.Error) as error:
-        raise explain_ssh_error(lib, host, error, patience) from None
+        raise explain_ssh_error(lib, host, error, timeouts) from None
     finally:
         del options
     shell = SshShell(host, connection)
     try:
         async with run_program(shell, "authorize") as program:
-            await program.tell({"key": public.read_text(encoding="utf-8").strip()})
-            await program.answer(ANSWER_S)
+            await program.send({"key": public.read_text(encoding="utf-8").strip()})
+            await program.answer(ANSWER_TIMEOUT_S)
     finally:
         await shell.close()

@@ -232,7 +232,7 @@ async def run_guarded(
     Cancelling this ends the command there, and waits for that.
     """
     async with run_program(site.shell, "watchdog", grace_s=KEEPER_END_S) as keeper:
-        await keeper.tell(spec)
+        await keeper.send(spec)
         on_start(keeper)
         beating = asyncio.create_task(_beat(keeper))
         try:

@@ -1,5 +1,5 @@
-"""Programs that run on other machines: each one file, sent over SSH, Python's own library only.
+"""Programs that run on other machines, each a single file that uses the standard library only.
 
-They are read as text, never imported over there, and must run on Python 3.7 and newer: an old
-Python is something that doctor tells, not something it fails on.
+They are sent over SSH as source text, never imported remotely, and must run on Python 3.7 and
+newer: doctor reports an old Python instead of failing on it.
 """

@@ -1,4 +1,4 @@
-"""Adds one public key to those that may log in here, once, readable by nobody else."""
+"""Adds a public key to ~/.ssh/authorized_keys unless present; the file is private to the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    wanted = json.loads(sys.stdin.buffer.readline().decode())["key"].strip()
+    public_key = json.loads(sys.stdin.buffer.readline().decode())["key"].strip()
     folder = os.path.join(os.path.expanduser("~"), ".ssh")
     path = os.path.join(folder, "authorized_keys")
     os.umask(0o077)
@@ -17,11 +17,11 @@ def main() -> None:
     if os.path.exists(path):
         with open(path) as file:
             known = file.read()
-    # The comment behind a key may differ; the key itself is the second word.
-    already = any(wanted.split()[1] in line.split() for line in known.splitlines())
+    # The trailing comment may differ; the key itself is the second word.
+    already = any(public_key.split()[1] in line.split() for line in known.splitlines())
     if not already:
         with open(path, "a") as file:
-            file.write(("" if not known or known.endswith("\n") else "\n") + wanted + "\n")
+            file.write(("" if not known or known.endswith("\n") else "\n") + public_key + "\n")
     print(json.dumps({"already": already, "path": path}), flush=True)
 
 

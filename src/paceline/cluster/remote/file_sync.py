@@ -1,8 +1,9 @@
-"""Makes a folder here equal to a list of files, and asks only for those that differ.
+"""Makes a local directory match a list of files and requests only those that differ.
 
-First line of input: the list, as JSON (path: size, mode, SHA-256). Answer: which are needed. Then
-their contents, one behind the other. Files of an earlier copy that are no longer in the list are
-removed; what a script wrote here itself stays. While a command runs in the folder nothing changes.
+First line of input: the list as JSON (path: size, mode, SHA-256). Reply: the paths that are needed.
+Then the input contains their contents, concatenated. Files of an earlier copy that are no longer in
+the list are removed; files that a script created are kept. Fails while a command runs in the
+folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 CHUNK = 1 << 20
 
-if TYPE_CHECKING:  # old Pythons cannot evaluate it
+if TYPE_CHECKING:  # old Python versions cannot evaluate it
     Known = dict[str, list[Any]]
 
 
@@ -33,10 +34,10 @@ def answer(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def receive(asked: dict[str, Any]) -> None:
-    root = os.path.expanduser(asked["root"])
+def receive(request: dict[str, Any]) -> None:
+    root = os.path.expanduser(request["root"])
     folder = os.fsencode(os.path.join(root, "files"))
-    if asked.get("remove"):
+    if request.get("remove"):
         shutil.rmtree(root, ignore_errors=True)
         answer({"removed": root})
         return
@@ -45,10 +46,10 @@ def receive(asked: dict[str, Any]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        answer({"error": f"another launch of this project is running there (in {root})"})
+        answer({"error": f"another launch of this project is in progress (in {root})"})
         return
     known = read_manifest(root)
-    wanted = asked["files"]
+    wanted = request["files"]
     needed = [path for path in wanted if not is_up_to_date(folder, path, wanted[path], known)]
     answer({"needed": needed})
     for path in needed:
@@ -60,7 +61,7 @@ def receive(asked: dict[str, Any]) -> None:
 
 
 def read_manifest(root: str) -> Known:
-    """What the last copy put here: size, time of change and hash of each file."""
+    """Returns size, modification time and hash of each file of the last copy."""
     try:
         with open(os.path.join(root, "files.json")) as file:
             known: Known = json.load(file)
@@ -70,49 +71,49 @@ def read_manifest(root: str) -> Known:
 
 
 def is_up_to_date(folder: bytes, path: str, wanted: list[Any], known: Known) -> bool:
-    place = resolve_inside(folder, path)
+    target = resolve_inside(folder, path)
     try:
-        found = os.lstat(place)
+        found = os.lstat(target)
     except OSError:
         return False
-    if os.path.islink(place) or found.st_size != wanted[0]:
+    if os.path.islink(target) or found.st_size != wanted[0]:
         return False
     before = known.get(path)
     if before is not None and before[:2] == [found.st_size, found.st_mtime_ns]:
         same = bool(before[2] == wanted[2])
     else:
-        same = hash_file(place) == wanted[2]
+        same = hash_file(target) == wanted[2]
     if same and found.st_mode & 0o777 != wanted[1]:
-        os.chmod(place, wanted[1])
+        os.chmod(target, wanted[1])
     return same
 
 
 def resolve_inside(folder: bytes, path: str) -> bytes:
-    """A list that names a place outside of the folder is refused.
+    """Returns the path inside the folder. Raises ValueError if it is outside.
 
-    Names are bytes to the system: those that they have at home, whatever the locale here.
+    Paths are bytes, so that names are preserved regardless of the locale.
     """
     parts = path.split("/")
     if path.startswith("/") or not path or ".." in parts or "" in parts:
-        raise ValueError(f"{path!r} lies outside of the folder")
+        raise ValueError(f"{path!r} is outside of the folder")
     return os.path.join(folder, *(part.encode("utf-8", "surrogateescape") for part in parts))
 
 
 def receive_file(folder: bytes, path: str, wanted: list[Any]) -> None:
-    place = resolve_inside(folder, path)
-    above = os.path.dirname(place)
-    if not os.path.isdir(above):
-        remove_blocking_file(folder, above)
-        os.makedirs(above, exist_ok=True)
-    if os.path.isdir(place) and not os.path.islink(place):
-        shutil.rmtree(place)
-    partial = place + b".partial"
+    target = resolve_inside(folder, path)
+    parent = os.path.dirname(target)
+    if not os.path.isdir(parent):
+        remove_blocking_file(folder, parent)
+        os.makedirs(parent, exist_ok=True)
+    if os.path.isdir(target) and not os.path.islink(target):
+        shutil.rmtree(target)
+    partial = target + b".partial"
     left, digest = wanted[0], hashlib.sha256()
     with open(partial, "wb") as file:
         while left:
             data = sys.stdin.buffer.read(min(left, CHUNK))
             if not data:
-                raise EOFError("the connection ended")
+                raise EOFError("the connection was closed")
             file.write(data)
             digest.update(data)
             left -= len(data)
@@ -120,33 +121,33 @@ def receive_file(folder: bytes, path: str, wanted: list[Any]) -> None:
         os.unlink(partial)
         raise ValueError(f"{path} changed while it was copied")
     os.chmod(partial, wanted[1])
-    os.replace(partial, place)
+    os.replace(partial, target)
 
 
-def remove_blocking_file(folder: bytes, above: bytes) -> None:
-    """A file that stands where a folder is needed now."""
-    while above != folder:
-        if os.path.lexists(above) and not os.path.isdir(above):
-            os.unlink(above)
-        above = os.path.dirname(above)
+def remove_blocking_file(folder: bytes, parent: bytes) -> None:
+    """Removes a file that occupies the path of a required directory."""
+    while parent != folder:
+        if os.path.lexists(parent) and not os.path.isdir(parent):
+            os.unlink(parent)
+        parent = os.path.dirname(parent)
 
 
 def delete_stale(folder: bytes, paths: list[str]) -> int:
     removed = 0
     for path in paths:
-        place = resolve_inside(folder, path)
+        target = resolve_inside(folder, path)
         try:
-            os.unlink(place)
+            os.unlink(target)
             removed += 1
         except OSError:
-            continue  # gone already, or a folder now
-        above = os.path.dirname(place)
-        while above != folder:
+            continue  # already removed, or now a directory
+        parent = os.path.dirname(target)
+        while parent != folder:
             try:
-                os.rmdir(above)
+                os.rmdir(parent)
             except OSError:
                 break  # not empty
-            above = os.path.dirname(above)
+            parent = os.path.dirname(parent)
     return removed
 
 

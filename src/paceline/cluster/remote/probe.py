@@ -1,7 +1,7 @@
-"""Looks at the machine it runs on, as it is told: lines of JSON in, one line of JSON out for each.
+"""Inspects the machine it runs on: reads commands as lines of JSON and answers each with one line.
 
-It listens for other probes on a port of the system's choice and talks only to those that know the
-run's token. It leaves when its input ends. torch is used for measuring where it is installed.
+It listens for other probes on an ephemeral port and accepts only those that have the run's token.
+It exits when its input ends. Measurements use torch where it is installed.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # old Pythons cannot evaluate it
+if TYPE_CHECKING:  # old Python versions cannot evaluate it
     Answer = dict[str, Any]
 MEBI = 1 << 20
 CHUNK = b"\0" * MEBI
 PINGS = 20
 CONNECT_S = 3.0
 MEASURE_S = 5.0
-"""Nothing between two probes may take longer."""
+"""Timeout of any exchange between two probes."""
 
 
 def main() -> None:
     for line in sys.stdin.buffer:
         try:
-            asked = json.loads(line.decode())
-            answer = COMMANDS[asked.pop("do")](**asked)
+            request = json.loads(line.decode())
+            answer = COMMANDS[request.pop("do")](**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-# ---- what the machine is ---------------------------------------------------------------------
+# ---- facts -----------------------------------------------------------------------------------
 
 
 def machine_facts(packages: list[str]) -> Answer:
-    """Everything that is known without measuring."""
+    """Returns everything that is known without a measurement."""
     versions = {name: find_version(name) for name in packages}
     load = os.getloadavg()
     total, free = read_memory()
@@ -83,7 +83,7 @@ def try_import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception:
-        return None  # Broken installations raise anything.
+        return None  # Broken installations raise arbitrary exceptions.
 
 
 def count_cores() -> int:
@@ -104,11 +104,11 @@ def read_memory() -> tuple[int | None, int | None]:
 
 
 def find_gpus() -> list[Answer]:
-    """What nvidia-smi tells: model, memory and driver of each."""
-    asked = "--query-gpu=name,memory.total,driver_version"
+    """Returns model, memory and driver version of each GPU, from nvidia-smi."""
+    query = "--query-gpu=name,memory.total,driver_version"
     try:
         done = subprocess.run(
-            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=10,
@@ -116,7 +116,7 @@ def find_gpus() -> list[Answer]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     if done.returncode != 0:
-        return [{"error": "nvidia-smi fails: driver and kernel module do not fit"}]
+        return [{"error": "nvidia-smi failed: driver and kernel module do not match"}]
     gpus = []
     for line in done.stdout.decode(errors="replace").splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -137,11 +137,11 @@ def read_clock() -> Answer:
     return {"time": time.time()}
 
 
-# ---- ways to the others ----------------------------------------------------------------------
+# ---- routes ----------------------------------------------------------------------------------
 
 
 def find_routes(peers: list[str]) -> Answer:
-    """For each peer's address: the address and interface that this machine would reach it by."""
+    """Returns the local address and interface used to reach each peer."""
     interfaces = list_addresses()
     routes = {}
     for peer in peers:
@@ -152,7 +152,7 @@ def find_routes(peers: list[str]) -> Answer:
 
 
 def source_address_for(peer: str) -> str | None:
-    """By the kernel's own routing table: connecting a datagram socket sends nothing."""
+    """Returns the source address from the routing table; connecting a UDP socket sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -163,7 +163,7 @@ def source_address_for(peer: str) -> str | None:
 
 
 def list_addresses() -> dict[str, str]:
-    """Which interface has which address."""
+    """Returns the interface of each local address."""
     found = {}
     try:
         import fcntl
@@ -174,7 +174,7 @@ def list_addresses() -> dict[str, str]:
                 try:
                     reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
                 except OSError:
-                    continue  # it has no address
+                    continue  # no address
                 found[socket.inet_ntoa(reply[20:24])] = name
         with open("/proc/net/if_inet6") as file:
             for line in file:
@@ -182,7 +182,7 @@ def list_addresses() -> dict[str, str]:
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(parts[0]))
                 found[address] = parts[5]
     except (ImportError, OSError):
-        pass  # not Linux: interfaces stay without a name
+        pass  # not Linux: interfaces have no name
     return found
 
 
@@ -195,7 +195,7 @@ def read_mtu(interface: str | None) -> int | None:
 
 
 def find_ports(count: int) -> Answer:
-    """Ports that nobody uses now."""
+    """Returns unused ports."""
     held = []
     try:
         for _ in range(count):
@@ -211,7 +211,7 @@ def find_ports(count: int) -> Answer:
 
 
 def listen(token: str, port: int = 0) -> Answer:
-    """Answer other probes; on a stated port, or on one of the system's choice."""
+    """Serves other probes on the given port, or on an ephemeral one."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -231,7 +231,7 @@ def accept(server: socket.socket, token: bytes) -> None:
 
 
 def answer_probe(connection: socket.socket, token: bytes) -> None:
-    """The token, a letter, and then pings that are sent back or bytes that are counted."""
+    """Checks the token, then serves commands: `p` echoes a ping, `b` counts bytes."""
     connection.settimeout(MEASURE_S)
     try:
         with connection:
@@ -240,10 +240,10 @@ def answer_probe(connection: socket.socket, token: bytes) -> None:
                 return
             connection.sendall(b"y")
             while True:
-                letter = connection.recv(1)
-                if letter == b"p":
+                command = connection.recv(1)
+                if command == b"p":
                     connection.sendall(b"p")
-                elif letter == b"b":
+                elif command == b"b":
                     count_bytes(connection)
                 else:
                     return
@@ -252,7 +252,7 @@ def answer_probe(connection: socket.socket, token: bytes) -> None:
 
 
 def count_bytes(connection: socket.socket) -> None:
-    """Until the other side says how many there were: the time from the first to the last."""
+    """Receives the announced number of bytes and replies with the time from first to last."""
     total = struct.unpack("!Q", receive(connection, 8))[0]
     buffer = bytearray(MEBI)
     got, first, began = 0, 0, 0.0
@@ -270,10 +270,10 @@ def count_bytes(connection: socket.socket) -> None:
 def receive(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise OSError("closed")
-        data += piece
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise OSError("connection closed")
+        data += chunk
     return data
 
 
@@ -282,12 +282,12 @@ def open_peer(address: str, port: int, token: str) -> socket.socket:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(token.encode())
     if receive(connection, 1) != b"y":
-        raise OSError("another program answers there")
+        raise OSError("another program is listening on this port")
     return connection
 
 
 def reach(targets: list[tuple[str, int]], token: str) -> Answer:
-    """Try to connect to every (address, port), all at once: "ok", or why not."""
+    """Connects to every (address, port) concurrently; returns "ok" or the reason for each."""
     found = [""] * len(targets)
 
     def one(index: int, address: str, port: int) -> None:
@@ -313,7 +313,7 @@ def reach(targets: list[tuple[str, int]], token: str) -> Answer:
 
 
 def measure_link(address: str, port: int, token: str, seconds: float) -> Answer:
-    """Latency as half of the median round trip, then bandwidth for about so many seconds."""
+    """Measures latency (half the median round trip), then bandwidth for about `seconds`."""
     with open_peer(address, port, token) as connection:
         connection.settimeout(MEASURE_S)
         trips = []
@@ -322,7 +322,7 @@ def measure_link(address: str, port: int, token: str, seconds: float) -> Answer:
             connection.sendall(b"p")
             receive(connection, 1)
             trips.append(time.monotonic() - began)
-        rate = send_bytes(connection, MEBI // 4)  # a first guess, also to open the window
+        rate = send_bytes(connection, MEBI // 4)  # a first estimate; also opens the TCP window
         size = int(min(max(rate * seconds, MEBI // 4), 1 << 31))
         rate = send_bytes(connection, size)
     return {"latency_s": sorted(trips)[PINGS // 2] / 2, "bytes_per_s": rate, "bytes": size}
@@ -343,7 +343,7 @@ def send_bytes(connection: socket.socket, total: int) -> float:
 
 
 def measure_flops(seconds: float) -> Answer:
-    """GFLOP/s of multiplying two matrices, float32, on all cores: torch, else numpy, else none."""
+    """Measures GFLOP/s of a float32 matrix product on all cores, with torch or numpy."""
     size = 512
     torch = try_import("torch")
     numpy = None if torch else try_import("numpy")

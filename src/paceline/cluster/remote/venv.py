@@ -1,4 +1,4 @@
-"""Makes a virtual environment from a file of requirements, once: arguments are both paths."""
+"""Creates a virtual environment from a requirements file, once. Arguments: both paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
     folder, requirements = (os.path.expanduser(path) for path in sys.argv[1:3])
     mark = os.path.join(folder, "complete")
     if os.path.exists(mark):
-        print("the environment is there already", flush=True)
+        print("the environment already exists", flush=True)
         return
     shutil.rmtree(folder, ignore_errors=True)
     python = os.path.join(folder, "bin", "python")

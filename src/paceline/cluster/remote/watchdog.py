@@ -1,10 +1,9 @@
-"""Runs one command here and sees to it that nothing of it outlives whoever started it.
+"""Runs one command and makes sure that none of its processes outlives the launcher.
 
-First line of input: what to run, as JSON. Every further line says that the other side is still
-there; the word "stop", the end of the input, or silence for `beat_s` ends the command and all that
-it started, also what detached itself. Where `input` is given the command reads those bytes, and
-then what follows on lines that begin with "say". The command's output is this program's output, its
-exit status is this one's; 128 + n if signal n ended it.
+First line of input: the command as JSON. Every further line is a heartbeat; the line "stop", the
+end of the input, or no heartbeat for `beat_s` ends the command and all its descendants, including
+detached ones. If `input` is given, the command's stdin receives those bytes and then the text of
+lines that begin with "say". Output and exit status are the command's; 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-AFTERWARDS_S = 1.0
-"""What a command leaves running when it ends by itself gets this long to end as well."""
+LEFTOVER_GRACE_S = 1.0
+"""Time for processes that are still running after the command exited to exit as well."""
 KILL_S = 5.0
 NOT_STARTED = 126
 
-if TYPE_CHECKING:  # old Pythons cannot evaluate it
+if TYPE_CHECKING:  # old Python versions cannot evaluate it
     Events = queue.SimpleQueue[str]
 
 
@@ -37,22 +36,22 @@ def main() -> None:
     events: Events = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: events.put("stop"))
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what detaches itself becomes our child, and is found
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # detached processes become our children
     lock = lock_folder(spec.get("lock"))
     try:
         child = start(spec)
     except OSError as error:
-        sys.stderr.write(f"{spec['argv'][0]} cannot be run: {error}\n")
+        sys.stderr.write(f"cannot run {spec['argv'][0]}: {error}\n")
         sys.exit(NOT_STARTED)
     threading.Thread(target=read_commands, args=(events, child, spec), daemon=True).start()
     threading.Thread(target=wait, args=(child, events), daemon=True).start()
     ended = watch(events, spec["beat_s"])
-    terminate_all(AFTERWARDS_S if ended else spec["grace_s"])
+    terminate_all(LEFTOVER_GRACE_S if ended else spec["grace_s"])
     status = child.returncode if ended else -signal.SIGTERM
     if lock is not None:
         os.close(lock)
     sys.stderr.flush()
-    # Without waiting for the thread that reads the input.
+    # Does not wait for the thread that reads the input.
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -73,12 +72,12 @@ def start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def encode(text: str) -> bytes:
-    """The very bytes that were given, whatever this machine's locale makes of them."""
+    """Returns the original bytes, regardless of this machine's locale."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the process group has to do."""
+    """Calls prctl on Linux; elsewhere only the process group is available."""
     if LIBC is not None:
         LIBC.prctl(option, value, 0, 0, 0)
 
@@ -94,7 +93,7 @@ LIBC = load_libc()  # before any fork
 
 
 def lock_folder(path: str | None) -> int | None:
-    """While this lasts nobody copies other files into the folder that the command runs in."""
+    """Takes a shared lock that keeps file_sync from changing the folder of the command."""
     if path is None:
         return None
     import fcntl
@@ -119,7 +118,7 @@ def write_stdin(child: subprocess.Popen[bytes], data: bytes) -> None:
             child.stdin.write(data)
             child.stdin.flush()
     except OSError:
-        pass  # It has ended, and is not interested.
+        pass  # The command has exited.
 
 
 def wait(child: subprocess.Popen[bytes], events: Events) -> None:
@@ -128,24 +127,24 @@ def wait(child: subprocess.Popen[bytes], events: Events) -> None:
 
 
 def watch(events: Events, beat_s: float) -> bool:
-    """Until the command ends (true), or must be ended (false)."""
-    heard = time.monotonic()
+    """Waits until the command exits (returns True) or must be stopped (returns False)."""
+    last_beat_s = time.monotonic()
     while True:
         try:
-            word = events.get(timeout=1.0)
+            event = events.get(timeout=1.0)
         except queue.Empty:
-            word = ""
-        if word in ("ended", "stop"):
-            return word == "ended"
-        if word == "beat":
-            heard = time.monotonic()
-        elif time.monotonic() - heard > beat_s:
-            sys.stderr.write(f"nothing was heard from the launcher for {beat_s:g} s: stopped\n")
+            event = ""
+        if event in ("ended", "stop"):
+            return event == "ended"
+        if event == "beat":
+            last_beat_s = time.monotonic()
+        elif time.monotonic() - last_beat_s > beat_s:
+            sys.stderr.write(f"no heartbeat from the launcher for {beat_s:g} s: stopped\n")
             return False
 
 
 def terminate_all(grace_s: float) -> None:
-    """Ask all that is left to end, then make it."""
+    """Terminates all remaining processes, then kills them after the grace period."""
     signal_all(signal.SIGTERM)
     if not wait_for_exit(grace_s):
         deadline = time.monotonic() + KILL_S
@@ -173,7 +172,7 @@ def signal_all(number: int) -> None:
 
 
 def list_descendants() -> list[int]:
-    """All living processes below this one; dead children are collected on the way."""
+    """Returns all live descendants; reaps dead children."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
