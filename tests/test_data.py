@@ -310,12 +310,12 @@ BLANK = np.zeros((40, 28, 28), np.uint8)
     [
         (IMAGES, b"", ["is empty"]),
         (IMAGES, pack_idx(BLANK), ["is not gzip", "expected 1f8b"]),
-        (IMAGES, gzip.compress(b"\0\0\x08"), ["cut off", "3 bytes of a 16-byte header"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK))[:9], ["cut off", "0 bytes"]),
+        (IMAGES, gzip.compress(b"\0\0\x08"), ["truncated", "3 bytes of a 16-byte header"]),
+        (IMAGES, gzip.compress(pack_idx(BLANK))[:9], ["truncated", "0 bytes"]),
         (IMAGES, b"\x1f\x8b\x08" + b"\xff" * 60, ["damaged gzip"]),
         (IMAGES, gzip.compress(pack_idx(BLANK, 2049)), ["IDX magic is 2049, expected 2051"]),
         (IMAGES, gzip.compress(pack_idx(BLANK[:, :8])), ["images are 8x28, expected 28x28"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK[:0])), ["holds no rows"]),
+        (IMAGES, gzip.compress(pack_idx(BLANK[:0])), ["contains no rows"]),
         (LABELS, gzip.compress(pack_idx(BLANK[:7, 0, 0])), ["7 labels, expected 40"]),
     ],
 )
@@ -333,7 +333,7 @@ NOISE = gzip.compress(pack_idx(np.random.default_rng(0).integers(0, 256, (40, 28
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (IMAGES, NOISE[:-9], ["is cut off: the gzip data ends too early"]),
+        (IMAGES, NOISE[:-9], ["is truncated: the gzip data ends too early"]),
         (IMAGES, NOISE[:-8] + b"\0" * 8, ["damaged gzip data"]),
         (IMAGES, NOISE[:5000] + b"\0" * 99 + NOISE[5099:], ["damaged gzip data"]),
         (IMAGES, gzip.compress(pack_idx(BLANK)[:-1]), ["31,376 bytes, found 31,375"]),
@@ -357,7 +357,7 @@ def test_plain_idx_cut_off_is_refused_early(tmp_path: Path) -> None:
     files = make_mnist(packed=False)
     files["train-images-idx3-ubyte"] = files["train-images-idx3-ubyte"][:-5]
     write(tmp_path / "mnist", files)
-    refuse("mnist", tmp_path, "calls for 31,376 bytes, found 31,371")
+    refuse("mnist", tmp_path, "requires 31,376 bytes, found 31,371")
 
 
 @pytest.mark.usefixtures("unpublished")
@@ -396,7 +396,7 @@ def test_subset_must_hold_what_its_name_says(tmp_path: Path) -> None:
     files = make_subset(23, own_labels=True)
     wrong = {**files, "train-images-first23-idx3-ubyte.gz": gzip.compress(pack_idx(BLANK))}
     write(tmp_path / "kmnist", wrong)
-    refuse("kmnist", tmp_path, "holds 40 images, expected 23 by its name")
+    refuse("kmnist", tmp_path, "contains 40 images, but its name says 23")
     short = {
         **files,
         "train-labels-first23-idx1-ubyte.gz": gzip.compress(pack_idx(BLANK[:9, 0, 0])),
@@ -473,21 +473,23 @@ def test_bad_archives_are_refused(tmp_path: Path) -> None:
     archive = tmp_path / "cifar10" / "cifar-10-binary.tar.xz"
     whole = make_tar(make_cifar(), "w:xz")
     write(archive.parent, {archive.name: whole[:-40]})
-    refuse("cifar10", tmp_path, "is cut off: no xz end mark")
+    refuse("cifar10", tmp_path, "is truncated: no xz footer")
     archive.write_bytes(b"PK" + whole)
     refuse("cifar10", tmp_path, "is not xz")
     archive.write_bytes(whole[:200] + bytes(400) + whole[600:])
-    refuse("cifar10", tmp_path, "cut off or damaged", only_load=True)
+    refuse("cifar10", tmp_path, "truncated or damaged", only_load=True)
     files = make_cifar()
     del files["test_batch.bin"]
     archive.write_bytes(make_tar(files, "w:xz"))
-    refuse("cifar10", tmp_path, "holds no test_batch.bin", only_load=True)
+    refuse(
+        "cifar10", tmp_path, "does not contain cifar-10-batches-bin/test_batch.bin", only_load=True
+    )
     archive.write_bytes(make_tar({"data_batch_1": b"\x80\x02."}, "w:xz"))
     refuse("cifar10", tmp_path, "pickle can execute code", only_load=True)
     archive.unlink()
     zipped = archive.with_suffix(".gz")
     zipped.write_bytes(make_tar(make_cifar(), "w:gz")[:-3000])
-    refuse("cifar10", tmp_path, "cut off or damaged", only_load=True)
+    refuse("cifar10", tmp_path, "truncated or damaged", only_load=True)
     refuse("cifar10", tmp_path / "none", "cifar-10-binary.tar.gz not found", "toronto")
 
 
@@ -603,7 +605,7 @@ def test_bad_adult_rows(tmp_path: Path, old: bytes, new: bytes, words: str) -> N
 @pytest.mark.usefixtures("unpublished")
 def test_adult_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "adult", {**make_adult(), "adult.test": b"|1x3 Cross validator\n\n"})
-    refuse("adult", tmp_path, "adult.test", "holds no rows", only_load=True)
+    refuse("adult", tmp_path, "adult.test", "contains no rows", only_load=True)
     (tmp_path / "adult" / "adult.test").unlink()
     refuse("adult", tmp_path, "adult.test not found", "archive.ics.uci.edu")
 
@@ -642,15 +644,15 @@ def test_bad_text(tmp_path: Path) -> None:
 # Augmentation
 
 
-def make_table(colour: bool, count: int = 50, seed: int = 7) -> data.ArrayDataset:
-    shape = (count, 3, 12, 12) if colour else (count, 1, 12, 12)
+def make_table(color: bool, count: int = 50, seed: int = 7) -> data.ArrayDataset:
+    shape = (count, 3, 12, 12) if color else (count, 1, 12, 12)
     images = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
     means = (0.5,) * shape[1]
     return data.ArrayDataset(
         images,
         np.arange(count),
         scaling=PixelScaling(255.0, means, means),
-        augmentation=augmentation.COLOUR if colour else augmentation.GREY,
+        augmentation=augmentation.COLOR if color else augmentation.GRAY,
         seed=seed,
     )
 
@@ -660,12 +662,12 @@ def make_table(colour: bool, count: int = 50, seed: int = 7) -> data.ArrayDatase
     indices=st.lists(st.integers(0, 49), min_size=1, max_size=20),
     epoch=st.integers(0, 2**40),
     seed=st.integers(-(2**63), 2**65),
-    colour=st.booleans(),
+    color=st.booleans(),
 )
 def test_augmentation_depends_on_the_key_alone(
-    indices: list[int], epoch: int, seed: int, colour: bool
+    indices: list[int], epoch: int, seed: int, color: bool
 ) -> None:
-    table = make_table(colour, seed=seed)
+    table = make_table(color, seed=seed)
     x, y = table.batch(np.array(indices), epoch=epoch)
     assert y.tolist() == indices
     for place, index in enumerate(indices):
@@ -673,9 +675,9 @@ def test_augmentation_depends_on_the_key_alone(
         assert torch.equal(x[place], alone[0])
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_augmentation_is_a_shift_and_a_flip(colour: bool) -> None:
-    kind = augmentation.COLOUR if colour else augmentation.GREY
+@pytest.mark.parametrize("color", [True, False])
+def test_augmentation_is_a_shift_and_a_flip(color: bool) -> None:
+    kind = augmentation.COLOR if color else augmentation.GRAY
     pad = kind.pad
     images = np.random.default_rng(1).integers(1, 256, (300, 3, 12, 12), dtype=np.uint8)
     changed = kind.apply(images, np.arange(300), seed=0, epoch=0)
@@ -693,7 +695,7 @@ def test_augmentation_is_a_shift_and_a_flip(colour: bool) -> None:
         seen.add(fits[0])
     assert {place for place, _, _ in seen} == {place for _, place, _ in seen}
     assert {place for place, _, _ in seen} == set(range(2 * pad + 1))
-    assert {flip for _, _, flip in seen} == ({1, -1} if colour else {1})
+    assert {flip for _, _, flip in seen} == ({1, -1} if color else {1})
 
 
 def test_augmentation_changes_with_epoch_and_seed_and_only_in_training() -> None:
@@ -729,9 +731,9 @@ def test_hash_is_splitmix64_and_never_changes() -> None:
 
 
 def test_array_table_refuses() -> None:
-    with pytest.raises(DataError, match="empty table"):
+    with pytest.raises(DataError, match="empty dataset"):
         data.ArrayDataset(np.zeros((0, 2)), np.zeros(0))
-    with pytest.raises(DataError, match="empty table"):
+    with pytest.raises(DataError, match="empty dataset"):
         data.ArrayDataset(np.zeros((3, 2)), np.zeros(3), rows=np.array([], np.int64))
     with pytest.raises(DataError, match="3 rows of features but 2 labels"):
         data.ArrayDataset(np.zeros((3, 2)), np.zeros(2))

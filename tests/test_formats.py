@@ -153,26 +153,24 @@ def test_damaged_tfrecords_are_named(tmp_path: Path) -> None:
             rows_of(path, features="image", label="label")
 
     check.turn = 1  # type: ignore[attr-defined]
-    check(
-        damage(content, first + 20), rf"x\.tfrecord \(at byte {first}\): .*checksum of a record is"
-    )
+    check(damage(content, first + 20), rf"x\.tfrecord \(at byte {first}\): .*checksum of a record:")
     check(
         damage(content, first), rf"x\.tfrecord \(at byte {first}\): .*checksum of a record's length"
     )
-    check(content[: first + 30], rf"x\.tfrecord \(at byte {first}\): is cut off: a record of")
-    check(content[: first + 5], rf"x\.tfrecord \(at byte {first}\): is cut off: 5 bytes")
+    check(content[: first + 30], rf"x\.tfrecord \(at byte {first}\): is truncated: a record of")
+    check(content[: first + 5], rf"x\.tfrecord \(at byte {first}\): is truncated: 5 bytes")
     check(b"", "is empty")
-    check(gzip.compress(b""), "holds no records")
-    check(gzip.compress(content)[:-20], "cut off or damaged")
+    check(gzip.compress(b""), "contains no records")
+    check(gzip.compress(content)[:-20], "truncated or damaged")
     other = records.write_records([*rows[:4], {"picture": np.zeros(3), "label": np.array([1])}])
     check(
         other, r"at byte [\d,]+\): a record that has no feature 'image' \(it has: label, picture\)"
     )
     longer = {"image": np.zeros(13, np.uint8), "label": np.array([1])}
-    check(records.write_records([*rows[:4], longer]), "feature 'image' has 13 values where others")
+    check(records.write_records([*rows[:4], longer]), "feature 'image' has 13 values, others")
     mixed = {"image": np.zeros(12, np.float32), "label": np.array([1])}
-    check(records.write_records([*rows[:4], mixed]), "holds float32 where others hold uint8")
-    check(records.frame(b"\xff\xff\xff"), "no tf.train.Example")
+    check(records.write_records([*rows[:4], mixed]), "has the type float32, others have uint8")
+    check(records.frame(b"\xff\xff\xff"), "not a tf.train.Example")
 
 
 TENSORFLOW = os.environ.get("PACELINE_TENSORFLOW_PYTHON")
@@ -247,17 +245,20 @@ def test_csv_is_read_in_ranges_of_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_csv_that_is_wrong_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b"a,label\n1,0\nx,1\n")
-    with pytest.raises(DataError, match=r"a\.csv \(at byte 0\): column 'a' holds of type string"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.csv \(at byte 0\): column 'a' contains values of the unsupported type string",
+    ):
         rows_of(path)
     write(path, b"a,label\n1,0\n2\n")
     with pytest.raises(DataError, match=r"a\.csv \(at byte 0\): .*columns"):
         rows_of(path)
     write(path, b"a,label\n1,0\n,1\n")
-    with pytest.raises(DataError, match=r"a\.csv .*row 1 from there: column 'a' holds a null"):
+    with pytest.raises(DataError, match=r"a\.csv .*row 1 of the block: column 'a' contains a null"):
         rows_of(path)
     assert rows_of(path, fill=5.0)[0].tolist() == [[1.0], [5.0]]
     write(path, b"a,label\n")
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="contains no rows"):
         rows_of(path)
     write(path, b"a,label\n1,0\n")
     write(tmp_path / "b.csv", b"c,label\n1,0\n")
@@ -296,7 +297,7 @@ def test_idx_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows_of(tmp_path / "train-images-idx3-ubyte")
     write(tmp_path / "train-images-idx3-ubyte", (head + images.tobytes())[:-5])
     write(label_file, tail + labels.tobytes())
-    with pytest.raises(DataError, match=r"images-idx3-ubyte \(at byte 191\): has 191 bytes where"):
+    with pytest.raises(DataError, match=r"images-idx3-ubyte \(at byte 191\): has 191 bytes, but"):
         rows_of(tmp_path / "train-images-idx3-ubyte")
 
 
@@ -310,7 +311,7 @@ def test_cifar_by_url(tmp_path: Path) -> None:
     assert np.allclose(x.reshape(30, -1) * 255, record[:, 1:])
     assert y.tolist() == record[:, 0].tolist()
     write(path, record.tobytes()[:-7])
-    with pytest.raises(DataError, match=r"batch_1\.bin \(at byte 89,117\): has .* cut off"):
+    with pytest.raises(DataError, match=r"batch_1\.bin \(at byte 89,117\): has .* truncated"):
         rows_of(path)
 
 
@@ -335,12 +336,12 @@ def test_a_folder_of_pictures_is_a_data_set(tmp_path: Path) -> None:
         assert label == number % 2
     assert rows_of(tmp_path, shape=(1, 4, 4))[0].shape == (6, 1, 4, 4)
     Image.fromarray(pixels[0, :4]).save(tmp_path / "dog" / "9.png")
-    with pytest.raises(DataError, match=r"\.png: is of 3x[45]x7, but .*\.png of 3x[45]x7"):
+    with pytest.raises(DataError, match=r"\.png: has the size 3x[45]x7, but .*\.png has 3x[45]x7"):
         rows_of(tmp_path)
     (tmp_path / "dog" / "9.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"dog/9\.png: is no picture"):
+    with pytest.raises(DataError, match=r"dog/9\.png: is not a readable image"):
         rows_of(tmp_path)
-    with pytest.raises(DataError, match="in one folder"):
+    with pytest.raises(DataError, match="in one directory"):
         check_source(read(str(tmp_path / "cat")))
 
 
@@ -352,7 +353,7 @@ def test_text_by_url(tmp_path: Path) -> None:
     x, y = found.train.batch(np.array([0]))
     assert x[0, :5].tolist() == [0, 1, 2, 3, 0]
     assert y[0, :4].tolist() == [1, 2, 3, 0]
-    with pytest.raises(UsageError, match="leave --val-data out"):
+    with pytest.raises(UsageError, match="--val-data is not supported for text"):
         build_splits("s", read(str(path)), read(str(path)), FeatureOptions())
     write(path, b"abc\xff")
     with pytest.raises(DataError, match=r"a\.txt \(at byte 3\): is not UTF-8"):
@@ -371,7 +372,7 @@ def test_a_named_set_is_laid_out_and_read_back(tmp_path: Path, form: str, compre
     facts = convert("digits", url, form=form, files=3, compress=compress)
     assert facts["parts"] == {"train": 1297, "val": 200, "test": 300}
     assert len(list((tmp_path / "set").glob("train-*"))) == 3
-    with pytest.raises(UsageError, match="holds a data set already"):
+    with pytest.raises(UsageError, match="already contains a dataset"):
         convert("digits", url, form=form)
     original = load("digits")
     found = build_splits("set", read(url), None, FeatureOptions())
@@ -385,7 +386,7 @@ def test_a_named_set_is_laid_out_and_read_back(tmp_path: Path, form: str, compre
 
 
 def test_what_cannot_be_converted_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--files is 0"):
+    with pytest.raises(UsageError, match="--files 0: must be"):
         convert("digits", str(tmp_path / "a"), files=0)
     with pytest.raises(UsageError, match="--format 'csv'"):
         convert("digits", str(tmp_path / "a"), form="csv")

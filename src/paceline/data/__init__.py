@@ -1,11 +1,11 @@
-"""The data sets Paceline trains on, and the tables that a user's own data is wrapped in.
+"""Built-in datasets, and adapters for the user's own data.
 
-Importing this package loads neither torch nor NumPy: the command line asks it for names and for
-`locate` before any process is started. `load`, `as_table` and the table classes bring torch in
-when they are first used.
+Importing this package loads neither torch nor NumPy, because the command line uses its names and
+`locate` before any process starts. `load`, `as_dataset` and the dataset classes import torch on
+first use.
 
-Data sets are looked for in `DIR/<data set>/` and in `DIR` itself, where DIR is the folder given
-or, without one, `$PACELINE_DATA`, or `~/.cache/paceline/data`. Nothing is ever downloaded.
+Datasets are searched in `DIR/<dataset>/` and in `DIR` itself, where DIR is the given directory,
+`$PACELINE_DATA`, or `~/.cache/paceline/data`. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _LAZY = {
 
 
 def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
-    """Check, cheaply and without torch, that a data set can be read; return its files.
+    """Checks quickly, without torch, that a dataset can be read; returns its files.
 
-    Looks at existence, size and first bytes only, so that a run is refused before a process is
-    started; what only a full reading shows (checksums, a gzip stream cut off) is found by `load`.
-    Returns no file for `digits`, which comes with scikit-learn. Raises UsageError for an unknown
-    name and DataError, in one line, for a file that is missing or not what its name claims.
+    Checks existence, size and first bytes only, so that a run fails before a process is started;
+    `load` finds what only a full read shows (checksums, truncated gzip streams). Returns no file
+    for `digits`, which comes with scikit-learn. Raises UsageError for an unknown name and DataError
+    for a file that is missing or does not match its name.
     """
     from paceline.data import named_datasets
 
@@ -70,12 +70,12 @@ def load(
     augment: bool = False,
     seed: int = 0,
 ) -> DatasetSplits:
-    """Read a data set completely and split it into training, validation and test tables.
+    """Loads a dataset and splits it into training, validation and test data.
 
-    The split is the same for every `seed`: the seed only keys the augmentation of training
-    images. `dtype` is that of the features, "float32" or "float64"; labels, and the characters
-    of a text, are int64. Raises UsageError for an unknown name or dtype, or if `augment` is asked
-    of a data set that is not of images, and DataError if a file is missing, damaged or empty.
+    The split is the same for every `seed`, which only affects the augmentation of training images.
+    `dtype` applies to features ("float32" or "float64"); labels and the characters of a text are
+    int64. Raises UsageError for an unknown name or dtype, or if `augment` is set for a dataset
+    without images, and DataError if a file is missing, damaged or empty.
     """
     from paceline.data import named_datasets
 
@@ -83,7 +83,7 @@ def load(
 
 
 def __getattr__(attribute: str) -> Any:
-    """Import the parts that need torch when they are first asked for."""
+    """Imports the parts that need torch on first use."""
     if attribute not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""A user's own data as a table: tensors, NumPy arrays or a map-style torch Dataset."""
+"""Adapters for the user's own data: tensors, NumPy arrays or a map-style torch Dataset."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from paceline.errors import DataError, UsageError
 Collate = Callable[[list[Any]], Any]
 
 CHUNK = 1024
-MOST_HELD_BYTES = 2 << 30
-"""Of an IterableDataset, which every worker has to hold as a whole."""
+MAX_HELD_BYTES = 2 << 30
+"""Limit for an IterableDataset, which every worker holds in memory."""
 
 
 def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = None) -> MapDataset:
-    """Wrap a user's data; what already is a table is returned as it is.
+    """Wraps the user's data in a `MapDataset`; returns one unchanged.
 
     Accepts a pipeline (`paceline.data.read`), a pair (x, y) of tensors or NumPy arrays, a
     TensorDataset of two tensors, any object with `__len__` and `__getitem__` whose items are
-    (features, label), an IterableDataset, which is read at once and held, and a DataLoader of any
-    of these. The items of a batch are joined by `collate`, by the DataLoader's own, or by torch's
-    `default_collate`. Integer labels become
-    int64. `dtype` ("float32", "float64") converts features and labels that are floating point;
-    without it they stay what they are. Raises UsageError for anything else and DataError for data
-    that is empty or of unequal lengths.
+    (features, label), an IterableDataset, which is read into memory at once, and a DataLoader of
+    any of these. Batches are collated by `collate`, by the DataLoader's own function, or by torch's
+    `default_collate`. Integer labels become int64. `dtype` ("float32", "float64") converts
+    floating-point features and labels; by default they are unchanged. Raises UsageError for
+    anything else and DataError for empty data or unequal lengths.
     """
     kind = check_dtype(dtype) if dtype is not None else None
     if isinstance(obj, DataPipeline):
@@ -44,27 +43,29 @@ def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = 
         return TensorPairDataset(obj.tensors[0], obj.tensors[1], dtype=kind)
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and all(map(_is_array, obj)):
         if collate is not None:
-            raise UsageError("collate is for a data set of single rows, not for a pair (x, y)")
+            raise UsageError(
+                "collate requires a dataset of single rows; it does not apply to (x, y)"
+            )
         return TensorPairDataset(obj[0], obj[1], dtype=kind)
     if isinstance(obj, IterableDataset):
         return _hold_rows(obj, collate, kind)
-    # Other libraries' data sets may have a method `batch` too; a table has no __getitem__.
+    # Datasets of other libraries may have a method `batch`, too; a MapDataset has no __getitem__.
     if callable(getattr(obj, "batch", None)) and not hasattr(obj, "__getitem__"):
         return cast(MapDataset, obj)
     if _is_array(obj) or not (hasattr(obj, "__len__") and hasattr(obj, "__getitem__")):
         raise UsageError(
-            f"{type(obj).__name__} is not data to train on: expected a pair (x, y) of tensors or "
-            "arrays, a map-style Dataset, or a table"
+            f"{type(obj).__name__} is not a supported dataset; use a pair (x, y) of tensors or "
+            "arrays, a map-style Dataset, or a MapDataset"
         )
     return TorchDatasetAdapter(obj, collate=collate, dtype=kind)
 
 
 def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any, Collate | None]:
-    """A loader's data set and how it joins rows; its sampler and threads are not used."""
+    """Returns a loader's dataset and collate function; its sampler and workers are not used."""
     if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "the DataLoader's data set makes its own batches (batch_size=None): rows are leased "
-            "one by one, so give it a batch_size"
+            "the DataLoader's dataset makes its own batches (batch_size=None), but rows are leased "
+            "individually; set a batch_size"
         )
     given = loader.collate_fn if loader.collate_fn is not default_collate else None
     return loader.dataset, collate or given
@@ -73,7 +74,7 @@ def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any,
 def _hold_rows(
     dataset: Any, collate: Collate | None, kind: torch.dtype | None
 ) -> TensorPairDataset:
-    """An IterableDataset has no numbers for its rows, so that all are read and held."""
+    """Reads an IterableDataset into memory, because its rows cannot be indexed."""
     join = collate or default_collate
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     rows: list[Any] = []
@@ -84,32 +85,32 @@ def _hold_rows(
             parts.append(_check_pair(dataset, join(rows), len(rows)))
             held += sum(part.numel() * part.element_size() for part in parts[-1])
             rows = []
-        if held > MOST_HELD_BYTES:
+        if held > MAX_HELD_BYTES:
             raise UsageError(
                 f"{type(dataset).__name__} is an IterableDataset of more than "
-                f"{MOST_HELD_BYTES >> 20:,} MB: rows are fetched by number, so give a map-style "
-                "Dataset, or write it as Parquet and read that"
+                f"{MAX_HELD_BYTES >> 20:,} MB, but rows are fetched by index; use a map-style "
+                "Dataset, or convert it to Parquet"
             )
     if rows:
         parts.append(_check_pair(dataset, join(rows), len(rows)))
     if not parts:
-        raise DataError(f"empty table: {type(dataset).__name__} has no rows")
+        raise DataError(f"empty dataset: {type(dataset).__name__} has no rows")
     x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     return TensorPairDataset(x, y, dtype=kind)
 
 
 class TensorPairDataset:
-    """Two tensors or arrays, row by row, not copied unless they have to be converted.
+    """Pairs of rows of two tensors or arrays, copied only if they must be converted.
 
-    Raises DataError if they are empty, differ in length or have a dtype torch does not know.
+    Raises DataError if they are empty, differ in length or have a dtype unknown to torch.
     """
 
     def __init__(self, x: Any, y: Any, *, dtype: torch.dtype | None = None) -> None:
         x, y = _as_tensor(x, "x"), _as_tensor(y, "y")
         if len(x) != len(y):
-            raise DataError(f"table with {len(x):,} rows of features but {len(y):,} labels")
+            raise DataError(f"dataset with {len(x):,} rows of features but {len(y):,} labels")
         if len(x) == 0:
-            raise DataError("empty table: expected at least one row")
+            raise DataError("empty dataset: expected at least one row")
         self._x, self._y = _convert(x, y, dtype)
 
     def __len__(self) -> int:
@@ -123,18 +124,18 @@ class TensorPairDataset:
 
 
 class TorchDatasetAdapter:
-    """A map-style Dataset, fetched a row at a time (or by its `__getitems__`) and collated.
+    """A map-style Dataset, fetched row by row (or with its `__getitems__`) and collated.
 
-    Randomness inside the Dataset is its own: it is not keyed by seed, epoch and row, so such a
-    run cannot be repeated exactly. Raises DataError if it is empty, or if what a batch collates
-    to is not a pair of tensors with one row for each index.
+    Randomness inside the Dataset is not keyed by seed, epoch and row, so such a run cannot be
+    reproduced exactly. Raises DataError if the Dataset is empty, or if a batch does not collate to
+    a pair of tensors with one row per index.
     """
 
     def __init__(
         self, dataset: Any, *, collate: Collate | None = None, dtype: torch.dtype | None = None
     ) -> None:
         if len(dataset) == 0:
-            raise DataError(f"empty table: {type(dataset).__name__} has no rows")
+            raise DataError(f"empty dataset: {type(dataset).__name__} has no rows")
         self._dataset = dataset
         self._collate = collate or default_collate
         self._dtype = dtype
@@ -155,15 +156,15 @@ class TorchDatasetAdapter:
 
 
 def _check_pair(dataset: Any, pair: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    whose = f"a batch of {type(dataset).__name__}"
+    name = f"a batch of {type(dataset).__name__}"
     if (
         not isinstance(pair, (tuple, list))
         or len(pair) != 2
         or not all(isinstance(part, torch.Tensor) for part in pair)
     ):
-        raise DataError(f"{whose} is not a pair of tensors (features, labels): {_name(pair)}")
+        raise DataError(f"{name} is not a pair of tensors (features, labels): {_name(pair)}")
     if any(part.ndim == 0 or len(part) != count for part in pair):
-        raise DataError(f"{whose} of {count} rows has the shapes {_name(pair)}")
+        raise DataError(f"{name} of {count} rows has the shapes {_name(pair)}")
     return pair[0], pair[1]
 
 
@@ -174,14 +175,16 @@ def _is_array(obj: Any) -> bool:
 def _as_tensor(array: Any, name: str) -> torch.Tensor:
     if isinstance(array, np.ndarray):
         try:
-            # Only an array that torch would warn about, or cannot take, is copied.
-            sound = array.flags.writeable and min(array.strides, default=0) >= 0
-            array = torch.from_numpy(array if sound else array.copy())
+            # Copies only arrays that torch would reject or warn about.
+            compatible = array.flags.writeable and min(array.strides, default=0) >= 0
+            array = torch.from_numpy(array if compatible else array.copy())
         except TypeError as error:
-            raise DataError(f"{name} is an array of {array.dtype}, which torch has not") from error
+            raise DataError(
+                f"{name} is an array of {array.dtype}, which torch does not support"
+            ) from error
     tensor = cast(torch.Tensor, array).detach()
     if tensor.ndim == 0:
-        raise DataError(f"{name} is a single number: expected one row for each sample")
+        raise DataError(f"{name} is a scalar; expected one row per sample")
     return tensor
 
 

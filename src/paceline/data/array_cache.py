@@ -1,8 +1,8 @@
-"""Decoded arrays kept on disk, because unpacking an archive takes longer than reading them.
+"""Disk cache of decoded arrays, because unpacking an archive is slower than reading them.
 
-An entry is a folder of .npy files, named after the archive's size and time of change, under
-`~/.cache/paceline/decoded`. It may be deleted at any time. Readers map the files, so that the
-processes of one machine share the memory. Without a folder to write to, everything still works.
+An entry is a directory of .npy files, named after the archive's size and modification time, under
+`~/.cache/paceline/decoded`. It may be deleted at any time. Readers memory-map the files, so that
+the processes of one machine share the memory. If the directory is not writable, nothing is cached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Arrays = dict[str, npt.NDArray[np.uint8]]
 
 
 def name_entry(data_set: str, archive: Path) -> str:
-    """The name of the entry for an archive as it now is: another size or time, another entry."""
+    """Returns the cache key of an archive, from its size and modification time."""
     status = archive.stat()
     return f"{data_set}-{status.st_size}-{status.st_mtime_ns}"
 
@@ -34,9 +34,9 @@ def load_or_build(
     build: Callable[[], Arrays],
     fits: Callable[[Arrays], bool],
 ) -> Arrays:
-    """The arrays of an entry; built, and kept, if they are absent, cut off or do not fit.
+    """Returns the arrays of an entry; builds and stores them if absent, truncated or invalid.
 
-    Of several processes that ask at once, one builds and the others wait for it. Raises only what
+    If several processes request an entry, one builds it and the others wait. Raises only what
     `build` raises.
     """
     folder = root() / entry
@@ -50,7 +50,7 @@ def load_or_build(
         built = build()
         with suppress(OSError):
             _store(folder, built)
-    # Read back rather than kept: mapped pages are shared and can be dropped, built ones cannot.
+    # Reads the arrays back: mapped pages are shared and evictable, the built ones are not.
     return _fetch(folder, names, fits) or built
 
 
@@ -64,11 +64,11 @@ def _fetch(folder: Path, names: tuple[str, ...], fits: Callable[[Arrays], bool])
         path = folder / f"{name}.npy"
         try:
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-            whole = path.stat().st_size == mapped.offset + mapped.nbytes
+            complete = path.stat().st_size == mapped.offset + mapped.nbytes
         except Exception:
-            # Whatever is wrong with a cached file, the remedy is the same: build it anew.
+            # A cached file with any defect is rebuilt.
             return None
-        if mapped.dtype != np.uint8 or not whole:
+        if mapped.dtype != np.uint8 or not complete:
             return None
         arrays[name] = mapped.view(np.ndarray)
     return arrays if fits(arrays) else None
@@ -83,7 +83,8 @@ def _store(folder: Path, arrays: Arrays) -> None:
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
         if folder.exists():
-            # A folder can only be renamed onto an empty one, so a broken entry goes first.
+            # A directory can only be renamed onto an empty one, so a broken entry is moved away
+            # first.
             folder.rename(broken)
         fresh.rename(folder)
     finally:
@@ -93,11 +94,11 @@ def _store(folder: Path, arrays: Arrays) -> None:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time build an entry; where no lock can be had, go on without."""
+    """Lets one process at a time build an entry; proceeds without a lock if locking fails."""
     with ExitStack() as stack:
         with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
-            # The lock ends with the process, so a builder that dies leaves nobody waiting.
+            # The lock ends with the process, so that no process waits for a dead one.
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

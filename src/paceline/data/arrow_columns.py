@@ -1,16 +1,15 @@
-"""Arrow columns as arrays: the buffers themselves wherever their layout allows, no loop over rows.
+"""Converts Arrow columns to arrays, without copies where possible and without a loop over rows.
 
 | column | array of n rows |
 |---|---|
 | integers, floats, booleans | (n,) |
 | fixed-size lists, also nested, and fixed-shape tensors | (n, size, ...) |
-| lists of one length throughout | (n, length) |
-| binary of one length throughout | (n, length) bytes |
-| dense vectors as Spark stores them | (n, size) |
-| decimals | as float64 |
+| lists of equal length | (n, length) |
+| binary of equal length | (n, length) bytes |
+| dense vectors in Spark's format | (n, size) |
+| decimals | (n,) float64 |
 
-A null is refused, or replaced by `fill` where that is given. Strings have no numbers to train on
-and are refused.
+Nulls are an error unless `fill` is given. Strings are not supported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 class ColumnError(ValueError):
-    """What is wrong with a column, in words; `row` counts within what was converted."""
+    """Raised when a column cannot be converted; `row` counts from the start of the column."""
 
     def __init__(self, text: str, row: int | None = None) -> None:
         super().__init__(text)
@@ -32,7 +31,7 @@ class ColumnError(ValueError):
 
 
 def to_array(column: Any, fill: float | None = None) -> Array:
-    """A pyarrow Array or ChunkedArray as one NumPy array; raises ColumnError."""
+    """Converts a pyarrow Array or ChunkedArray to one NumPy array. Raises ColumnError."""
     import pyarrow as pa
 
     if isinstance(column, pa.ChunkedArray):
@@ -72,8 +71,8 @@ def _convert(column: Any, fill: float | None) -> Array:
     if column.null_count:
         if fill is None or nested or binary or types.is_fixed_size_binary(kind):
             row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-            remedy = "" if nested or binary else ", or give a value to fill in"
-            raise ColumnError(f"a null: leave such rows out{remedy}", row)
+            remedy = "" if nested or binary else ", or set a fill value"
+            raise ColumnError(f"a null; remove such rows{remedy}", row)
         if types.is_decimal(kind):
             column = column.cast(pa.float64())
         try:
@@ -82,7 +81,7 @@ def _convert(column: Any, fill: float | None) -> Array:
             raise ColumnError(f"nulls of {kind} cannot be filled with {fill!r}") from None
         return _convert(column, None)
     if types.is_fixed_size_list(kind):
-        # `values` would ignore the offset of a slice; `flatten` does not, and copies nothing.
+        # `values` would ignore the offset of a slice; `flatten` respects it without a copy.
         inner = _convert_inner(column, kind.list_size, fill)
         return inner.reshape(len(column), kind.list_size, *inner.shape[1:])
     if types.is_list(kind) or types.is_large_list(kind):
@@ -94,8 +93,8 @@ def _convert(column: Any, fill: float | None) -> Array:
         width = kind.byte_width
         start = column.offset * width
         data = column.buffers()[1]
-        whole = np.frombuffer(data, np.uint8)[start : start + len(column) * width]
-        return whole.reshape(len(column), width)
+        flat = np.frombuffer(data, np.uint8)[start : start + len(column) * width]
+        return flat.reshape(len(column), width)
     if binary:
         return _convert_binary(column, np.int64 if types.is_large_binary(kind) else np.int32)
     if types.is_boolean(kind):
@@ -104,7 +103,7 @@ def _convert(column: Any, fill: float | None) -> Array:
         return np.asarray(column.cast(pa.float64()).to_numpy())
     if types.is_integer(kind) or types.is_floating(kind):
         return np.asarray(column.to_numpy())
-    raise ColumnError(f"of type {kind}, which has no numbers to train on")
+    raise ColumnError(f"values of the unsupported type {kind}")
 
 
 def _convert_inner(column: Any, length: int, fill: float | None) -> Array:
@@ -123,16 +122,16 @@ def _convert_binary(column: Any, width: type[np.int32] | type[np.int64]) -> Arra
     length = _one_length(np.diff(ends))
     if not length:
         return np.empty((len(column), 0), np.uint8)
-    whole = np.frombuffer(data, np.uint8)[int(ends[0]) : int(ends[-1])]
-    return whole.reshape(len(column), length)
+    flat = np.frombuffer(data, np.uint8)[int(ends[0]) : int(ends[-1])]
+    return flat.reshape(len(column), length)
 
 
 def _one_length(lengths: Array) -> int:
     if len(lengths) == 0:
         return 0
-    odd = lengths != lengths[0]
-    if odd.any():
-        row = int(np.argmax(odd))
+    differs = lengths != lengths[0]
+    if differs.any():
+        row = int(np.argmax(differs))
         raise ColumnError(
             f"{int(lengths[row]):,} values where others have {int(lengths[0]):,}", row
         )
@@ -142,5 +141,5 @@ def _one_length(lengths: Array) -> int:
 def _convert_vectors(column: Any, fill: float | None) -> Array:
     sparse = to_array(column.field("type"), fill) != 1
     if sparse.any():
-        raise ColumnError("a sparse vector: store dense ones", int(np.argmax(sparse)))
+        raise ColumnError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
     return to_array(column.field("values"), fill)

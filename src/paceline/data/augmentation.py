@@ -1,8 +1,8 @@
-"""Augmentation of training images, each by a hash of (seed, epoch, row index) alone.
+"""Augmentation of training images, keyed by a hash of (seed, epoch, row index).
 
-Colour photographs are shifted by up to 4 pixels each way and mirrored half of the time. Grey
-images are shifted by up to 2 pixels and never mirrored: a mirrored digit or letter is another
-sign, or none. What a shift uncovers is black, as in the usual "pad, then crop".
+Color images are shifted by up to 4 pixels in each direction and flipped with probability 1/2. Gray
+images are shifted by up to 2 pixels and never flipped, because a flipped digit or letter is another
+symbol. Uncovered pixels are black, as in the usual "pad, then crop".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.data.hashing import hash_rows
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How images are changed: shifted by up to `pad` pixels, and mirrored if `flip`."""
+    """Shifts images by up to `pad` pixels, and flips them horizontally if `flip`."""
 
     pad: int
     flip: bool
@@ -30,7 +30,7 @@ class Augmentation:
         seed: int,
         epoch: int,
     ) -> npt.NDArray[np.uint8]:
-        """A changed copy of images (N, C, H, W), the n-th keyed by `indices[n]`."""
+        """Returns an augmented copy of images (N, C, H, W); the n-th is keyed by `indices[n]`."""
         count, channels, height, width = images.shape
         pad, span = self.pad, np.uint64(2 * self.pad + 1)
         bits = hash_rows((seed, epoch), indices)
@@ -42,10 +42,10 @@ class Augmentation:
         windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
         cropped: npt.NDArray[np.uint8] = windows[np.arange(count), :, down, right]
         if self.flip:
-            mirrored = ((bits >> np.uint64(32)) & np.uint64(1)).astype(np.bool_)
-            cropped[mirrored] = cropped[mirrored, :, :, ::-1]
+            flipped = ((bits >> np.uint64(32)) & np.uint64(1)).astype(np.bool_)
+            cropped[flipped] = cropped[flipped, :, :, ::-1]
         return cropped
 
 
-COLOUR = Augmentation(pad=4, flip=True)
-GREY = Augmentation(pad=2, flip=False)
+COLOR = Augmentation(pad=4, flip=True)
+GRAY = Augmentation(pad=2, flip=False)

@@ -1,8 +1,9 @@
-"""Decoded blocks that are kept, so that the next epoch need not read them again.
+"""Caches of decoded blocks, so that the next epoch does not read them again.
 
-In memory: as many as fit, those that came first, because every epoch wants all of them once and the
-last used would be the first wanted again. On disk: all, as files under `~/.cache/paceline/decoded`,
-shared by the processes of a machine; they may be deleted at any time.
+The memory cache keeps the blocks that arrive first until it is full: every epoch needs each block
+once, so evicting the least recently used block would drop the one that is needed next. The disk
+cache keeps all blocks as files under `~/.cache/paceline/decoded`, shared by the processes of a
+machine; they may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class BlockCache(Protocol):
 
 
 class MemoryBlockCache:
-    """Up to so many bytes; what comes later is not kept."""
+    """Keeps blocks up to `max_bytes`; later ones are not cached."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._left = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
         self._kept: dict[DataBlock, Rows] = {}
         self._lock = threading.Lock()
 
@@ -40,12 +41,12 @@ class MemoryBlockCache:
         with self._lock:
             if size <= self._left and block not in self._kept:
                 self._left -= size
-                # Copied: a view would keep the whole buffer it looks into.
+                # Copied, because a view would keep the whole underlying buffer alive.
                 self._kept[block] = (rows[0].copy(), rows[1].copy())
 
 
 class DiskBlockCache:
-    """One pair of files a block; where nothing can be written, nothing is kept."""
+    """Stores one pair of files per block; caches nothing if the directory is not writable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Data as blocks: what is read at once, a row group or a range of bytes."""
+"""Blocks of data that are read at once: a row group or a byte range."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from paceline.errors import DataError
 
 Array = npt.NDArray[Any]
 Rows = tuple[Array, Array]
-"""Features and labels as they are stored: scaling and conversion come with the batch."""
+"""Features and labels as stored; batches are scaled and converted later."""
 
 
 @dataclass(frozen=True)
 class DataBlock:
-    """A run of rows of one file: `offset` says where, in the file's own terms."""
+    """Consecutive rows of one file. The meaning of `offset` depends on the format."""
 
     file: int
     offset: int
     rows: int
     size: int
-    """Bytes in the file."""
+    """Size in the file, in bytes."""
 
 
 @dataclass(frozen=True)
 class ColumnSelection:
-    """Which columns are features and label, and how they are to be taken."""
+    """Feature and label columns, and how to read them."""
 
     features: tuple[str, ...] = ()
     label: str | None = None
     shape: tuple[int, ...] | None = None
-    """Of one row of features; without it as it is stored."""
+    """Shape of one row of features. Default: as stored."""
     fill: float | None = None
-    """In place of nulls; without it a null is refused."""
+    """Value that replaces nulls. By default, nulls are an error."""
     skip_empty: bool = False
-    """Leave files without rows out, as programs write that divide work by partitions."""
+    """Skip files without rows, which programs that write by partition produce."""
 
 
 class BlockSource(Protocol):
-    """Files that can be read block by block, from any thread."""
+    """Files that are read block by block, from any thread."""
 
     files: tuple[StoredFile, ...]
     blocks: tuple[DataBlock, ...]
 
     def read(self, block: DataBlock) -> Rows:
-        """The rows of a block; raises DataError that names the file and where in it."""
+        """Returns the rows of a block. Raises DataError with the file and the position in it."""
         ...
 
     def count_classes(self) -> int | None:
-        """Labels are 0 to this number, exclusive; None where only reading all would tell."""
+        """Returns the number of classes, or None if that requires reading all data."""
         ...
 
 
@@ -63,11 +63,11 @@ def bad_file(file: StoredFile, what: str, where: str = "") -> DataError:
 def check_not_empty(files: list[StoredFile]) -> None:
     for file in files:
         if file.size == 0:
-            raise bad_file(file, "is empty (0 bytes): write it again or take it away")
+            raise bad_file(file, "is empty (0 bytes); rewrite or remove it")
 
 
 def stack_features(columns: list[Array], shape: tuple[int, ...] | None) -> Array:
-    """Columns side by side, in the given shape; one column alone stays as it is stored."""
+    """Concatenates columns and reshapes them; a single column keeps its stored shape."""
     if len(columns) == 1:
         joined = columns[0]
         if joined.ndim == 1 and shape is None:
@@ -76,15 +76,17 @@ def stack_features(columns: list[Array], shape: tuple[int, ...] | None) -> Array
         flat = [c.reshape(len(c), -1) for c in columns]
         joined = np.concatenate(flat, axis=1)
     if shape is None:
-        # Two dimensions are a grey image: networks want to see its one channel.
+        # Two dimensions are a gray image; models expect a channel dimension.
         return joined.reshape(len(joined), 1, *joined.shape[1:]) if joined.ndim == 3 else joined
     have, need = int(np.prod(joined.shape[1:])), int(np.prod(shape))
     if have != need:
-        raise ValueError(f"{have:,} values a row do not fit the shape {'x'.join(map(str, shape))}")
+        raise ValueError(
+            f"{have:,} values per row do not match the shape {'x'.join(map(str, shape))}"
+        )
     return joined.reshape(len(joined), *shape)
 
 
 def row_bytes(rows: Rows) -> int:
-    """Bytes of one row in memory."""
+    """Returns the size of one row in memory, in bytes."""
     features, labels = rows
     return int((features.nbytes + labels.nbytes) / max(1, len(labels)))

@@ -1,10 +1,10 @@
-"""The data sets by name: who publishes them, and what the published files measure.
+"""Built-in datasets: names, publishers, and sizes and checksums of the published files.
 
-`PUBLISHED` states the rule on identity: a file that bears a published file's name must be that
-file, to the byte. Its size is checked before anything is started and its MD5 when it is read. A
-subset is welcome under a name of its own that says so (`train-images-first7011-idx3-ubyte.gz`,
-see `idx`): it is never mistaken for the whole, and the data set then carries a note. Archives
-that someone recompressed (`cifar-10-binary.tar.xz`) are identified by the files inside them.
+A file with the name of a published file must be identical to it. Its size is checked before a run
+starts and its MD5 when it is read. A subset needs a name that marks it as such
+(`train-images-first7011-idx3-ubyte.gz`, see `idx`), so that it is never mistaken for the complete
+file; the dataset then carries a note. Recompressed archives (`cifar-10-binary.tar.xz`) are
+identified by the files inside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import UsageError, suggest_name
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One data set: its canonical name, what its rows are, and where its publisher has it."""
+    """Canonical name of a dataset, the kind of its rows, and where it is published."""
 
     name: str
     kind: Kind
@@ -27,7 +27,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Size in bytes and MD5 of a published file; None for a sum that is not known."""
+    """Size in bytes and MD5 of a published file; None if the checksum is unknown."""
 
     size: int
     md5: str | None
@@ -51,7 +51,7 @@ ENTRIES: dict[str, DatasetInfo] = {
 _TRAIN_IMAGES, _TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 _TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 
-# The sums of the unpacked IDX files (no .gz) are those of the published archives' contents.
+# Checksums of unpacked IDX files (no .gz) are those of the contents of the published archives.
 PUBLISHED: dict[tuple[str, str], PublishedFile] = {
     ("mnist", f"{_TRAIN_IMAGES}.gz"): PublishedFile(9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
     ("mnist", f"{_TRAIN_LABELS}.gz"): PublishedFile(28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
@@ -87,7 +87,7 @@ PUBLISHED: dict[tuple[str, str], PublishedFile] = {
     ("kmnist", _TRAIN_LABELS): PublishedFile(60_008, "949e75301f8813e0dc5800dcc320fc52"),
     ("kmnist", _TEST_IMAGES): PublishedFile(7_840_016, "bf305b8cd328700fbc17f5acbc2856d2"),
     ("kmnist", _TEST_LABELS): PublishedFile(10_008, "9f55f451c0988b028eccdf7d5cc265ab"),
-    # The archive's own sum is not looked at: the sums of the six files in it say more.
+    # The archive itself has no checksum: those of its six files are more specific.
     ("cifar10", "cifar-10-binary.tar.gz"): PublishedFile(170_052_171, None),
     ("cifar10", "data_batch_1.bin"): PublishedFile(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
     ("cifar10", "data_batch_2.bin"): PublishedFile(30_730_000, "5ea93a67294ea407fff1d09f752e9692"),
@@ -102,23 +102,23 @@ PUBLISHED: dict[tuple[str, str], PublishedFile] = {
 
 
 def dataset_names() -> tuple[str, ...]:
-    """The canonical names of all data sets, sorted."""
+    """Returns the canonical names of all datasets, sorted."""
     return tuple(sorted(ENTRIES))
 
 
 def normalize_name(name: str) -> str:
-    """A name without case, hyphens, underscores and blanks: `CIFAR-10` and `cifar10` are one."""
+    """Removes case, hyphens, underscores and spaces: `CIFAR-10` and `cifar10` are equal."""
     return re.sub(r"[-_\s]", "", name.lower())
 
 
 def check_name(name: str) -> str:
-    """The canonical form of a data set's name; raises UsageError for an unknown one."""
+    """Returns the canonical name of a dataset. Raises UsageError if it is unknown."""
     for known in ENTRIES:
         if normalize_name(known) == normalize_name(name):
             return known
-    raise UsageError(f"unknown data set {name!r}: {suggest_name(name, ENTRIES)}")
+    raise UsageError(f"unknown dataset {name!r}: {suggest_name(name, ENTRIES)}")
 
 
 def kind(name: str) -> Kind:
-    """Whether a data set's rows are "image", "table" or "text"; UsageError for an unknown name."""
+    """Returns "image", "table" or "text". Raises UsageError for an unknown name."""
     return ENTRIES[check_name(name)].kind

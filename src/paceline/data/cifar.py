@@ -1,6 +1,6 @@
-"""CIFAR-10, binary version: six files of records, loose or in the archive they come in.
+"""CIFAR-10, binary version: six files of records, unpacked or in the published archive.
 
-A record is 3,073 bytes: a label, then 1,024 red, 1,024 green and 1,024 blue, row by row.
+A record has 3,073 bytes: a label, then 1,024 red, 1,024 green and 1,024 blue, row by row.
 """
 
 from __future__ import annotations
@@ -29,125 +29,125 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 Bytes = npt.NDArray[np.uint8]
 Arrays = dict[str, Bytes]
-Files = dict[str, tuple[Path | str, bytes]]  # By file name: what to call it in an error, content.
+Contents = dict[str, tuple[Path | str, bytes]]  # By file name: label for errors, and content.
 
 
-def locate(shelf: DatasetFiles) -> tuple[Path, ...]:
-    """The six loose files if the first is there, else the archive.
+def locate(files: DatasetFiles) -> tuple[Path, ...]:
+    """Returns the six unpacked files if the first exists, else the archive.
 
-    Raises DataError if they are missing, if only the pickled version is there, or for a file that
-    is not of the published size, of whole records, or the archive its name says.
+    Raises DataError if they are missing, if only the pickled version exists, or for a file with the
+    wrong size, with incomplete records, or that is not an archive.
     """
-    if _find_loose(shelf, TRAIN[0]):
-        return tuple(_check_loose(shelf, name) for name in TRAIN + TEST)
-    archive = shelf.find(*ARCHIVES)
+    if _find_unpacked(files, TRAIN[0]):
+        return tuple(_check_unpacked(files, name) for name in TRAIN + TEST)
+    archive = files.find(*ARCHIVES)
     if archive is not None:
-        _check_archive(shelf, archive)
+        _check_archive(files, archive)
         return (archive,)
-    for folder in shelf.folders:
+    for folder in files.folders:
         for name in PICKLED:
             if (folder / name).exists():
-                raise _refuse_pickle(shelf, folder / name)
-    raise shelf.missing_file_error(ARCHIVES[0])
+                raise _refuse_pickle(files, folder / name)
+    raise files.missing_file_error(ARCHIVES[0])
 
 
-def read(shelf: DatasetFiles, paths: tuple[Path, ...]) -> Arrays:
-    """Images (N, 3, 32, 32) and labels (N,) as bytes: train_images, train_labels, test_...
+def read(files: DatasetFiles, paths: tuple[Path, ...]) -> Arrays:
+    """Returns images (N, 3, 32, 32) and labels (N,) as bytes: train_images, train_labels, test_...
 
-    An archive is decoded once and kept in the cache. Raises DataError for an archive that is cut
-    off or lacks a file, records of another length, a label above 9 or another MD5 than published.
+    An archive is decoded once and cached. Raises DataError for an archive that is truncated or
+    lacks a file, records of the wrong length, a label above 9 or another MD5 than published.
     """
     if len(paths) > 1:
-        return _join(shelf, {path.name: (path, shelf.read_checked(path)) for path in paths})
+        return _join(files, {path.name: (path, files.read_checked(path)) for path in paths})
     archive = paths[0]
     return array_cache.load_or_build(
-        array_cache.name_entry(shelf.entry.name, archive),
+        array_cache.name_entry(files.entry.name, archive),
         _ARRAYS,
-        build=lambda: _join(shelf, _unpack(shelf, archive)),
+        build=lambda: _join(files, _unpack(files, archive)),
         fits=_fits,
     )
 
 
-def _find_loose(shelf: DatasetFiles, name: str) -> Path | None:
-    return shelf.find(f"{FOLDER}/{name}", name)
+def _find_unpacked(files: DatasetFiles, name: str) -> Path | None:
+    return files.find(f"{FOLDER}/{name}", name)
 
 
-def _check_loose(shelf: DatasetFiles, name: str) -> Path:
-    path = _find_loose(shelf, name)
+def _check_unpacked(files: DatasetFiles, name: str) -> Path:
+    path = _find_unpacked(files, name)
     if path is None:
-        raise shelf.missing_file_error(name)
-    _check_records(shelf, path, shelf.check_size(path))
+        raise files.missing_file_error(name)
+    _check_records(files, path, files.check_size(path))
     return path
 
 
-def _check_records(shelf: DatasetFiles, where: Path | str, size: int) -> None:
+def _check_records(files: DatasetFiles, where: Path | str, size: int) -> None:
     if size == 0 or size % RECORD:
-        raise shelf.corrupt_file_error(
+        raise files.corrupt_file_error(
             where, f"has {size:,} bytes, expected a multiple of {RECORD:,}"
         )
 
 
-def _check_archive(shelf: DatasetFiles, path: Path) -> None:
-    size = shelf.check_size(path)
+def _check_archive(files: DatasetFiles, path: Path) -> None:
+    size = files.check_size(path)
     magic = b"\x1f\x8b" if path.suffix == ".gz" else b"\xfd7zXZ\x00"
-    head = shelf.read_head(path, len(magic))
+    head = files.read_head(path, len(magic))
     if head != magic:
         kind = "gzip" if path.suffix == ".gz" else "xz"
-        raise shelf.corrupt_file_error(
+        raise files.corrupt_file_error(
             path, f"is not {kind} (starts with {head.hex()}, expected {magic.hex()})"
         )
     if path.suffix == ".xz":
-        # An xz file ends with a mark of its own: a broken download shows without decoding.
+        # xz files end with a magic number, so an incomplete download is found without decoding.
         with path.open("rb") as stream:
             stream.seek(max(size - 2, 0))
             if stream.read() != b"YZ":
-                raise shelf.corrupt_file_error(
-                    path, f"is cut off: no xz end mark after {size:,} bytes"
+                raise files.corrupt_file_error(
+                    path, f"is truncated: no xz footer after {size:,} bytes"
                 )
 
 
-def _refuse_pickle(shelf: DatasetFiles, where: Path | str) -> DataError:
-    return shelf.corrupt_file_error(
+def _refuse_pickle(files: DatasetFiles, where: Path | str) -> DataError:
+    return files.corrupt_file_error(
         where,
-        "is the pickled version, which is refused because a pickle can execute code; "
-        f"take the binary version, {ARCHIVES[0]}, from {shelf.entry.homepage}",
+        "is the pickled version, which is not supported because a pickle can execute code; "
+        f"download the binary version, {ARCHIVES[0]}, from {files.entry.homepage}",
     )
 
 
-def _unpack(shelf: DatasetFiles, archive: Path) -> Files:
-    found: Files = {}
+def _unpack(files: DatasetFiles, archive: Path) -> Contents:
+    found: Contents = {}
     try:
         with tarfile.open(archive, "r:gz" if archive.suffix == ".gz" else "r:xz") as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
                 if name == PICKLED[-1]:
-                    raise _refuse_pickle(shelf, archive)
+                    raise _refuse_pickle(files, archive)
                 stream = tar.extractfile(member) if name in TRAIN + TEST else None
                 if stream is not None:
                     where = f"{archive} ({name})"
-                    _check_records(shelf, where, member.size)
+                    _check_records(files, where, member.size)
                     content = stream.read()
-                    shelf.check_content(where, name, content)
+                    files.check_content(where, name, content)
                     found[name] = (where, content)
     except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        raise shelf.corrupt_file_error(archive, f"is cut off or damaged ({error})") from error
+        raise files.corrupt_file_error(archive, f"is truncated or damaged ({error})") from error
     for name in TRAIN + TEST:
         if name not in found:
-            raise shelf.corrupt_file_error(archive, f"holds no {name}, expected {FOLDER}/{name}")
+            raise files.corrupt_file_error(archive, f"does not contain {FOLDER}/{name}")
     return found
 
 
-def _join(shelf: DatasetFiles, files: Files) -> Arrays:
+def _join(files: DatasetFiles, contents: Contents) -> Arrays:
     arrays: Arrays = {}
     for part, names in (("train", TRAIN), ("test", TEST)):
         batches = []
         for name in names:
-            where, content = files[name]
-            _check_records(shelf, where, len(content))
+            where, content = contents[name]
+            _check_records(files, where, len(content))
             records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
             if records[:, 0].max() >= CLASSES:
                 row = int(np.argmax(records[:, 0] >= CLASSES))
-                raise shelf.corrupt_file_error(
+                raise files.corrupt_file_error(
                     where,
                     f"label {records[row, 0]} in record {row}, expected 0 to {CLASSES - 1}",
                 )

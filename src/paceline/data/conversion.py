@@ -1,8 +1,8 @@
-"""A named data set, laid where a cluster reads it: Parquet or TFRecord files, and what they hold.
+"""Converts a named dataset to Parquet or TFRecord files with a description.
 
-Bytes stay bytes: features are written as they are stored, and how they are scaled goes into the
-set's description, `dataset.json`, beside the files. It also says the names, the shape and the
-classes, so that `--data URL` alone is enough to train on it.
+Features are written as stored, bytes as bytes. The description, `dataset.json`, is stored next to
+the files and contains the scaling, the names, the shape and the classes, so that `--data URL` is
+sufficient to train on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 
 FORMATS = ("parquet", "tfrecord")
 GROUP_BYTES = 1 << 20
-"""A row group or block of about so many bytes: small enough to be dealt out evenly."""
+"""Approximate size of a row group or block: small enough for an even distribution."""
 
 
 def convert(
@@ -37,19 +37,21 @@ def convert(
     compress: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write a named set as so many training files, and fewer of validation and test.
+    """Writes a named dataset as `files` training files, and fewer for validation and test.
 
-    Returns its description. Raises UsageError for a set that is not of numbers or a place that
-    holds a set already, DataError for what cannot be read or written.
+    Returns its description. Raises UsageError for a text dataset or if the target already contains
+    a dataset, and DataError if something cannot be read or written.
     """
     url = make_absolute(url)
     if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: one of {' and '.join(FORMATS)} can be written")
+        raise UsageError(f"--format {form!r} cannot be written; use {' or '.join(FORMATS)}")
     if files < 1:
-        raise UsageError(f"--files is {files}: at least one is needed")
+        raise UsageError(f"--files {files}: must be at least 1")
     require_extra("pyarrow" if form == "parquet" else "google_crc32c", "data", form)
     if read_metadata(join_url(url, FACTS)) and not force:
-        raise UsageError(f"{url} holds a data set already: name another place or give --force")
+        raise UsageError(
+            f"{url} already contains a dataset; choose another location or use --force"
+        )
     found = load(name, data_dir=data_dir)
     feature = "image" if found.kind == "image" else "features"
     suffix = {"parquet": ".parquet", "tfrecord": ".tfrecord.gz" if compress else ".tfrecord"}[form]
@@ -57,7 +59,7 @@ def convert(
     for part in PARTS:
         table = getattr(found, part)
         if not isinstance(table, ArrayDataset):
-            raise UsageError(f"{name} is a text: copy its file, and read that by --data URL")
+            raise UsageError(f"{name} is a text dataset; copy its file and use --data URL")
         rows_of[part] = len(table)
         count = min(len(table), files if part == "train" else max(1, files // 8))
         for number, rows in enumerate(np.array_split(np.arange(len(table)), count)):
@@ -84,7 +86,7 @@ def convert(
     if found.name in PIXELS:
         full, mean, std = PIXELS[found.name]
         facts["scale"] = [full, list(mean), list(std)]
-    # Last, so that a set without a description is one that was not finished.
+    # Written last, so that a dataset without a description is incomplete.
     write_bytes(join_url(url, FACTS), json.dumps(facts, indent=2).encode())
     return facts
 
@@ -92,13 +94,13 @@ def convert(
 def write_parquet(
     feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
 ) -> bytes:
-    """One file: bytes as binary, other features as fixed-size lists, in many row groups."""
+    """Returns one file: bytes as binary, other features as fixed-size lists, in many row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     width = features.shape[1]
     if features.dtype == np.uint8:
-        # Parquet has no bytes but in binary: as numbers each would take four.
+        # Parquet has no byte type except binary: as integers each byte would take four.
         data = pa.py_buffer(np.ascontiguousarray(features))
         column = pa.Array.from_buffers(pa.binary(width), len(features), [None, data])
     else:

@@ -1,7 +1,7 @@
-"""CSV and TSV: ranges of whole lines, read by Arrow's parser.
+"""CSV and TSV files, read with Arrow in ranges of complete lines.
 
-The first line names the columns. A value may not have a line end inside: files are cut at those.
-A compressed file is one block.
+The first line contains the column names. Values must not contain line breaks, because files are
+split at those. A compressed file is one block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class CsvSource:
-    """Files with the same columns; types are those of the first block."""
+    """CSV files with the same columns; the types come from the first block."""
 
     def __init__(
         self, files: tuple[StoredFile, ...], blocks: tuple[DataBlock, ...], head: bytes
@@ -38,18 +38,19 @@ class CsvSource:
         self.blocks = blocks
         self._head = head
         self._types: dict[str, Any] = {}
-        self.wanted = ColumnSelection()
+        self.selection = ColumnSelection()
 
-    def choose(self, wanted: ColumnSelection) -> None:
+    def choose(self, selection: ColumnSelection) -> None:
         table = self._parse(self.blocks[0], None)
-        self.wanted = select_columns(self.files[0], table.schema, wanted)
-        names = (*self.wanted.features, *([self.wanted.label] if self.wanted.label else []))
+        self.selection = select_columns(self.files[0], table.schema, selection)
+        chosen = self.selection
+        names = (*chosen.features, *([chosen.label] if chosen.label else []))
         self._types = {name: table.schema.field(name).type for name in names}
         import pyarrow as pa
 
         for name, kind in self._types.items():
-            # Whole numbers at first may be followed by others.
-            if pa.types.is_integer(kind) and name != self.wanted.label:
+            # Integers in the first block may be followed by fractions.
+            if pa.types.is_integer(kind) and name != self.selection.label:
                 self._types[name] = pa.float64()
 
     def _parse(self, block: DataBlock, types: dict[str, Any] | None) -> Any:
@@ -81,21 +82,21 @@ class CsvSource:
         if table.num_rows != block.rows:
             raise bad_file(
                 file,
-                f"{table.num_rows:,} rows in {block.rows:,} lines: a value holds a line end",
+                f"{table.num_rows:,} rows in {block.rows:,} lines: a value contains a line break",
                 where,
             )
         columns = []
         for name in self._types:
             try:
-                columns.append(to_array(table.column(name), self.wanted.fill))
+                columns.append(to_array(table.column(name), self.selection.fill))
             except ColumnError as error:
-                row = "" if error.row is None else f", row {error.row} from there"
-                raise bad_file(file, f"column {name!r} holds {error}", where + row) from None
+                row = "" if error.row is None else f", row {error.row} of the block"
+                raise bad_file(file, f"column {name!r} contains {error}", where + row) from None
         labels = np.zeros(block.rows, np.int64)
-        if self.wanted.label is not None:
+        if self.selection.label is not None:
             *columns, labels = columns
         try:
-            return stack_features(columns, self.wanted.shape), labels
+            return stack_features(columns, self.selection.shape), labels
         except ValueError as error:
             raise bad_file(file, str(error), where) from None
 
@@ -103,10 +104,10 @@ class CsvSource:
         return None
 
 
-def open_csv(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> CsvSource:
-    """Count the lines of all files; raises DataError for one that is empty or has other columns."""
+def open_csv(files: tuple[StoredFile, ...], selection: ColumnSelection) -> CsvSource:
+    """Counts the lines of all files. Raises DataError for an empty file or different columns."""
     require_extra("pyarrow", "data", "CSV")
-    if not wanted.skip_empty:
+    if not selection.skip_empty:
         check_not_empty(list(files))
     kept: list[StoredFile] = []
     blocks: list[DataBlock] = []
@@ -123,15 +124,15 @@ def open_csv(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> CsvSourc
                 f"{first_head.decode(errors='replace').strip()!r}",
             )
         if not found:
-            if wanted.skip_empty:
+            if selection.skip_empty:
                 continue
-            raise bad_file(file, "holds no rows: take it away, or give --skip-empty")
+            raise bad_file(file, "contains no rows; remove it or use --skip-empty")
         blocks += found
         kept.append(file)
     if not blocks:
-        raise DataError(f"{files[0].url}: none of {len(files)} files holds a row")
+        raise DataError(f"{files[0].url}: none of {len(files)} files contains a row")
     source = CsvSource(tuple(kept), tuple(blocks), first_head)
-    source.choose(wanted)
+    source.choose(selection)
     return source
 
 
@@ -141,12 +142,12 @@ def _lines(file: StoredFile, block: DataBlock) -> bytes:
         try:
             return gzip.decompress(content)
         except (EOFError, OSError) as error:
-            raise bad_file(file, f"is cut off or damaged ({error})") from None
+            raise bad_file(file, f"is truncated or damaged ({error})") from None
     return content
 
 
 def _find_blocks(file: StoredFile, number: int) -> tuple[bytes, list[DataBlock]]:
-    """The line of names, and ranges of whole lines after it (the first one has the names in it)."""
+    """Returns the header line and ranges of complete lines; the first range includes the header."""
     head = b""
     blocks: list[DataBlock] = []
     begin = 0
@@ -154,8 +155,8 @@ def _find_blocks(file: StoredFile, number: int) -> tuple[bytes, list[DataBlock]]
         content = read_bytes(file.url, begin, min(file.size, begin + BLOCK_BYTES))
         size = len(content)
         if begin == 0 and content[:2] == b"\x1f\x8b":
-            whole = DataBlock(number, 0, 0, file.size)
-            content = _lines(file, whole)
+            entire = DataBlock(number, 0, 0, file.size)
+            content = _lines(file, entire)
             rows = _count(content) - 1
             found = [DataBlock(number, 0, rows, file.size)] if rows > 0 else []
             return content.partition(b"\n")[0] + b"\n", found
@@ -177,13 +178,13 @@ def _find_blocks(file: StoredFile, number: int) -> tuple[bytes, list[DataBlock]]
 
 
 def _count(content: bytes) -> int:
-    """Lines with something in them: Arrow's parser passes over empty ones."""
+    """Returns the number of non-empty lines; Arrow's parser skips empty ones."""
     ends = np.flatnonzero(np.frombuffer(content, np.uint8) == 10)
     starts = np.concatenate(([0], ends + 1))
     stops = np.concatenate((ends, [len(content)]))
     bare = np.frombuffer(content, np.uint8)
     lengths = stops - starts
-    # A carriage return alone is an empty line too.
+    # A single carriage return is also an empty line.
     single = np.flatnonzero(lengths == 1)
     blank = int(np.sum(bare[starts[single]] == 13)) if len(single) else 0
     return int(np.sum(lengths > 0)) - blank

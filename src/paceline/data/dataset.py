@@ -1,4 +1,4 @@
-"""What a data set is to the rest of Paceline: three tables and the shape of their rows."""
+"""The dataset interface of Paceline: training, validation and test rows, and their shape."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ Kind = Literal["image", "table", "text"]
 
 
 class MapDataset(Protocol):
-    """Rows that can be fetched in any order, a batch at a time."""
+    """Rows that can be fetched in any order, one batch at a time."""
 
     def __len__(self) -> int:
-        """The number of rows, at least one."""
+        """Returns the number of rows, at least one."""
         ...
 
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The features and labels of the rows at `indices`, in that order.
+        """Returns the features and labels of the rows at `indices`, in that order.
 
-        An `epoch` makes it a training batch: it is augmented if the table does that, each row by
-        a hash of (seed, epoch, row index) alone, so that the batch a row is in and its place
-        there change nothing. Raises IndexError for a row that is not there.
+        With an `epoch` it is a training batch and is augmented, if the dataset supports that. Each
+        row is augmented by a hash of (seed, epoch, row index), regardless of its batch and
+        position. Raises IndexError for a row that does not exist.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DatasetSplits:
-    """A named data set, split; `notes` are what a reader of the results has to be told."""
+    """A dataset, split; `notes` are caveats to show with the results."""
 
     name: str
     input_shape: tuple[int, ...]
     classes: int | None
-    """None where labels are no classes, or only reading all of them would tell."""
+    """None if labels are not classes, or if counting them requires reading all data."""
     kind: Kind
     train: MapDataset
     val: MapDataset | None

@@ -1,12 +1,12 @@
-"""From a pipeline to a table: list the files, look at the first block, choose how to hold the rest.
+"""Builds a dataset from a pipeline: lists the files, reads the first block, chooses the storage.
 
-| shard | rows are held | order of an epoch |
+| shard | rows held in memory | order of an epoch |
 |---|---|---|
-| `off` | all, in the memory of every worker | seed and epoch |
-| `sample` | all: in memory if they fit, else in one mapped copy a machine | seed and epoch |
+| `off` | all, by every worker | seed and epoch |
+| `sample` | all, if they fit; else one memory-mapped copy per machine | seed and epoch |
 | `row_group`, `file` | a few blocks at a time | seed, epoch and the recorded shard plan |
 
-`auto` is `sample` where all rows fit into half of the memory allowed, else `row_group`.
+`auto` selects `sample` if all rows fit into half of the memory limit, else `row_group`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from paceline.data.thread_pool import DaemonThreadPool
 from paceline.errors import DataError, UsageError
 
 FETCHERS = 4
-"""Threads that read a whole set at the start: mostly they wait for the store."""
-LEAST_BLOCKS = 10
-"""Of fewer blocks a tenth cannot be held out."""
+"""Threads that read an entire dataset at the start; they mostly wait for the store."""
+MIN_BLOCKS_TO_SPLIT = 10
+"""With fewer blocks, a tenth cannot be held out."""
 
 
 @dataclass(frozen=True)
 class BuiltDataset:
-    """A table and what a model by name has to know of it."""
+    """A dataset and the properties that built-in models need."""
 
     table: MapDataset
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class BuiltDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions:
-    """How rows become features; the same for all parts of a set."""
+    """Conversion of rows to features, the same for all splits of a dataset."""
 
     dtype: str = "float32"
     augment: bool = False
@@ -64,24 +64,24 @@ class FeatureOptions:
 
 
 def build_splits(
-    name: str, pipeline: DataPipeline, val: DataPipeline | None, taking: FeatureOptions
+    name: str, pipeline: DataPipeline, val: DataPipeline | None, options: FeatureOptions
 ) -> DatasetSplits:
-    """A data set by URL: its parts as its description divides them, or a tenth held out.
+    """Builds a dataset from a URL, split by its description, or with a tenth held out.
 
-    Raises DataError or UsageError, in one line, for whatever is wrong with it.
+    Raises a one-line DataError or UsageError.
     """
     pipeline, parts = list_splits(pipeline)
     hold_out = val is None and "val" not in parts
-    opened, held = _open_part(pipeline, parts["train"], taking, hold_out=hold_out)
-    plain = replace(taking, augment=False)
+    opened, held = _open_part(pipeline, parts["train"], options, hold_out=hold_out)
+    plain = replace(options, augment=False)
     others: dict[str, MapDataset | None] = {"val": held, "test": None}
     for part in ("val", "test"):
         if part in parts:
             others[part] = _open_part(pipeline, parts[part], plain)[0].table
     if val is not None and opened.kind == "text":
         raise UsageError(
-            f"{name}: a text's characters are numbered by all of it: leave --val-data out, a tenth "
-            "is held out"
+            f"{name}: --val-data is not supported for text, whose character codes depend on the "
+            "whole file; remove it, and a tenth is held out"
         )
     if val is not None:
         others["val"] = build_matching(pipeline, val, plain, opened)
@@ -98,50 +98,50 @@ def build_splits(
 
 
 def build_matching(
-    like: DataPipeline, pipeline: DataPipeline, taking: FeatureOptions, first: BuiltDataset
+    like: DataPipeline, pipeline: DataPipeline, options: FeatureOptions, first: BuiltDataset
 ) -> MapDataset:
-    """Validation data, read as the training data is; raises DataError if its rows differ."""
+    """Builds validation data like the training data. Raises DataError if the shapes differ."""
     pipeline = apply_metadata(pipeline, read_metadata(pipeline.urls[0]))
-    wanted = pipeline.wanted
+    selection = pipeline.selection
     for name in ("features", "label", "shape", "fill"):
-        if not getattr(wanted, name):
-            wanted = replace(wanted, **{name: getattr(like.wanted, name)})
+        if not getattr(selection, name):
+            selection = replace(selection, **{name: getattr(like.selection, name)})
     pipeline = replace(
         pipeline,
-        wanted=wanted,
+        selection=selection,
         scale=pipeline.scale or like.scale,
         maps=pipeline.maps or like.maps,
     )
-    opened, _ = _open_part(pipeline, list_data_files(pipeline), taking)
+    opened, _ = _open_part(pipeline, list_data_files(pipeline), options)
     if opened.shape != first.shape:
         raise DataError(
-            f"{pipeline.urls[0]}: rows of shape {opened.shape}, but of {first.shape} in training"
+            f"{pipeline.urls[0]}: rows have the shape {opened.shape}, but {first.shape} in training"
         )
     return opened.table
 
 
-def build_dataset(pipeline: DataPipeline, taking: FeatureOptions) -> BuiltDataset:
-    """A pipeline by itself, all its rows; raises as `open_set`."""
+def build_dataset(pipeline: DataPipeline, options: FeatureOptions) -> BuiltDataset:
+    """Builds a dataset of all rows of a pipeline. Raises like `build_splits`."""
     pipeline, parts = list_splits(pipeline)
-    return _open_part(pipeline, parts["train"], taking)[0]
+    return _open_part(pipeline, parts["train"], options)[0]
 
 
 def _open_part(
     pipeline: DataPipeline,
     files: tuple[StoredFile, ...],
-    taking: FeatureOptions,
+    options: FeatureOptions,
     *,
     hold_out: bool = False,
 ) -> tuple[BuiltDataset, MapDataset | None]:
     source = open_source_for(pipeline, files)
-    made = getattr(source, "as_opened", None)
-    if made is not None:
-        # A format whose rows are not those of its files, such as windows of a text.
-        whole, part = made(hold_out)
-        return replace(whole, table=_wrap(whole.table, pipeline, None)), part
+    build_table = getattr(source, "as_opened", None)
+    if build_table is not None:
+        # A format whose rows are derived from its files, such as windows of a text.
+        built, part = build_table(hold_out)
+        return replace(built, table=_wrap(built.table, pipeline, None)), part
     reader = BlockReader(source, pipeline.maps)
     first = reader.read(source.blocks[0])
-    scaling, finish = _make_finish(pipeline, first, taking)
+    scaling, finish = _make_finish(pipeline, first, options)
     shape = first[0].shape[1:]
     classes = _count_classes(pipeline, source, reader, first)
     kind: Kind = "image" if len(shape) == 3 else "table"
@@ -157,22 +157,22 @@ def _open_part(
         train = ArrayDataset(
             x,
             y,
-            dtype=taking.dtype,
+            dtype=options.dtype,
             rows=None if len(kept) == len(y) else kept,
             scaling=scaling,
-            augmentation=_augmentation(shape, taking),
-            seed=taking.seed,
+            augmentation=_augmentation(shape, options),
+            seed=options.seed,
         )
         if len(held):
-            val = ArrayDataset(x, y, dtype=taking.dtype, rows=held, scaling=scaling)
+            val = ArrayDataset(x, y, dtype=options.dtype, rows=held, scaling=scaling)
     else:
         blocks, held_blocks = list(source.blocks), []
-        if hold_out and len(blocks) >= LEAST_BLOCKS:
+        if hold_out and len(blocks) >= MIN_BLOCKS_TO_SPLIT:
             order = hashing.split_holdout(len(blocks), len(blocks) // 10)
             blocks, held_blocks = ([source.blocks[i] for i in part] for part in order)
             notes = (f"validation: {len(held_blocks)} of {len(source.blocks)} blocks",)
         elif hold_out:
-            notes = (f"no validation: only {len(blocks)} blocks to hold one out of",)
+            notes = (f"no validation: {len(blocks)} blocks are too few to hold one out",)
         if pipeline.cache_in == "memory":
             reader.kept = MemoryBlockCache(_budget(pipeline) // 2)
         elif pipeline.cache_in == "disk":
@@ -181,7 +181,7 @@ def _open_part(
             reader.stored = DiskBlockCache(array_cache.root() / name_copy(pipeline, reader))
         train = _make_streamed(pipeline, reader, blocks, finish, first)
         if held_blocks:
-            _, plain = _make_finish(pipeline, first, replace(taking, augment=False))
+            _, plain = _make_finish(pipeline, first, replace(options, augment=False))
             val = _make_streamed(pipeline, reader, held_blocks, plain, first)
     opened = BuiltDataset(_wrap(train, pipeline, shard), shape, classes, kind, notes)
     return opened, val
@@ -199,7 +199,7 @@ def _wrap(table: MapDataset, pipeline: DataPipeline, shard: str | None) -> Pipel
 
 
 def choose_sharding(pipeline: DataPipeline, source: BlockSource, row_size: int) -> str:
-    """How reading is divided: what was asked for, or what the size of the data suggests."""
+    """Returns the requested sharding, or chooses one by the size of the data."""
     if pipeline.shard_by != "auto":
         return pipeline.shard_by
     rows = sum(block.rows for block in source.blocks)
@@ -213,7 +213,7 @@ def _budget(pipeline: DataPipeline) -> int:
 
 
 def _make_finish(
-    pipeline: DataPipeline, first: Rows, taking: FeatureOptions
+    pipeline: DataPipeline, first: Rows, options: FeatureOptions
 ) -> tuple[PixelScaling | None, BatchTransform]:
     x = first[0]
     scaling = None
@@ -221,27 +221,27 @@ def _make_finish(
         scaling = PixelScaling(*(pipeline.scale or (255.0, (0.0,), (1.0,))))
     shape = x.shape[1:]
     if scaling is not None and len(shape) == 3 and len(scaling.mean) not in (1, shape[0]):
-        raise UsageError(f"scale: {len(scaling.mean)} means for images of {shape[0]} channels")
+        raise UsageError(
+            f"scale: {len(scaling.mean)} means were given for images with {shape[0]} channels"
+        )
     finish = BatchTransform(
-        taking.dtype,
+        options.dtype,
         dimensions=len(shape),
         scaling=scaling,
-        augmentation=_augmentation(shape, taking),
-        seed=taking.seed,
+        augmentation=_augmentation(shape, options),
+        seed=options.seed,
     )
     return scaling, finish
 
 
 def _augmentation(
-    shape: tuple[int, ...], taking: FeatureOptions
+    shape: tuple[int, ...], options: FeatureOptions
 ) -> augmentation.Augmentation | None:
-    if not taking.augment:
+    if not options.augment:
         return None
     if len(shape) != 3:
-        raise UsageError(
-            f"rows of shape {'x'.join(map(str, shape))} cannot be augmented: only images can"
-        )
-    return augmentation.COLOUR if shape[0] == 3 else augmentation.GREY
+        raise UsageError(f"augment: rows of shape {'x'.join(map(str, shape))} are not images")
+    return augmentation.COLOR if shape[0] == 3 else augmentation.GRAY
 
 
 def _count_classes(
@@ -267,7 +267,7 @@ def _make_streamed(
     finish: BatchTransform,
     first: Rows,
 ) -> StreamingDataset:
-    # Three eighths are for the windows in use and to come; a cache takes half, decoding the rest.
+    # Three eighths are for current and prefetched windows; the cache takes half, decoding the rest.
     return StreamingDataset(
         reader,
         blocks,
@@ -279,7 +279,7 @@ def _make_streamed(
 
 
 def _hold_all(pipeline: DataPipeline, reader: BlockReader, first: Rows, shard: str) -> Rows:
-    """Every row: in memory, or in a copy on this machine's disk that its processes share."""
+    """Returns all rows: in memory, or in a copy on disk that the machine's processes share."""
     blocks = reader.source.blocks
     size = sum(block.rows for block in blocks) * row_bytes(first)
     where = pipeline.cache_in
@@ -297,7 +297,7 @@ def _hold_all(pipeline: DataPipeline, reader: BlockReader, first: Rows, shard: s
 
 
 def read_all_blocks(reader: BlockReader, first: Rows, x: Any, y: Any) -> None:
-    """Read all blocks into arrays, several at a time, no more of them in memory than that."""
+    """Reads all blocks into arrays, with at most `FETCHERS` of them in memory."""
     background = DaemonThreadPool(FETCHERS, "paceline-fetch")
     blocks = reader.source.blocks
     ahead: list[Future[Rows]] = []

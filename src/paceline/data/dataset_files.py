@@ -1,4 +1,4 @@
-"""The folders in which one data set is looked for, and the checks on the files found there."""
+"""Directories that are searched for a dataset, and checks of its files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.errors import DataError
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """A data set, the folder it should be in and the folders that may hold its files."""
+    """A dataset, its base directory and the directories that may contain its files."""
 
     entry: catalog.DatasetInfo
     base: Path
     folders: tuple[Path, ...]
 
     def find(self, *names: str) -> Path | None:
-        """The first of these files that is there; folders count before the order of names."""
+        """Returns the first of these files that exists; directories take precedence over names."""
         for folder in self.folders:
             for name in names:
                 if (folder / name).is_file():
@@ -29,33 +29,33 @@ class DatasetFiles:
         return None
 
     def require(self, *names: str) -> Path:
-        """As `find`, but raises a DataError that names the first file if none is there."""
+        """Like `find`, but raises a DataError that names the first file if none exists."""
         path = self.find(*names)
         if path is None:
             raise self.missing_file_error(names[0])
         return path
 
     def missing_file_error(self, name: str) -> DataError:
-        """The error for a file that is in none of the folders."""
-        places = ", ".join(str(folder) for folder in self.folders)
+        """Returns the error for a file that is in none of the directories."""
+        searched = ", ".join(str(folder) for folder in self.folders)
         if not self.base.is_dir():
-            places += f"; {self.base} is not a folder"
+            searched += f"; {self.base} is not a folder"
         return DataError(
-            f"{self.entry.name}: file {name} not found (looked in {places}); "
+            f"{self.entry.name}: file {name} not found (looked in {searched}); "
             f"published at {self.entry.homepage}"
         )
 
     def corrupt_file_error(self, where: Path | str, what: str) -> DataError:
-        """The error for a file that is there but is not what it should be."""
-        # A library's own text, quoted in `what`, may have several lines.
+        """Returns the error for a file with invalid contents."""
+        # Error text of a library, quoted in `what`, may have several lines.
         return DataError(f"{self.entry.name}: {where}: {' '.join(what.split())}")
 
     def published(self, name: str) -> catalog.PublishedFile | None:
-        """What the published file of this name measures, if there is one."""
+        """Returns size and checksum of the published file of this name, if there is one."""
         return catalog.PUBLISHED.get((self.entry.name, name))
 
     def check_size(self, path: Path) -> int:
-        """The size of a file; raises DataError if it is empty or not the published size."""
+        """Returns the size of a file. Raises DataError if it is empty or not the published size."""
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -64,7 +64,7 @@ class DatasetFiles:
         return size
 
     def read_head(self, path: Path, count: int) -> bytes:
-        """The first bytes of a file, fewer if it is short; DataError if it cannot be read."""
+        """Returns the first bytes of a file. Raises DataError if it cannot be read."""
         try:
             with path.open("rb") as stream:
                 return stream.read(count)
@@ -72,7 +72,7 @@ class DatasetFiles:
             raise self.corrupt_file_error(path, f"cannot be read ({error.strerror})") from error
 
     def read_checked(self, path: Path) -> bytes:
-        """A whole file, its size and MD5 checked against the published ones, if it has those."""
+        """Reads a file and checks its size and MD5 against the published ones, if known."""
         self.check_size(path)
         try:
             content = path.read_bytes()
@@ -82,7 +82,7 @@ class DatasetFiles:
         return content
 
     def check_content(self, where: Path | str, name: str, content: bytes) -> None:
-        """Raise DataError if `content` is not that of the published file `name`."""
+        """Raises DataError if `content` is not that of the published file `name`."""
         self._compare_size(where, name, len(content))
         published = self.published(name)
         if published is None or published.md5 is None:
@@ -91,8 +91,8 @@ class DatasetFiles:
         if found != published.md5:
             raise self.corrupt_file_error(
                 where,
-                f"MD5 is {found}, expected {published.md5}: not the published file, "
-                f"take it anew from {self.entry.homepage}",
+                f"MD5 is {found}, expected {published.md5}: not the published file; "
+                f"download it again from {self.entry.homepage}",
             )
 
     def _compare_size(self, where: Path | str, name: str, size: int) -> None:
@@ -102,16 +102,16 @@ class DatasetFiles:
         if published is not None and size != published.size:
             raise self.corrupt_file_error(
                 where,
-                f"has {size:,} bytes, expected {published.size:,}: not the published file, "
-                f"take it anew from {self.entry.homepage}",
+                f"has {size:,} bytes, expected {published.size:,}: not the published file; "
+                f"download it again from {self.entry.homepage}",
             )
 
 
 def find_dataset_files(name: str, data_dir: Path | None) -> DatasetFiles:
-    """The folders to look in for a data set: those of its name in the base folder, then the base.
+    """Returns the directories to search: those with the dataset's name in the base, then the base.
 
-    The base is `data_dir`, or `$PACELINE_DATA`, or `~/.cache/paceline/data`. Never fails: a
-    folder that is not there is told by the first file that is missing from it.
+    The base is `data_dir`, `$PACELINE_DATA`, or `~/.cache/paceline/data`. Never fails: a missing
+    directory is reported with the first missing file.
     """
     base = Path(data_dir) if data_dir is not None else _default_base()
     named = sorted(_subfolders_named(base, name)) or [base / name]

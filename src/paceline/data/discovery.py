@@ -1,4 +1,4 @@
-"""A first look at data by URL: its files, its own description, its first file; without torch."""
+"""Inspects data at a URL without torch: its files, its description and its first file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.data.stores import StoredFile, join_url, list_files, parent_url, r
 from paceline.errors import DataError
 
 FACTS = "dataset.json"
-"""Beside the files of a set that `paceline data convert` wrote: what files alone do not tell."""
+"""Description that `paceline data convert` writes next to the files of a dataset."""
 PARTS = ("train", "val", "test")
 
 
 def read_metadata(url: str) -> dict[str, Any]:
-    """What the set's own description says; nothing where there is none."""
+    """Returns the dataset's description; empty if there is none."""
     content = read_if_exists(join_url(parent_url(url), FACTS))
     if content is None:
         return {}
@@ -30,21 +30,21 @@ def read_metadata(url: str) -> dict[str, Any]:
 
 
 def apply_metadata(pipeline: DataPipeline, facts: dict[str, Any]) -> DataPipeline:
-    """What the user did not say, as the set's description says it."""
-    wanted = pipeline.wanted
-    if not wanted.features and facts.get("features"):
-        wanted = replace(wanted, features=tuple(facts["features"]))
-    if wanted.label is None and facts.get("label"):
-        wanted = replace(wanted, label=str(facts["label"]))
-    if wanted.shape is None and facts.get("shape"):
-        wanted = replace(wanted, shape=tuple(facts["shape"]))
+    """Fills settings that the user did not give from the dataset's description."""
+    selection = pipeline.selection
+    if not selection.features and facts.get("features"):
+        selection = replace(selection, features=tuple(facts["features"]))
+    if selection.label is None and facts.get("label"):
+        selection = replace(selection, label=str(facts["label"]))
+    if selection.shape is None and facts.get("shape"):
+        selection = replace(selection, shape=tuple(facts["shape"]))
     scale = pipeline.scale
     if scale is None and facts.get("scale"):
         full, mean, std = facts["scale"]
         scale = (float(full), tuple(mean), tuple(std))
     return replace(
         pipeline,
-        wanted=wanted,
+        selection=selection,
         scale=scale,
         format=pipeline.format or facts.get("format"),
         classes=pipeline.classes or facts.get("classes"),
@@ -52,12 +52,12 @@ def apply_metadata(pipeline: DataPipeline, facts: dict[str, Any]) -> DataPipelin
 
 
 def list_data_files(pipeline: DataPipeline) -> tuple[StoredFile, ...]:
-    """All data files that a pipeline reads, its own description apart."""
+    """Returns all data files that a pipeline reads, without the description."""
     return tuple(file for url in pipeline.urls for file in list_files(url) if file.name != FACTS)
 
 
 def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[StoredFile, ...]]]:
-    """The files of training, validation and test, where the set's description divides them."""
+    """Returns the files of each split, if the description defines splits."""
     files = list_data_files(pipeline)
     facts = read_metadata(pipeline.urls[0])
     pipeline = apply_metadata(pipeline, facts)
@@ -70,11 +70,11 @@ def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[S
 
 def open_source_for(pipeline: DataPipeline, files: tuple[StoredFile, ...]) -> BlockSource:
     form = pipeline.format or guess_format(pipeline.urls[0], files)
-    return open_source(form, files, pipeline.wanted)
+    return open_source(form, files, pipeline.selection)
 
 
 def check_source(pipeline: DataPipeline) -> None:
-    """Look at the first file, so that a run is refused before a process is started."""
+    """Checks the first file, so that a run fails before a process is started."""
     pipeline, parts = list_splits(pipeline)
     form = pipeline.format or guess_format(pipeline.urls[0], parts["train"])
-    open_source(form, parts["train"][:1], pipeline.wanted)
+    open_source(form, parts["train"][:1], pipeline.selection)

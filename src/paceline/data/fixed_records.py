@@ -1,7 +1,7 @@
-"""Records of one length: IDX (MNIST's form) and CIFAR's binary form, cut by ranges of bytes.
+"""Fixed-length records, read in byte ranges: IDX (as MNIST) and CIFAR's binary format.
 
-IDX images lie in one file and their labels in another of the same name with `labels-idx1` for
-`images-idx3`. A compressed file is one block.
+IDX images are in one file and their labels in another, with `labels-idx1` instead of `images-idx3`
+in its name. A compressed file is one block.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
 class CifarSource:
-    """One label byte, then the image, again and again."""
+    """Records of one label byte and one image."""
 
-    def __init__(self, files: tuple[StoredFile, ...], wanted: ColumnSelection) -> None:
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         check_not_empty(list(files))
         self.files = files
-        self.wanted = wanted
+        self.selection = selection
         blocks = []
         step = BLOCK_BYTES // CIFAR_RECORD
         for number, file in enumerate(files):
@@ -43,8 +43,8 @@ class CifarSource:
             if rest:
                 raise bad_file(
                     file,
-                    f"has {file.size:,} bytes, no multiple of {CIFAR_RECORD:,}: it is cut off, or "
-                    "not of CIFAR's form",
+                    f"has {file.size:,} bytes, not a multiple of {CIFAR_RECORD:,}: it is "
+                    "truncated, or not in CIFAR's format",
                     f" (at byte {rows * CIFAR_RECORD:,})",
                 )
             for first in range(0, rows, step):
@@ -56,26 +56,26 @@ class CifarSource:
         file = self.files[block.file]
         content = read_bytes(file.url, block.offset, block.offset + block.size)
         if len(content) != block.size:
-            raise bad_file(file, "is cut off", f" (at byte {block.offset + len(content):,})")
+            raise bad_file(file, "is truncated", f" (at byte {block.offset + len(content):,})")
         records = np.frombuffer(content, np.uint8).reshape(block.rows, CIFAR_RECORD)
         features = records[:, 1:].reshape(block.rows, *CIFAR_SHAPE)
-        return stack_features([features], self.wanted.shape), records[:, 0]
+        return stack_features([features], self.selection.shape), records[:, 0]
 
     def count_classes(self) -> int | None:
         return None
 
 
-def open_cifar(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> CifarSource:
-    return CifarSource(files, wanted)
+def open_cifar(files: tuple[StoredFile, ...], selection: ColumnSelection) -> CifarSource:
+    return CifarSource(files, selection)
 
 
 class IdxSource:
-    """Pairs of files: images, and their labels."""
+    """Pairs of files: images and their labels."""
 
-    def __init__(self, files: tuple[StoredFile, ...], wanted: ColumnSelection) -> None:
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         check_not_empty(list(files))
         self.files = tuple(f for f in files if "images" in f.name) or files
-        self.wanted = wanted
+        self.selection = selection
         named = {file.url: file for file in files}
         self._labels: list[StoredFile] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -84,7 +84,8 @@ class IdxSource:
             url = file.url.replace("images-idx3", "labels-idx1")
             if url == file.url:
                 raise bad_file(
-                    file, "its labels are looked for by its name: call it ...images-idx3-..."
+                    file,
+                    "its name must contain images-idx3, from which that of its labels is derived",
                 )
             labels = named.get(url) or list_files(url)[0]
             shape, begin, packed = _read_head(file)
@@ -98,7 +99,7 @@ class IdxSource:
             if not packed and file.size != begin + count * size:
                 raise bad_file(
                     file,
-                    f"has {file.size:,} bytes where its head says {begin + count * size:,}",
+                    f"has {file.size:,} bytes, but its header requires {begin + count * size:,}",
                     f" (at byte {min(file.size, begin + count * size):,})",
                 )
             blocks += [
@@ -108,20 +109,20 @@ class IdxSource:
         self.blocks = tuple(blocks)
 
     def read(self, block: DataBlock) -> Rows:
-        """`offset` of a block counts rows: its two files differ in bytes."""
+        """Reads a block. `offset` counts rows, because the two files differ in bytes per row."""
         file, labels = self.files[block.file], self._labels[block.file]
         shape = self._shapes[block.file]
         images = _read_rows(file, 4 + 4 * (1 + len(shape)), math.prod(shape), block)
         features = images.reshape(block.rows, *shape)
         numbers = _read_rows(labels, 8, 1, block)
-        return stack_features([features], self.wanted.shape), numbers
+        return stack_features([features], self.selection.shape), numbers
 
     def count_classes(self) -> int | None:
         return None
 
 
-def open_idx(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> IdxSource:
-    return IdxSource(files, wanted)
+def open_idx(files: tuple[StoredFile, ...], selection: ColumnSelection) -> IdxSource:
+    return IdxSource(files, selection)
 
 
 def _is_packed(file: StoredFile) -> bool:
@@ -129,7 +130,7 @@ def _is_packed(file: StoredFile) -> bool:
 
 
 def _read_head(file: StoredFile) -> tuple[tuple[int, ...], int, bool]:
-    """Dimensions, where the data begins, and whether the file is compressed."""
+    """Returns the dimensions, the offset of the data, and whether the file is compressed."""
     head = read_bytes(file.url, 0, min(file.size, 4096))
     packed = head[:2] == b"\x1f\x8b"
     if packed:
@@ -138,13 +139,14 @@ def _read_head(file: StoredFile) -> tuple[tuple[int, ...], int, bool]:
         except zlib.error as error:
             raise bad_file(file, f"is damaged ({error})", " (at byte 0)") from None
     if len(head) < 8 or head[:3] != b"\x00\x00\x08" or not 1 <= head[3] <= 4:
-        raise bad_file(file, f"begins with {head[:4].hex()}: no IDX file of bytes", " (at byte 0)")
+        what = f"begins with {head[:4].hex()}: not an IDX file of bytes"
+        raise bad_file(file, what, " (at byte 0)")
     dimensions = head[3]
     if len(head) < 4 + 4 * dimensions:
-        raise bad_file(file, "is cut off in its head")
+        raise bad_file(file, "is truncated in its header")
     shape = struct.unpack(f">{dimensions}I", head[4 : 4 + 4 * dimensions])
     if 0 in shape:
-        raise bad_file(file, "holds no rows: take it away")
+        raise bad_file(file, "contains no rows; remove it")
     return shape, 4 + 4 * dimensions, packed
 
 
@@ -156,9 +158,9 @@ def _read_rows(
         try:
             content = gzip.decompress(read_bytes(file.url))[start:stop]
         except (EOFError, OSError, zlib.error) as error:
-            raise bad_file(file, f"is cut off or damaged ({error})") from None
+            raise bad_file(file, f"is truncated or damaged ({error})") from None
     else:
         content = read_bytes(file.url, start, stop)
     if len(content) != stop - start:
-        raise DataError(f"{file.url} (at byte {start + len(content):,}): is cut off")
+        raise DataError(f"{file.url} (at byte {start + len(content):,}): is truncated")
     return np.frombuffer(content, np.uint8)

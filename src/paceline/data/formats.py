@@ -1,4 +1,4 @@
-"""The forms data comes in: how each is recognised, and who opens it."""
+"""Supported file formats: how each is recognized, and the function that opens it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.errors import UsageError, suggest_name
 if TYPE_CHECKING:
     from paceline.data.blocks import BlockSource, ColumnSelection
 
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 @dataclass(frozen=True)
 class Format:
-    """`opener` is "module:function" of (files, wanted); suffixes are tried on lower-case names."""
+    """A format. `opener` is "module:function" of (files, selection); suffixes are lower case."""
 
     opener: str
     suffixes: tuple[str, ...]
@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
         "fixed_records:open_idx", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")
     ),
     "cifar": Format("fixed_records:open_cifar", (".bin",)),
-    "images": Format("image_folder:open_pictures", PICTURES),
+    "images": Format("image_folder:open_pictures", IMAGE_SUFFIXES),
     "text": Format("text_source:open_text", (".txt",)),
 }
 
@@ -46,7 +46,7 @@ def check_format(name: str) -> str:
 
 
 def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
-    """The format of files by their names; raises UsageError if there is none, or several."""
+    """Returns the format by file names. Raises UsageError if it is unknown or ambiguous."""
     found = {_guess(file.name.lower()) for file in files}
     if len(found) == 1:
         (name,) = found
@@ -55,11 +55,11 @@ def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
     known = sorted(name for name in found if name is not None)
     if len(known) > 1:
         raise UsageError(
-            f"{url}: files of several formats ({', '.join(known)}): give a pattern such as "
+            f"{url}: files of several formats ({', '.join(known)}); use a pattern such as "
             f"'*{FORMATS[known[0]].suffixes[0]}', or --format"
         )
     raise UsageError(
-        f"{url}: {files[0].name} does not tell its format: give --format "
+        f"{url}: cannot infer the format of {files[0].name}; use --format "
         f"({', '.join(sorted(FORMATS))})"
     )
 
@@ -71,8 +71,10 @@ def _guess(name: str) -> str | None:
     return None
 
 
-def open_source(form: str, files: tuple[StoredFile, ...], wanted: ColumnSelection) -> BlockSource:
+def open_source(
+    form: str, files: tuple[StoredFile, ...], selection: ColumnSelection
+) -> BlockSource:
     module, function = FORMATS[check_format(form)].opener.split(":")
     opener = getattr(import_module(f"paceline.data.{module}"), function)
-    source: BlockSource = opener(files, wanted)
+    source: BlockSource = opener(files, selection)
     return source

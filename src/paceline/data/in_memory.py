@@ -1,4 +1,4 @@
-"""Tables held in memory: rows of numbers or images, and the windows of a text."""
+"""Datasets in memory: rows of numbers or images, and windows of a text."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.flo
 
 
 def check_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of this name; raises UsageError if features cannot be of it."""
+    """Returns the torch dtype of this name. Raises UsageError if it is not supported."""
     if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise UsageError(f"dtype {dtype!r} is not supported; use {' or '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """From stored bytes to features: (byte / full - mean) / std, mean and std by channel."""
+    """Maps stored bytes to features: (byte / full - mean) / std, with mean and std per channel."""
 
     full: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def factors(self, dtype: torch.dtype, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as one multiplication and one addition, for rows of so many dimensions."""
-        around = (-1, *[1] * (dimensions - 1))
-        mean = torch.tensor(self.mean, dtype=torch.float64).view(around)
-        std = torch.tensor(self.std, dtype=torch.float64).view(around)
+        """Returns the factor and offset of an equivalent multiply-add, shaped for the rows."""
+        broadcast = (-1, *[1] * (dimensions - 1))
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
+        std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
         return (1 / (self.full * std)).to(dtype), (-mean / std).to(dtype)
 
 
 class BatchTransform:
-    """The last step to a batch, the same for every table: augment, scale, convert.
+    """Final conversion of a batch, for all datasets: augment, scale, convert.
 
-    `dimensions` are those of a row of features. Integer labels become int64, others `dtype`.
+    `dimensions` is that of a row of features. Integer labels become int64, others `dtype`.
     Raises UsageError for an unknown dtype.
     """
 
@@ -66,7 +66,7 @@ class BatchTransform:
         rows: npt.NDArray[np.int64],
         epoch: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored rows, numbered `rows`, as tensors; both arrays are the caller's to give away."""
+        """Converts the stored rows with indices `rows` to tensors; may modify both arrays."""
         if epoch is not None and self._augmentation is not None:
             x = self._augmentation.apply(x, rows, seed=self._seed, epoch=epoch)
         features = torch.from_numpy(x).to(self.dtype)
@@ -78,11 +78,11 @@ class BatchTransform:
 
 
 class ArrayDataset:
-    """Rows of a NumPy array, made into features when a batch is asked for.
+    """Rows of a NumPy array, converted to features batch by batch.
 
-    With `scaling` the array holds bytes: images (N, C, H, W), or vectors. `rows` selects and orders
-    rows of a larger array without copying it. Raises DataError if it is empty or x and y differ in
-    length, and UsageError for an unknown dtype.
+    With `scaling`, the array contains bytes: images (N, C, H, W) or vectors. `rows` selects and
+    orders rows of a larger array without copying it. Raises DataError if it is empty or x and y
+    differ in length, and UsageError for an unknown dtype.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class ArrayDataset:
         seed: int = 0,
     ) -> None:
         if len(x) != len(y):
-            raise DataError(f"table with {len(x):,} rows of features but {len(y):,} labels")
+            raise DataError(f"dataset with {len(x):,} rows of features but {len(y):,} labels")
         if len(x) == 0 or (rows is not None and len(rows) == 0):
-            raise DataError("empty table: expected at least one row")
+            raise DataError("empty dataset: expected at least one row")
         self._x, self._y = x, y
         self._rows = rows
         self._finish = BatchTransform(
@@ -120,23 +120,23 @@ class ArrayDataset:
         return self._finish(x, y, indices, epoch)
 
     def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """A copy of rows as they are stored, neither scaled nor augmented."""
+        """Returns a copy of rows as stored, neither scaled nor augmented."""
         rows = indices if self._rows is None else self._rows[indices]
         return self._x[rows], self._y[rows]
 
 
 class TextWindowDataset:
-    """Windows of a sequence, side by side: row n is characters n*size to (n+1)*size.
+    """Adjacent windows of a sequence: row n is characters n*size to (n+1)*size.
 
-    The label is the same window one character on. Characters at the end that do not fill a window
-    are left out. Raises DataError if the sequence does not fill one.
+    The label is the same window shifted by one character. An incomplete window at the end is
+    dropped. Raises DataError if the sequence is shorter than one window.
     """
 
     def __init__(self, sequence: npt.NDArray[Any], size: int) -> None:
         self._count = (len(sequence) - 1) // size
         if self._count < 1:
             raise DataError(
-                f"empty table: {len(sequence):,} characters, expected at least {size + 1}"
+                f"empty dataset: {len(sequence):,} characters, expected at least {size + 1}"
             )
         self._sequence = sequence
         self._size = size
@@ -149,7 +149,7 @@ class TextWindowDataset:
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if len(indices) and (indices.max() >= self._count or indices.min() < -self._count):
-            raise IndexError(f"row out of range: the table has {self._count} rows")
+            raise IndexError(f"row out of range: the dataset has {self._count} rows")
         starts = (indices % self._count) * self._size
         windows = self._sequence[starts[:, None] + self._steps].astype(np.int64)
         x, y = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])

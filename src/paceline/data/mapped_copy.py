@@ -1,8 +1,8 @@
-"""A decoded copy of a data set on this machine's disk, mapped by all its processes.
+"""Decoded copy of a dataset on the local disk, memory-mapped by all processes of the machine.
 
-For rows leased one by one from more data than memory holds: they are wanted in any order, which a
-store far away, or a compressed file, cannot give. The copy is built once, block by block, and may
-be deleted at any time.
+Used when rows are leased individually from data that exceeds memory: they are needed in any order,
+which a remote store or a compressed file cannot provide. The copy is built once, block by block,
+and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.errors import DataError, UsageError
 
 
 def open_mapped_copy(pipeline: DataPipeline, reader: BlockReader, first: Rows) -> Rows:
-    """The rows, mapped; built first where they are not there yet. Raises what reading raises."""
+    """Returns the memory-mapped rows; builds the copy if needed. Raises what reading raises."""
     if pipeline.maps:
         raise UsageError(
-            "map() and a cache on disk do not go together: a function's result cannot be told "
-            "from another's; use batch(), or cache('memory')"
+            "map() cannot be combined with a cache on disk, which cannot identify the function; "
+            "use batch(), or cache('memory')"
         )
     folder = array_cache.root() / name_copy(pipeline, reader)
     found = _open(folder)
@@ -38,15 +38,15 @@ def open_mapped_copy(pipeline: DataPipeline, reader: BlockReader, first: Rows) -
             _build(folder, reader, first)
             found = _open(folder)
     if found is None:
-        raise DataError(f"{folder}: the copy that was just made there is gone")
+        raise DataError(f"{folder}: the copy was removed right after it was created")
     return found
 
 
 def name_copy(pipeline: DataPipeline, reader: BlockReader) -> str:
-    """Another name for other files, columns or times of change."""
-    told = [repr(pipeline.wanted), repr(pipeline.format)]
-    told += [f"{file.url} {file.size} {file.stamp}" for file in reader.source.files]
-    return f"rows-{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:24]}"
+    """Returns a name that depends on the files, their modification times and the columns."""
+    keys = [repr(pipeline.selection), repr(pipeline.format)]
+    keys += [f"{file.url} {file.size} {file.stamp}" for file in reader.source.files]
+    return f"rows-{hashlib.sha256(chr(10).join(keys).encode()).hexdigest()[:24]}"
 
 
 def _open(folder: Path) -> Rows | None:
@@ -56,7 +56,7 @@ def _open(folder: Path) -> Rows | None:
             for name in ("x", "y")
         )
     except Exception:
-        # Whatever is wrong with a copy, the remedy is the same: build it anew.
+        # A copy with any defect is rebuilt.
         return None
     return x.view(np.ndarray), y.view(np.ndarray)
 
@@ -69,7 +69,7 @@ def _build(folder: Path, reader: BlockReader, first: Rows) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     except OSError as error:
-        raise DataError(f"{folder}: no copy can be kept there ({error.strerror})") from None
+        raise DataError(f"{folder}: cannot create a copy ({error.strerror})") from None
     try:
         x, y = (
             np.lib.format.open_memmap(
@@ -84,6 +84,6 @@ def _build(folder: Path, reader: BlockReader, first: Rows) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     except OSError as error:
-        raise DataError(f"{folder}: the copy cannot be written ({error.strerror})") from None
+        raise DataError(f"{folder}: cannot write the copy ({error.strerror})") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

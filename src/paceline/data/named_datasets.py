@@ -1,9 +1,9 @@
-"""From a data set's name to its files, and from its files to its tables.
+"""Locates and loads the built-in datasets.
 
-Validation rows are a fixed tenth of the published training rows (`keys.hold_out`): 6,000 of
+Validation rows are a fixed tenth of the published training rows (`hashing.split_holdout`): 6,000 of
 60,000 for the MNIST family, 5,000 of 50,000 for CIFAR-10, 3,256 of 32,561 for Adult. They are the
-same for every seed, so that results of different seeds compare. Digits, which has no published
-test set, is split 1297 / 200 / 300 in the same way.
+same for every seed, so that results of different seeds are comparable. Digits, which has no
+published test set, is split 1297 / 200 / 300 in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.errors import DataError, UsageError
 if TYPE_CHECKING:
     from paceline.data.in_memory import ArrayDataset
 
-# Mean and standard deviation of the training pixels, by channel, as commonly published. Digits
-# has no published ones: its pixels are only brought to 0..1.
+# Mean and standard deviation of the training pixels per channel, as commonly published. Digits has
+# no published values: its pixels are only scaled to 0..1.
 PIXELS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
     "digits": (16.0, (0.0,), (1.0,)),
     "mnist": (255.0, (0.1307,), (0.3081,)),
@@ -36,39 +36,39 @@ Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]
 
 
 def locate(name: str, data_dir: Path | None) -> tuple[Path, ...]:
-    """The files of a data set by its canonical name, cheaply checked; raises DataError."""
+    """Returns the files of a dataset after quick checks. Raises DataError."""
     if name == "digits":
         digits.locate()
         return ()
-    shelf = find_dataset_files(name, data_dir)
+    files = find_dataset_files(name, data_dir)
     if name == "cifar10":
-        return cifar.locate(shelf)
+        return cifar.locate(files)
     if name == "adult":
-        return adult.locate(shelf)
+        return adult.locate(files)
     if name == "tinyshakespeare":
-        return (char_text.locate(shelf),)
-    return tuple(path for part in idx.locate(shelf) for path in (part.images, part.labels))
+        return (char_text.locate(files),)
+    return tuple(path for part in idx.locate(files) for path in (part.images, part.labels))
 
 
 def load(
     name: str, data_dir: Path | None, *, dtype: str, augment: bool, seed: int
 ) -> DatasetSplits:
-    """The data set of a canonical name; raises as `paceline.data.load`."""
+    """Loads a dataset by its canonical name. Raises like `paceline.data.load`."""
     from paceline.data.in_memory import check_dtype
 
     check_dtype(dtype)
     if augment and catalog.kind(name) != "image":
-        raise UsageError(f"{name} cannot be augmented: only data sets of images can")
+        raise UsageError(f"augment: {name} is not an image dataset")
     if name == "digits":
         return _load_digits(dtype, augment, seed)
-    shelf = find_dataset_files(name, data_dir)
+    files = find_dataset_files(name, data_dir)
     if name == "cifar10":
-        return _load_cifar(shelf, dtype, augment, seed)
+        return _load_cifar(files, dtype, augment, seed)
     if name == "adult":
-        return _load_adult(shelf, dtype)
+        return _load_adult(files, dtype)
     if name == "tinyshakespeare":
-        return _load_text(shelf)
-    return _load_idx(shelf, dtype, augment, seed)
+        return _load_text(files)
+    return _load_idx(files, dtype, augment, seed)
 
 
 def _load_digits(dtype: str, augment: bool, seed: int) -> DatasetSplits:
@@ -81,26 +81,26 @@ def _load_digits(dtype: str, augment: bool, seed: int) -> DatasetSplits:
     return DatasetSplits("digits", (1, 8, 8), digits.CLASSES, "image", train, val, test)
 
 
-def _load_idx(shelf: DatasetFiles, dtype: str, augment: bool, seed: int) -> DatasetSplits:
-    parts = idx.locate(shelf)
+def _load_idx(files: DatasetFiles, dtype: str, augment: bool, seed: int) -> DatasetSplits:
+    parts = idx.locate(files)
     notes = tuple(note for part in parts for note in part.notes)
-    train, test = (idx.read(shelf, part) for part in parts)
-    return _split_images(shelf, train, test, idx.CLASSES, dtype, augment, seed, notes)
+    train, test = (idx.read(files, part) for part in parts)
+    return _split_images(files, train, test, idx.CLASSES, dtype, augment, seed, notes)
 
 
-def _load_cifar(shelf: DatasetFiles, dtype: str, augment: bool, seed: int) -> DatasetSplits:
-    arrays = cifar.read(shelf, cifar.locate(shelf))
+def _load_cifar(files: DatasetFiles, dtype: str, augment: bool, seed: int) -> DatasetSplits:
+    arrays = cifar.read(files, cifar.locate(files))
     train = arrays["train_images"], arrays["train_labels"]
     test = arrays["test_images"], arrays["test_labels"]
-    return _split_images(shelf, train, test, cifar.CLASSES, dtype, augment, seed, ())
+    return _split_images(files, train, test, cifar.CLASSES, dtype, augment, seed, ())
 
 
-def _load_adult(shelf: DatasetFiles, dtype: str) -> DatasetSplits:
+def _load_adult(files: DatasetFiles, dtype: str) -> DatasetSplits:
     from paceline.data.in_memory import ArrayDataset
 
-    paths = adult.locate(shelf)
-    rows, tests = (adult.read(shelf, path) for path in paths)
-    train, val = _hold_out_tenth(shelf, len(rows.labels))
+    paths = adult.locate(files)
+    rows, tests = (adult.read(files, path) for path in paths)
+    train, val = _hold_out_tenth(files, len(rows.labels))
     encoder = adult.fit_encoder(rows, train)
     features = encoder.encode(rows)
     return DatasetSplits(
@@ -114,16 +114,16 @@ def _load_adult(shelf: DatasetFiles, dtype: str) -> DatasetSplits:
     )
 
 
-def _load_text(shelf: DatasetFiles) -> DatasetSplits:
+def _load_text(files: DatasetFiles) -> DatasetSplits:
     from paceline.data.in_memory import TextWindowDataset
 
-    parts, classes = char_text.read(shelf, char_text.locate(shelf))
+    parts, classes = char_text.read(files, char_text.locate(files))
     train, val, test = (TextWindowDataset(part, char_text.WINDOW) for part in parts)
     return DatasetSplits("tinyshakespeare", (char_text.WINDOW,), classes, "text", train, val, test)
 
 
 def _split_images(
-    shelf: DatasetFiles,
+    files: DatasetFiles,
     train: Pair,
     test: Pair,
     classes: int,
@@ -132,8 +132,8 @@ def _split_images(
     seed: int,
     notes: tuple[str, ...],
 ) -> DatasetSplits:
-    name = shelf.entry.name
-    kept, held = _hold_out_tenth(shelf, len(train[0]))
+    name = files.entry.name
+    kept, held = _hold_out_tenth(files, len(train[0]))
     return DatasetSplits(
         name,
         train[0].shape[1:],
@@ -170,15 +170,16 @@ def _image_table(
 
 
 def _augmentation(channels: int) -> augmentation.Augmentation:
-    return augmentation.COLOUR if channels == 3 else augmentation.GREY
+    return augmentation.COLOR if channels == 3 else augmentation.GRAY
 
 
 def _hold_out_tenth(
-    shelf: DatasetFiles, count: int
+    files: DatasetFiles, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     if count < 10:
         raise DataError(
-            f"{shelf.entry.name}: {count} training rows, expected at least 10 (a tenth validates)"
+            f"{files.entry.name}: {count} training rows, expected at least 10 "
+            "(a tenth is held out for validation)"
         )
     train, val = hashing.split_holdout(count, count // 10)
     return train, val

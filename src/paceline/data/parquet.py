@@ -1,4 +1,4 @@
-"""Parquet: a row group is a block, read with one request for its columns' bytes."""
+"""Parquet files. A block is a row group, read with one request for the bytes of its columns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from paceline.data.stores import StoredFile, read_bytes, require_extra, scheme_o
 from paceline.errors import DataError, UsageError, suggest_name
 
 TAIL_BYTES = 64 * 1024
-"""Most footers are shorter, so that one request is enough."""
+"""Most footers are shorter, so that one request is sufficient."""
 MARK = b"PAR1"
 
 
 class CachedRangeFile(io.RawIOBase):
-    """A file of which some parts are at hand; what else is asked for is fetched."""
+    """A file of which some byte ranges are cached; others are fetched on demand."""
 
     def __init__(self, file: StoredFile, parts: list[tuple[int, bytes]]) -> None:
         self._file = file
@@ -62,10 +62,10 @@ class CachedRangeFile(io.RawIOBase):
 
 @dataclass
 class ParquetSource:
-    """Parquet files of one schema; opening them reads their footers, nothing else."""
+    """Parquet files with one schema; opening them reads only their footers."""
 
     files: tuple[StoredFile, ...]
-    wanted: ColumnSelection
+    selection: ColumnSelection
     blocks: tuple[DataBlock, ...] = ()
     _footers: list[Any] = field(default_factory=list)
     _types: list[tuple[str, Any]] = field(default_factory=list)
@@ -79,28 +79,28 @@ class ParquetSource:
             columns = []
             for name in names:
                 try:
-                    columns.append(to_array(table.column(name), self.wanted.fill))
+                    columns.append(to_array(table.column(name), self.selection.fill))
                 except ColumnError as error:
                     row = "" if error.row is None else f", row {error.row}"
-                    raise bad_file(file, f"column {name!r} holds {error}", where + row) from None
-            if self.wanted.label is not None:
+                    raise bad_file(file, f"column {name!r} contains {error}", where + row) from None
+            if self.selection.label is not None:
                 *columns, labels = columns
             else:
                 labels = np.zeros(block.rows, np.int64)
-            features = stack_features(columns, self.wanted.shape)
+            features = stack_features(columns, self.selection.shape)
         except DataError:
             raise
         except ValueError as error:
             raise bad_file(file, str(error), where) from None
         except Exception as error:
             at = f"{where} (at byte {self._range(block)[0]:,})"
-            raise bad_file(file, f"is cut off or damaged ({error})", at) from error
+            raise bad_file(file, f"is truncated or damaged ({error})", at) from error
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         return features, labels
 
     def _range(self, block: DataBlock) -> tuple[int, int]:
-        """The bytes of the wanted columns of a row group."""
+        """Returns the byte range of the selected columns of a row group."""
         group = self._footers[block.file].row_group(block.offset)
         names = {name for name, _ in self._types}
         starts, stops = [], []
@@ -126,13 +126,13 @@ class ParquetSource:
         start, stop = self._range(block)
         content = read_bytes(file.url, start, stop)
         if len(content) < stop - start:
-            raise EOFError(f"{len(content):,} bytes where {stop - start:,} should be")
+            raise EOFError(f"{len(content):,} bytes instead of {stop - start:,}")
         reader = pq.ParquetFile(CachedRangeFile(file, [(start, content)]), metadata=footer)
         return reader.read_row_group(block.offset, columns=names, use_threads=False)
 
     def count_classes(self) -> int | None:
-        """From the footers, where they say so."""
-        if self.wanted.label is None:
+        """Returns the number of classes from the footers' statistics, if present."""
+        if self.selection.label is None:
             return None
         highest = -1
         for footer in self._footers:
@@ -140,7 +140,7 @@ class ParquetSource:
                 group = footer.row_group(number)
                 for index in range(group.num_columns):
                     chunk = group.column(index)
-                    if chunk.path_in_schema == self.wanted.label:
+                    if chunk.path_in_schema == self.selection.label:
                         facts = chunk.statistics
                         if facts is None or not facts.has_min_max:
                             return None
@@ -150,32 +150,32 @@ class ParquetSource:
         return highest + 1 if highest >= 0 else None
 
 
-def open_parquet(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> ParquetSource:
-    """Read the footers and check that all files agree.
+def open_parquet(files: tuple[StoredFile, ...], selection: ColumnSelection) -> ParquetSource:
+    """Reads the footers and checks that all files have the same schema.
 
-    Raises DataError for a file that is empty, cut off, no Parquet or without a column, of another
-    type than in the first, or without rows; UsageError if features have to be named.
+    Raises DataError for a file that is empty, truncated, not Parquet, lacks a column, has other
+    types than the first, or has no rows; UsageError if no column is left for features.
     """
     require_extra("pyarrow", "data", "Parquet")
-    if not wanted.skip_empty:
+    if not selection.skip_empty:
         check_not_empty(list(files))
     kept: list[StoredFile] = []
     blocks: list[DataBlock] = []
-    source = ParquetSource(files, wanted)
+    source = ParquetSource(files, selection)
     for file in files:
         if file.size == 0:
             continue
         footer = read_footer(file)
         schema = footer.schema.to_arrow_schema()
         if not source._types:
-            wanted = source.wanted = select_columns(file, schema, wanted)
-            names = [*wanted.features, *([wanted.label] if wanted.label else [])]
+            selection = source.selection = select_columns(file, schema, selection)
+            names = [*selection.features, *([selection.label] if selection.label else [])]
             source._types = [(name, schema.field(name).type) for name in names]
         _check_schema(file, schema, source._types, files[0])
         if footer.num_rows == 0:
-            if wanted.skip_empty:
+            if selection.skip_empty:
                 continue
-            raise bad_file(file, "holds no rows: take it away, or give --skip-empty")
+            raise bad_file(file, "contains no rows; remove it or use --skip-empty")
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             if group.num_rows:
@@ -183,24 +183,24 @@ def open_parquet(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> Parq
         kept.append(file)
         source._footers.append(footer)
     if not blocks:
-        raise DataError(f"{files[0].url}: none of {len(files)} files holds a row")
+        raise DataError(f"{files[0].url}: none of {len(files)} files contains a row")
     source.files, source.blocks = tuple(kept), tuple(blocks)
     return source
 
 
 def read_footer(file: StoredFile) -> Any:
-    """A file's metadata; raises DataError where there is none."""
+    """Returns a file's metadata. Raises DataError if there is none."""
     import pyarrow.parquet as pq
 
     if file.size < 12:
-        raise bad_file(file, f"has {file.size} bytes: too short for Parquet")
+        raise bad_file(file, f"has only {file.size} bytes: too short for Parquet")
     start = max(0, file.size - TAIL_BYTES)
     tail = read_bytes(file.url, start, file.size)
     if tail[-4:] != MARK:
         raise bad_file(
             file,
-            f"ends with {tail[-4:].hex()} where Parquet has {MARK.hex()} ({MARK.decode()}): it is "
-            "cut off, or no Parquet file",
+            f"ends with {tail[-4:].hex()} instead of {MARK.hex()} ({MARK.decode()}): it is "
+            "truncated, or not a Parquet file",
             f" (at byte {file.size - 4:,})",
         )
     try:
@@ -211,24 +211,24 @@ def read_footer(file: StoredFile) -> Any:
         raise bad_file(file, f"has a damaged footer ({error})", f" (at byte {start:,})") from error
 
 
-def select_columns(file: StoredFile, schema: Any, wanted: ColumnSelection) -> ColumnSelection:
-    """Which columns to read; raises DataError for one that is not there."""
+def select_columns(file: StoredFile, schema: Any, selection: ColumnSelection) -> ColumnSelection:
+    """Returns the columns to read. Raises DataError for a missing one."""
     from dataclasses import replace
 
     names = list(schema.names)
-    label = wanted.label
-    if label is None and "label" in names and "label" not in wanted.features:
+    label = selection.label
+    if label is None and "label" in names and "label" not in selection.features:
         label = "label"
-    features = wanted.features
+    features = selection.features
     if not features:
         others = [name for name in names if name != label]
         if not others:
-            raise UsageError(f"{file.url}: no column is left for features: name them")
+            raise UsageError(f"{file.url}: no column is left for features; use --features")
         features = tuple(others)
     for name in (*features, *([label] if label else [])):
         if name not in names:
             raise bad_file(file, f"has no column {name!r}: {suggest_name(name, names)}")
-    return replace(wanted, features=features, label=label)
+    return replace(selection, features=features, label=label)
 
 
 def _check_schema(
@@ -236,11 +236,11 @@ def _check_schema(
 ) -> None:
     for name, kind in types:
         if name not in schema.names:
-            raise bad_file(file, f"has no column {name!r}, which {first.url} has")
+            raise bad_file(file, f"has no column {name!r}, unlike {first.url}")
         found = schema.field(name).type
         if not found.equals(kind):
             raise bad_file(
                 file,
-                f"column {name!r} is of {found}, but of {kind} in {first.url}: "
-                "all files must have one schema",
+                f"column {name!r} has the type {found}, but {kind} in {first.url}; "
+                "all files must have the same schema",
             )

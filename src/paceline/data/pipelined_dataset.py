@@ -1,4 +1,4 @@
-"""A table with what its pipeline says of it: how it is divided, mixed and made ahead."""
+"""A dataset with the settings of its pipeline: sharding, shuffling and prefetching."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.data.streaming import StreamingDataset
 
 
 class PipelinedDataset:
-    """Rows of an inner table, each batch changed by the pipeline's functions at the end."""
+    """Rows of an inner dataset; the pipeline's batch functions are applied to each batch."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PipelinedDataset:
 
     @property
     def blocks(self) -> StreamingDataset | None:
-        """The blocks to lease one by one, where rows are not all at hand."""
+        """The inner dataset if it is streamed, with its blocks leased individually; else None."""
         return self.inner if isinstance(self.inner, StreamingDataset) else None
 
     def __len__(self) -> int:

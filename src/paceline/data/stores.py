@@ -1,9 +1,9 @@
-"""Files by URL: where data lies, whatever the machine it lies on.
+"""Access to files by URL, local or remote.
 
-`file`, `hdfs`, `s3`, `sftp` and `http(s)` go through fsspec. What a store says when something is
-wrong becomes one line that names the URL, the rule and the remedy. Keys are never part of a URL:
-s3 takes them from the usual variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_ENDPOINT_URL), sftp from the user's SSH keys, hdfs from HADOOP_CONF_DIR where there is one.
+`file`, `hdfs`, `s3`, `sftp` and `http(s)` use fsspec. Errors of a store become one line with the
+URL, the problem and the remedy. Credentials are never part of a URL: s3 reads them from the
+standard variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL), sftp uses the
+user's SSH keys, and hdfs uses HADOOP_CONF_DIR if it is set.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.errors import DataError, UsageError, suggest_name
 T = TypeVar("T")
 
 EXTRAS = {"s3": "s3", "hdfs": "hdfs", "sftp": "sftp", "http": "http", "https": "http", "file": ""}
-"""Schemes, and the extra that brings what each needs beyond `[data]`."""
+"""The extra that each scheme requires in addition to `[data]`."""
 
 ATTEMPTS = 3
-"""A read that fails is tried so often, half a second apart and then more."""
-PAUSE_S = 0.5
+"""Number of attempts to read, with exponential backoff."""
+FIRST_PAUSE_S = 0.5
 
 _GLOB = "*?["
 _HIDDEN = ("_", ".")
@@ -33,12 +33,12 @@ _HIDDEN = ("_", ".")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file somewhere, and its size in bytes when it was listed."""
+    """A file and its size in bytes when it was listed."""
 
     url: str
     size: int
     stamp: str = ""
-    """Changes when the file does, where the store says so."""
+    """Changes with the file, if the store supports it."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class StoredFile:
 
 
 def is_url_or_path(text: str) -> bool:
-    """Whether this says where data lies, rather than which published data set is meant."""
+    """Returns whether the text is a location rather than the name of a built-in dataset."""
     return "://" in text or "/" in text or any(c in text for c in _GLOB) or "." in text
 
 
@@ -55,22 +55,22 @@ def scheme_of(url: str) -> str:
 
 
 def make_absolute(url: str) -> str:
-    """Local paths in full, so that a process started elsewhere finds the same files."""
+    """Makes local paths absolute, so that other processes find the same files."""
     if "://" in url:
         return url
     return str(Path(os.path.expanduser(url)).absolute())
 
 
 def require_extra(module: str, extra: str, what: str) -> Any:
-    """Import what an extra brings; raises UsageError with the command that installs it."""
+    """Imports a module of an extra. Raises UsageError with the command that installs it."""
     from importlib import import_module
 
     try:
         return import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"{what} needs {module.partition('.')[0]}, which is not installed ({error}): "
-            f"pip install 'paceline[{extra}]'"
+            f"{what} requires {module.partition('.')[0]}, which is not installed ({error}); "
+            f"run pip install 'paceline[{extra}]'"
         ) from None
 
 
@@ -93,13 +93,13 @@ def _open_store(scheme: str, netloc: str) -> Any:
         require_extra("aiohttp", "http", f"{scheme}://")
     if scheme == "s3":
         require_extra("s3fs", "s3", "s3://")
-        # A listing that was kept would hide what was written since.
+        # A cached listing would hide files written since.
         return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
     return fsspec.filesystem(scheme)
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it; raises UsageError for an unknown scheme."""
+    """Returns the file system and path of a URL. Raises UsageError for an unknown scheme."""
     scheme = scheme_of(url)
     if scheme not in EXTRAS:
         raise UsageError(f"{url}: unknown scheme {scheme!r}: {suggest_name(scheme, EXTRAS)}")
@@ -110,7 +110,7 @@ def open_store(url: str) -> tuple[Any, str]:
         return _open_store(scheme, ""), url
     netloc, _, path = rest.partition("/")
     if not netloc:
-        raise UsageError(f"{url}: no {'bucket' if scheme == 's3' else 'host'} in it")
+        raise UsageError(f"{url}: the {'bucket' if scheme == 's3' else 'host'} is missing")
     if scheme == "s3":
         return _open_store("s3", ""), rest
     try:
@@ -122,28 +122,28 @@ def open_store(url: str) -> tuple[Any, str]:
 
 
 def explain_store_error(url: str, error: BaseException) -> DataError:
-    """What a store said, as one line."""
+    """Converts a store's exception to a one-line DataError."""
     scheme = scheme_of(url)
-    said = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split()) or type(error).__name__
     if scheme == "s3":
         bucket = url.partition("://")[2].partition("/")[0]
-        if isinstance(error, PermissionError) or "credentials" in said.lower():
+        if isinstance(error, PermissionError) or "credentials" in reason.lower():
             return DataError(
-                f"{url}: the store refuses the key ({said}): check AWS_ACCESS_KEY_ID and "
+                f"{url}: access denied ({reason}); check AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY"
             )
-        if isinstance(error, FileNotFoundError) and "bucket" in said.lower():
-            return DataError(f"{url}: there is no bucket {bucket!r}: check its name")
+        if isinstance(error, FileNotFoundError) and "bucket" in reason.lower():
+            return DataError(f"{url}: bucket {bucket!r} does not exist; check its name")
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{url}: there is no such file")
+        return DataError(f"{url}: no such file")
     if isinstance(error, PermissionError):
-        return DataError(f"{url}: reading it is not allowed ({said})")
-    return DataError(f"{url}: cannot be read ({said})")
+        return DataError(f"{url}: permission denied ({reason})")
+    return DataError(f"{url}: cannot be read ({reason})")
 
 
 def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
-    """Carry something out on a store, again where it fails in passing; raises DataError."""
-    pause_s = PAUSE_S
+    """Calls `act`, retrying transient failures. Raises DataError."""
+    pause_s = FIRST_PAUSE_S
     for last in (*([False] * (ATTEMPTS - 1)), True):
         try:
             return act()
@@ -160,10 +160,10 @@ def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
 
 
 def list_files(url: str) -> tuple[StoredFile, ...]:
-    """The data files that a URL names, sorted: a file, a folder's, or all that a pattern fits.
+    """Returns the data files of a URL (a file, a directory or a pattern), sorted.
 
-    Names that begin with "_" or "." are marks of the programs that wrote them, and are left out.
-    Raises DataError if there are none.
+    Names that begin with "_" or "." are markers of other programs and are skipped. Raises DataError
+    if there are no files.
     """
     store, path = open_store(url)
     found = with_retries(url, lambda: _find(store, path))
@@ -179,13 +179,13 @@ def list_files(url: str) -> tuple[StoredFile, ...]:
         if scheme_of(url) == "s3":
             bucket = path.partition("/")[0]
             if not with_retries(url, lambda: _exists(store, bucket)):
-                raise DataError(f"{url}: there is no bucket {bucket!r}: check its name")
-        raise DataError(f"{url}: no data files there: name a file, a folder or a pattern")
+                raise DataError(f"{url}: bucket {bucket!r} does not exist; check its name")
+        raise DataError(f"{url}: no data files found; use a file, a directory or a pattern")
     return tuple(sorted(files, key=lambda file: file.url))
 
 
 def _exists(store: Any, bucket: str) -> bool:
-    # Asked for by its contents: `exists` answers from the list of one's own buckets.
+    # Lists the contents, because `exists` only checks the user's own buckets.
     try:
         store.ls(bucket, refresh=True)
     except FileNotFoundError:
@@ -215,7 +215,7 @@ def _find(store: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _prefix_of(url: str) -> str:
-    """What comes before a path that a store gives, so that it is a URL again."""
+    """Returns the prefix that turns a path returned by a store into a URL."""
     scheme = scheme_of(url)
     if scheme == "file":
         return "file://" if url.startswith("file://") else ""
@@ -233,7 +233,7 @@ def _strip(name: str, prefix: str) -> str:
 
 
 def parent_url(url: str) -> str:
-    """The folder that a pattern or a file lies in; a folder is its own."""
+    """Returns the directory of a file or pattern; a directory is returned unchanged."""
     head = url
     while any(c in head for c in _GLOB):
         head = head.rpartition("/")[0]
@@ -247,7 +247,7 @@ def join_url(folder: str, name: str) -> str:
 
 
 def read_bytes(url: str, start: int = 0, stop: int | None = None) -> bytes:
-    """A part of a file in one request; raises DataError that names URL and bytes."""
+    """Reads a byte range in one request. Raises DataError with the URL and the range."""
     store, path = open_store(url)
     if scheme_of(url) == "file":
         return with_retries(url, lambda: _read_local(path, start, stop))
@@ -255,7 +255,7 @@ def read_bytes(url: str, start: int = 0, stop: int | None = None) -> bytes:
 
     def read() -> bytes:
         if scheme_of(url) == "sftp":
-            # Its cat_file gives the whole file, whatever range is asked for.
+            # Its cat_file ignores the range and returns the whole file.
             with store.open(path, "rb") as stream:
                 stream.seek(start)
                 part: bytes = stream.read(-1 if stop is None else stop - start)
@@ -273,18 +273,18 @@ def _read_local(path: str, start: int, stop: int | None) -> bytes:
 
 
 def read_if_exists(url: str) -> bytes | None:
-    """A small file that may not be there."""
+    """Reads a small file; returns None if it does not exist."""
     store, path = open_store(url)
     try:
         content: bytes = store.cat_file(path)
     except Exception:
-        # Whatever the reason, the caller goes on without; what matters fails by itself later.
+        # The file is optional; a real problem with the store surfaces in later reads.
         return None
     return content
 
 
 def write_bytes(url: str, content: bytes) -> None:
-    """A whole file, its folder made first; raises DataError."""
+    """Writes a file and creates its directory. Raises DataError."""
     store, path = open_store(url)
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Rows that stay where they are until they are needed, a few blocks at a time in memory."""
+"""Streaming datasets: rows are read on demand, with a few blocks in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.data.in_memory import BatchTransform
 from paceline.data.thread_pool import DaemonThreadPool
 
 READERS = 2
-"""Threads that read blocks: one waits for the store while the other decodes."""
+"""Threads that read blocks; one waits for the store while the other decodes."""
 
 
 @dataclass
 class ReadTimes:
-    """What reading has cost so far, in seconds and bytes; threads add to it under a lock."""
+    """Total time and bytes of reading so far; thread-safe."""
 
     read_s: float = 0.0
     map_s: float = 0.0
@@ -45,7 +45,7 @@ class ReadTimes:
 
 
 def apply_maps(rows: Rows, maps: Sequence[Callable[[Any, Any], tuple[Any, Any]]]) -> Rows:
-    """A user's functions on stored rows, as torch tensors that share the arrays' memory."""
+    """Applies the user's functions to stored rows, as torch tensors that share memory."""
     if not maps:
         return rows
     x, y = (torch.from_numpy(part if part.flags.writeable else part.copy()) for part in rows)
@@ -55,7 +55,7 @@ def apply_maps(rows: Rows, maps: Sequence[Callable[[Any, Any], tuple[Any, Any]]]
 
 
 class BlockReader:
-    """Blocks of a source, decoded and mapped, each checked to be like the first."""
+    """Reads, decodes and maps blocks; checks that each has the layout of the first."""
 
     def __init__(
         self, source: BlockSource, maps: Sequence[Callable[[Any, Any], tuple[Any, Any]]] = ()
@@ -64,9 +64,9 @@ class BlockReader:
         self.times = ReadTimes()
         self._maps = tuple(maps)
         self.kept: BlockCache | None = None
-        """Mapped blocks, in this process."""
+        """In-process cache of mapped blocks."""
         self.stored: BlockCache | None = None
-        """Blocks as they are in the files, on this machine."""
+        """On-disk cache of blocks as stored."""
         self._like: tuple[Any, ...] | None = None
         self._like_file = ""
 
@@ -93,7 +93,7 @@ class BlockReader:
         file = self.source.files[block.file]
         if len(x) != block.rows or len(y) != block.rows:
             raise bad_file(
-                file, f"gives {len(x):,} rows and {len(y):,} labels where {block.rows:,} should be"
+                file, f"has {len(x):,} rows and {len(y):,} labels, expected {block.rows:,}"
             )
         like = (x.dtype, x.shape[1:], y.dtype.kind, y.shape[1:])
         if self._like is None:
@@ -101,8 +101,8 @@ class BlockReader:
         elif like != self._like:
             raise bad_file(
                 file,
-                f"rows of {_name(like)}, but of {_name(self._like)} in {self._like_file}: all "
-                "rows must be alike",
+                f"rows have {_name(like)}, but {_name(self._like)} in {self._like_file}; all "
+                "rows must have the same layout",
                 f" (at {block.offset:,})",
             )
 
@@ -114,10 +114,10 @@ def _name(like: tuple[Any, ...]) -> str:
 
 
 class StreamingDataset:
-    """A table whose rows are read block by block, and forgotten block by block.
+    """A dataset whose rows are read and evicted block by block.
 
-    Rows can be asked for in any order, but it is made for runs of them: of the blocks decoded,
-    only as many are kept as `memory_bytes` allow, and at least two.
+    Rows can be requested in any order, but sequential access is efficient: decoded blocks are kept
+    up to `memory_bytes`, and at least two of them.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class StreamingDataset:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = len(self)
         if len(indices) and (indices.max() >= count or indices.min() < -count):
-            raise IndexError(f"row out of range: the table has {count} rows")
+            raise IndexError(f"row out of range: the dataset has {count} rows")
         indices = indices % count
         owners = np.searchsorted(np.asarray(self._starts), indices, side="right") - 1
         numbers = np.unique(owners)
-        # Rows are mostly asked for in order: the block after the last one will be next.
+        # Access is mostly sequential, so the following block is prefetched.
         following = int(numbers[-1]) + 1
         if following < len(self.blocks) and len(numbers) == 1:
             self.prefetch([following])
@@ -164,18 +164,18 @@ class StreamingDataset:
         parts_y: Array | None = None
         for number in numbers:
             x, y = self.block(int(number))
-            mine = np.flatnonzero(owners == number)
-            rows = indices[mine] - self._starts[number]
+            positions = np.flatnonzero(owners == number)
+            rows = indices[positions] - self._starts[number]
             if parts_x is None or parts_y is None:
                 parts_x = np.empty((len(indices), *x.shape[1:]), x.dtype)
                 parts_y = np.empty((len(indices), *y.shape[1:]), y.dtype)
-            parts_x[mine], parts_y[mine] = x[rows], y[rows]
+            parts_x[positions], parts_y[positions] = x[rows], y[rows]
         assert parts_x is not None
         assert parts_y is not None
         return self._finish(parts_x, parts_y, indices, epoch)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Begin to read these blocks, if that has not begun yet."""
+        """Starts to read these blocks, unless already started."""
         with self._lock:
             for number in numbers:
                 if number in self._held:
@@ -186,14 +186,14 @@ class StreamingDataset:
             self._drop(len(numbers))
 
     def _drop(self, needed: int) -> None:
-        """The oldest blocks go, so that the rest keeps within the memory allowed."""
+        """Evicts the oldest blocks until the rest fits into the memory limit."""
         size = sum(self.blocks[n].rows * self._row_bytes for n in self._held)
         while len(self._held) > max(2, needed) and size > self._memory_bytes:
             number, _ = self._held.popitem(last=False)
             size -= self.blocks[number].rows * self._row_bytes
 
     def block(self, number: int) -> Rows:
-        """The rows of one block, waited for; raises what reading them raised."""
+        """Waits for the rows of one block. Raises what reading them raised."""
         self.prefetch([number])
         with self._lock:
             future = self._held[number]
@@ -205,16 +205,16 @@ class StreamingDataset:
             raise
 
     def fetch(self, number: int) -> Future[Rows]:
-        """The rows of one block, read now and not kept here."""
+        """Reads one block in the background, without caching it here."""
         return self._background.submit(partial(self._reader.read, self.blocks[number]))
 
     @property
     def rows_in_memory(self) -> int:
-        """How many rows a window may have: three of them are held at a time."""
+        """Maximum number of rows per window; three windows are in memory at a time."""
         return self._memory_bytes // (3 * self._row_bytes)
 
     def rows_of(self, number: int) -> npt.NDArray[np.int64]:
-        """The numbers of a block's rows in this table."""
+        """Returns the row indices of a block."""
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
 
     def find_block(self, row: int) -> int:
@@ -226,6 +226,6 @@ class StreamingDataset:
         return self._finish(x, y, rows, epoch)
 
     def close(self) -> None:
-        """End the reading threads and forget what was read."""
+        """Stops the reader threads and drops all blocks."""
         self._background.close()
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Plain text by URL, as windows of numbered characters; held in memory as a whole."""
+"""Plain text at a URL, as windows of character codes; held in memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WINDOW = 64
 
 
 class TextSource:
-    """Rows are windows over all files joined, so that the table is made here."""
+    """Text files. Builds the dataset itself, because rows are windows over all files joined."""
 
-    def __init__(self, files: tuple[StoredFile, ...], wanted: ColumnSelection) -> None:
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         check_not_empty(list(files))
         self.files = files
         self.blocks: tuple[DataBlock, ...] = ()
-        self._window = wanted.shape[0] if wanted.shape else WINDOW
+        self._window = selection.shape[0] if selection.shape else WINDOW
 
     def read(self, block: DataBlock) -> Rows:
-        raise AssertionError("a text is read as a whole")
+        raise AssertionError("text is not read by blocks")
 
     def count_classes(self) -> int | None:
         return None
@@ -50,5 +50,5 @@ class TextSource:
         return BuiltDataset(train, (self._window,), len(vocabulary), "text"), val
 
 
-def open_text(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> TextSource:
-    return TextSource(files, wanted)
+def open_text(files: tuple[StoredFile, ...], selection: ColumnSelection) -> TextSource:
+    return TextSource(files, selection)

@@ -1,8 +1,8 @@
-"""tf.train.Example, read and written without TensorFlow: many records at once where they are alike.
+"""Reads and writes tf.train.Example without TensorFlow, vectorized over records of equal layout.
 
-An Example is a protocol buffer: a map from names to lists of bytes, floats or int64. Records of one
-data set mostly differ in their values alone, so the first of a kind is parsed byte by byte, and
-all others whose other bytes are the same are taken from the very same offsets, without a loop over
+An Example is a protocol buffer: a map from names to lists of bytes, floats or int64. Records of a
+dataset mostly differ only in their values, so the first record of a layout is parsed byte by byte,
+and all others with the same non-value bytes are read from the same offsets, without a loop over
 rows. Field numbers: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/
 feature.proto and example.proto.
 """
@@ -21,12 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 
 BYTES, FLOATS, INTS = 1, 2, 3
 _KINDS = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
-MOST_KINDS = 64
-"""Of records in one block that are laid out differently; beyond that each is parsed by itself."""
+MAX_LAYOUTS = 64
+"""Maximum number of layouts per block; further records are parsed individually."""
 
 
 class ExampleError(ValueError):
-    """A record that is no Example, or lacks what is wanted; `row` counts within the block."""
+    """Raised for an invalid Example or a missing feature; `row` counts within the block."""
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class ExampleError(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSpan:
-    """Where one feature's values lie in a record: kind, first byte, bytes, number of values."""
+    """Location of a feature's values in a record: kind, first byte, bytes, number of values."""
 
     kind: int
     start: int
@@ -47,7 +47,7 @@ def _varint(record: Bytes | bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(record) or shift > 63:
-            raise ValueError("a number is cut off")
+            raise ValueError("a number is truncated")
         byte = int(record[at])
         at += 1
         value |= (byte & 0x7F) << shift
@@ -57,7 +57,7 @@ def _varint(record: Bytes | bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(record: Bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """(field number, wire type, start, stop) of each field in [at, stop)."""
+    """Yields (field number, wire type, start, stop) of each field in [at, stop)."""
     while at < stop:
         key, at = _varint(record, at)
         number, wire = key >> 3, key & 7
@@ -79,7 +79,7 @@ def _fields(record: Bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, 
 
 
 def find_features(record: Bytes) -> dict[str, FeatureSpan]:
-    """All features of one record; raises ValueError if it is no Example."""
+    """Returns all features of one record. Raises ValueError if it is not an Example."""
     found: dict[str, FeatureSpan] = {}
     for number, _, a, b in _fields(record, 0, len(record)):
         if number != 1:
@@ -103,7 +103,7 @@ def _entry(record: Bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
 
 
 def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
-    """Packed values lie side by side; single bytes have one span, others are joined later."""
+    """Returns the span of packed values or of a single bytes value; others are joined later."""
     parts = list(_fields(record, at, stop))
     if kind == BYTES:
         if len(parts) == 1:
@@ -114,15 +114,15 @@ def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
         _, _, a, b = parts[0]
         count = (b - a) // 4 if kind == FLOATS else int(np.sum(record[a:b] < 0x80))
         return FeatureSpan(kind, a, b - a, count)
-    # Not packed: every value with its own key, as old writers did.
+    # Not packed: every value has its own key, as old writers did.
     return FeatureSpan(-kind, at, stop - at, len(parts))
 
 
 def decode_span(record: Bytes, span: FeatureSpan) -> Array:
-    """The values of one feature of one record."""
+    """Returns the values of one feature of one record."""
     if span.kind == BYTES:
         if span.count != 1:
-            raise ValueError(f"{span.count} strings of bytes where one is expected")
+            raise ValueError(f"{span.count} byte strings, expected one")
         return record[span.start : span.start + span.size]
     if span.kind == FLOATS:
         return record[span.start : span.start + span.size].view("<f4")
@@ -146,11 +146,11 @@ def _signed(value: int) -> int:
 
 
 def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]) -> list[Array]:
-    """One array for each feature, a row for each record; raises ExampleError."""
+    """Returns one array per feature with one row per record. Raises ExampleError."""
     count = len(starts)
     columns: dict[str, Array] = {}
     todo = np.arange(count)
-    for _ in range(MOST_KINDS):
+    for _ in range(MAX_LAYOUTS):
         if len(todo) == 0:
             break
         row = int(todo[0])
@@ -160,7 +160,7 @@ def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]
         same = todo[lengths[todo] == length]
         rows = _stack(content, starts[same], length)
         alike = np.all((rows == record) | _free(length, spans, record), axis=1)
-        # Integers are as many bytes as they need: their last bytes must lie at the same places.
+        # Integers have variable length: their last bytes must be at the same offsets.
         for span in spans.values():
             if span.kind == INTS:
                 part = slice(span.start, span.start + span.size)
@@ -183,7 +183,7 @@ def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]
 
 
 def _stack(content: Bytes, starts: Array, length: int) -> Bytes:
-    """Records of one length as rows; a view where they lie at equal distances."""
+    """Returns records of one length as rows; a view if they are equally spaced."""
     steps = np.diff(starts)
     if len(steps) and np.all(steps == steps[0]):
         first = content[int(starts[0]) :]
@@ -197,7 +197,7 @@ def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, Feature
     try:
         found = find_features(record)
     except ValueError as error:
-        raise ExampleError(f"is no tf.train.Example ({error})", row) from None
+        raise ExampleError(f"is not a tf.train.Example ({error})", row) from None
     for name in names:
         if name not in found or found[name].kind == 0:
             have = ", ".join(sorted(found)) or "none"
@@ -206,13 +206,13 @@ def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, Feature
 
 
 def _free(length: int, spans: dict[str, FeatureSpan], record: Bytes) -> npt.NDArray[np.bool_]:
-    """Which bytes of a record are values, and may differ from record to record."""
+    """Returns a mask of the bytes that are values and may differ between records."""
     free = np.zeros(length, np.bool_)
     for span in spans.values():
         if span.kind in (BYTES, FLOATS, INTS) and not (span.kind == BYTES and span.count != 1):
             free[span.start : span.start + span.size] = True
     for name, span in find_features(record).items():
-        # Features that nobody wants may hold anything of the same length.
+        # Unused features may contain anything of the same length.
         if name not in spans and span.kind in (BYTES, FLOATS):
             free[span.start : span.start + span.size] = True
     return free
@@ -234,7 +234,7 @@ def _decode_many(rows: Bytes, span: FeatureSpan) -> Array:
                 values[:, index] |= bits << np.uint64(7 * shift)
             begin = int(end) + 1
         return values.view(np.int64)
-    # Values that are not packed side by side: their bytes were required to be the same.
+    # Values that are not packed: their bytes were required to be equal.
     return np.repeat(decode_span(rows[0], span)[None], len(rows), axis=0)
 
 
@@ -244,13 +244,13 @@ def _store(columns: dict[str, Array], name: str, rows: Array, values: Array, cou
     column = columns[name]
     if values.shape[1:] != column.shape[1:]:
         raise ExampleError(
-            f"feature {name!r} has {values.shape[1]:,} values where others have "
-            f"{column.shape[1]:,}",
+            f"feature {name!r} has {values.shape[1]:,} values, others have {column.shape[1]:,}",
             int(rows[0]),
         )
     if values.dtype != column.dtype:
         raise ExampleError(
-            f"feature {name!r} holds {values.dtype} where others hold {column.dtype}", int(rows[0])
+            f"feature {name!r} has the type {values.dtype}, others have {column.dtype}",
+            int(rows[0]),
         )
     column[rows] = values
 
@@ -273,7 +273,7 @@ def _block(number: int, content: bytes) -> bytes:
 
 
 def encode(features: dict[str, Array]) -> bytes:
-    """One record: bytes as a bytes feature, floats as floats, other numbers as int64."""
+    """Encodes one record: bytes as a bytes feature, floats as floats, other numbers as int64."""
     entries = b""
     for name, values in sorted(features.items()):
         if values.dtype == np.uint8:

@@ -2,8 +2,8 @@
 
 A record is its length (u64), a masked CRC-32C of that, the data and a masked CRC-32C of the data,
 all little-endian: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details.
-A file is cut into blocks of whole records; where they begin is found by going over it once, and
-kept in an index beside the decoded data sets. A compressed file (gzip, zlib) is one block.
+A file is split into blocks of complete records. Their offsets are found in one pass and stored in
+an index in the cache directory. A compressed file (gzip, zlib) is one block.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from paceline.data.tf_example import Array, ExampleError, decode, encode, find_f
 from paceline.errors import DataError, UsageError, suggest_name
 
 BLOCK_BYTES = 4 << 20
-"""About so many bytes are read at once."""
+"""Approximate size of a block."""
 READ_BYTES = 32 << 20
 HEAD, FOOT = 12, 4
 _MASK_DELTA = 0xA282EAD8
 
 
 def masked_crc(content: bytes) -> int:
-    """CRC-32C, turned and shifted as the format wants it."""
+    """Returns the masked CRC-32C of the format."""
     crc: int = _crc()(content)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
@@ -54,7 +54,7 @@ def _crc() -> Any:
 
 @dataclass(frozen=True)
 class RecordIndex:
-    """Blocks of one file as (offset, bytes, rows)."""
+    """Blocks of one file, as (offset, bytes, rows)."""
 
     blocks: list[tuple[int, int, int]]
 
@@ -63,10 +63,13 @@ class TFRecordSource:
     """TFRecord files of Examples with the same features."""
 
     def __init__(
-        self, files: tuple[StoredFile, ...], wanted: ColumnSelection, blocks: tuple[DataBlock, ...]
+        self,
+        files: tuple[StoredFile, ...],
+        selection: ColumnSelection,
+        blocks: tuple[DataBlock, ...],
     ) -> None:
         self.files = files
-        self.wanted = wanted
+        self.selection = selection
         self.blocks = blocks
 
     def read(self, block: DataBlock) -> Rows:
@@ -76,22 +79,23 @@ class TFRecordSource:
         if len(starts) != block.rows:
             raise bad_file(
                 file,
-                f"{len(starts):,} records where there were {block.rows:,}: the file has changed",
+                f"{len(starts):,} records instead of {block.rows:,}: the file has changed",
                 f" (at byte {block.offset:,})",
             )
-        names = (*self.wanted.features, *([self.wanted.label] if self.wanted.label else []))
+        chosen = self.selection
+        names = (*chosen.features, *([chosen.label] if chosen.label else []))
         try:
             columns = decode(np.frombuffer(content, np.uint8), starts, lengths, names)
         except ExampleError as error:
             at = block.offset + int(starts[error.row]) - HEAD
             raise bad_file(file, f"a record that {error}", f" (at byte {at:,})") from None
         labels: Array = np.zeros(block.rows, np.int64)
-        if self.wanted.label is not None:
+        if self.selection.label is not None:
             *columns, labels = columns
             if labels.ndim == 2 and labels.shape[1] == 1:
                 labels = labels[:, 0]
         try:
-            return stack_features(columns, self.wanted.shape), labels
+            return stack_features(columns, self.selection.shape), labels
         except ValueError as error:
             raise bad_file(file, str(error), f" (at byte {block.offset:,})") from None
 
@@ -99,28 +103,28 @@ class TFRecordSource:
         return None
 
 
-def open_tfrecords(files: tuple[StoredFile, ...], wanted: ColumnSelection) -> TFRecordSource:
-    """Find the records of all files; raises DataError for one that is cut off or has none."""
+def open_tfrecords(files: tuple[StoredFile, ...], selection: ColumnSelection) -> TFRecordSource:
+    """Indexes the records of all files. Raises DataError for a truncated or empty file."""
     require_extra("google_crc32c", "data", "TFRecord")
-    if not wanted.skip_empty:
+    if not selection.skip_empty:
         check_not_empty(list(files))
     kept: list[StoredFile] = []
     blocks: list[DataBlock] = []
     for file in files:
         index = _find_blocks(file) if file.size else RecordIndex([])
         if not index.blocks:
-            if wanted.skip_empty:
+            if selection.skip_empty:
                 continue
-            raise bad_file(file, "holds no records: take it away, or give --skip-empty")
+            raise bad_file(file, "contains no records; remove it or use --skip-empty")
         blocks += [DataBlock(len(kept), start, rows, size) for start, size, rows in index.blocks]
         kept.append(file)
     if not blocks:
-        raise DataError(f"{files[0].url}: none of {len(files)} files holds a record")
-    return TFRecordSource(tuple(kept), _choose(kept[0], blocks[0], wanted), tuple(blocks))
+        raise DataError(f"{files[0].url}: none of {len(files)} files contains a record")
+    return TFRecordSource(tuple(kept), _choose(kept[0], blocks[0], selection), tuple(blocks))
 
 
-def _choose(file: StoredFile, block: DataBlock, wanted: ColumnSelection) -> ColumnSelection:
-    """Which features to take, by the first record."""
+def _choose(file: StoredFile, block: DataBlock, selection: ColumnSelection) -> ColumnSelection:
+    """Selects the features by the first record."""
     from dataclasses import replace
 
     content = _unpack(file, block)
@@ -129,17 +133,17 @@ def _choose(file: StoredFile, block: DataBlock, wanted: ColumnSelection) -> Colu
     try:
         names = sorted(find_features(record))
     except ValueError as error:
-        raise bad_file(file, f"its first record is no tf.train.Example ({error})") from None
-    label = wanted.label
-    if label is None and "label" in names and "label" not in wanted.features:
+        raise bad_file(file, f"its first record is not a tf.train.Example ({error})") from None
+    label = selection.label
+    if label is None and "label" in names and "label" not in selection.features:
         label = "label"
-    features = wanted.features or tuple(name for name in names if name != label)
+    features = selection.features or tuple(name for name in names if name != label)
     if not features:
-        raise UsageError(f"{file.url}: no feature is left beside the label: name them")
+        raise UsageError(f"{file.url}: no feature is left besides the label; use --features")
     for name in (*features, *([label] if label else [])):
         if name not in names:
             raise bad_file(file, f"has no feature {name!r}: {suggest_name(name, names)}")
-    return replace(wanted, features=features, label=label)
+    return replace(selection, features=features, label=label)
 
 
 def _unpack(file: StoredFile, block: DataBlock) -> bytes:
@@ -155,7 +159,7 @@ def _decompress(file: StoredFile, content: bytes) -> bytes:
         if kind == "zlib":
             return zlib.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        raise bad_file(file, f"is cut off or damaged ({error})") from None
+        raise bad_file(file, f"is truncated or damaged ({error})") from None
     return content
 
 
@@ -163,7 +167,7 @@ def _compression(head: bytes) -> str | None:
     if head[:2] == b"\x1f\x8b":
         return "gzip"
     if len(head) >= HEAD:
-        # A plain file begins with a length and the checksum of it.
+        # An uncompressed file begins with a length and its checksum.
         length, crc = head[:8], struct.unpack("<I", head[8:12])[0]
         if masked_crc(length) == crc:
             return None
@@ -175,7 +179,7 @@ def _compression(head: bytes) -> str | None:
 def _check_records(
     file: StoredFile, content: bytes, base: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Starts and lengths of the records' data, every checksum compared."""
+    """Returns starts and lengths of the records' data after verifying every checksum."""
     crc = _crc()
     starts, lengths = [], []
     view = memoryview(content)
@@ -185,25 +189,23 @@ def _check_records(
     while at < size:
         where = f" (at byte {base + at:,})"
         if at + HEAD > size:
-            raise bad_file(file, f"is cut off: {size - at} bytes where a record begins", where)
+            raise bad_file(file, f"is truncated: {size - at} bytes in the last header", where)
         length, length_crc = head.unpack_from(view, at)
         found = crc(content[at : at + 8])
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
-            raise bad_file(
-                file, "the checksum of a record's length is wrong: the file is damaged", where
-            )
+            raise bad_file(file, "wrong checksum of a record's length: the file is damaged", where)
         start = at + HEAD
         if start + length + FOOT > size:
             raise bad_file(
                 file,
-                f"is cut off: a record of {length:,} bytes, of which {size - start:,} are there",
+                f"is truncated: a record of {length:,} bytes, of which {size - start:,} exist",
                 where,
             )
         found = crc(content[start : start + length])
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != foot.unpack_from(
             view, start + length
         )[0]:
-            raise bad_file(file, "the checksum of a record is wrong: the file is damaged", where)
+            raise bad_file(file, "wrong checksum of a record: the file is damaged", where)
         starts.append(start)
         lengths.append(length)
         at = start + length + FOOT
@@ -214,8 +216,9 @@ def _check_records(
 
 
 def _find_blocks(file: StoredFile) -> RecordIndex:
-    told = f"{file.url} {file.size} {file.stamp}"
-    path = array_cache.root() / "index" / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    identity = f"{file.url} {file.size} {file.stamp}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    path = array_cache.root() / "index" / f"{digest}.json"
     try:
         return RecordIndex([(a, b, c) for a, b, c in json.loads(path.read_text())])
     except (OSError, ValueError, TypeError):
@@ -244,21 +247,22 @@ def _scan(file: StoredFile) -> RecordIndex:
             base, content = at, read_bytes(file.url, at, min(file.size, at + READ_BYTES))
         where = f" (at byte {at:,})"
         if at + HEAD > base + len(content):
-            raise bad_file(file, f"is cut off: {file.size - at} bytes where a record begins", where)
+            what = f"is truncated: {file.size - at} bytes in the last header"
+            raise bad_file(file, what, where)
         length, length_crc = struct.unpack_from("<QI", content, at - base)
         found = crc(content[at - base : at - base + 8])
         if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
             raise bad_file(
                 file,
-                "the checksum of a record's length is wrong: it is damaged, or no TFRecord file",
+                "wrong checksum of a record's length: it is damaged, or not a TFRecord file",
                 where,
             )
         stop = at + HEAD + length + FOOT
         if stop > file.size:
             raise bad_file(
                 file,
-                f"is cut off: a record of {length:,} bytes, of which "
-                f"{max(0, file.size - at - HEAD):,} are there",
+                f"is truncated: a record of {length:,} bytes, of which "
+                f"{max(0, file.size - at - HEAD):,} exist",
                 where,
             )
         rows += 1
@@ -275,7 +279,7 @@ def _scan(file: StoredFile) -> RecordIndex:
 
 
 def frame(record: bytes) -> bytes:
-    """A record with its length and checksums around it."""
+    """Returns a record framed with its length and checksums."""
     length = struct.pack("<Q", len(record))
     return b"".join(
         (
@@ -288,6 +292,6 @@ def frame(record: bytes) -> bytes:
 
 
 def write_records(rows: Iterable[dict[str, Array]], *, compress: bool = False) -> bytes:
-    """A whole file of Examples."""
+    """Returns a file of Examples."""
     content = b"".join(frame(encode(row)) for row in rows)
     return gzip.compress(content, mtime=0) if compress else content

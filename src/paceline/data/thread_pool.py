@@ -1,4 +1,4 @@
-"""A few threads that work ahead of somebody; they never keep a process from ending."""
+"""Background threads that never keep a process from exiting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ T = TypeVar("T")
 
 
 class DaemonThreadPool:
-    """Tasks in the order they come, on at most so many threads, which start when needed."""
+    """Runs tasks in order of submission on up to `threads` threads, started on demand."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
         self._threads: list[threading.Thread] = []
-        self._most = threads
+        self._max_threads = threads
         self._name = name
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """What the task gives, or raises, comes out of the future."""
+        """Schedules a task; the future receives its result or exception."""
         future: Future[T] = Future()
         self._tasks.put((future, task))
-        if len(self._threads) < self._most:
-            # Daemons: a read that hangs must not outlive the run that wanted it.
+        if len(self._threads) < self._max_threads:
+            # Daemon threads: a read that hangs must not outlive the run.
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -45,7 +45,7 @@ class DaemonThreadPool:
             del future, task, item
 
     def close(self) -> None:
-        """Threads end after what they are doing; tasks not yet begun are dropped."""
+        """Cancels pending tasks; threads exit after their current task."""
         while True:
             try:
                 item = self._tasks.get_nowait()
