@@ -1,7 +1,7 @@
-"""Every exception Paceline raises on purpose, in one tree.
+"""Exception hierarchy of Paceline.
 
-An error's text is one line that says the value, the rule and the remedy. `exit_code` is what the
-command line returns for it: 2 for the user's mistake, 1 for a run that failed.
+The message of an error is one line with the problem, the rule and the remedy. `exit_code` is the
+exit status of the command line: 2 for a usage error, 1 for a failed run.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors of Paceline."""
 
     exit_code = 1
 
 
 class UsageError(PacelineError):
-    """The user asked for something that cannot be: nothing was started, nothing was written."""
+    """Invalid input. Raised before anything is started or written."""
 
     exit_code = 2
 
 
 class SpecError(UsageError):
-    """A strategy, optimizer or schedule expression that cannot be read."""
+    """A strategy, optimizer or schedule expression that cannot be parsed."""
 
 
 class DataError(UsageError):
-    """A data set that is missing, truncated or not what it claims to be."""
+    """A dataset that is missing, truncated or invalid."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that cannot be used: of another model, cut off, or of a newer format."""
+    """A checkpoint that is truncated, has a newer format, or belongs to another model."""
 
 
 class RunFailed(PacelineError):
-    """The run ended early; the text names the process, its last step and its error.
+    """The run failed. The message names the process, its last step and its error.
 
-    `details` holds what helps to find the cause: a traceback, stacks, or the last lines it wrote.
+    `details` helps to find the cause: a traceback, stacks, or the last lines of its log.
     """
 
     def __init__(self, text: str, details: str = "") -> None:
@@ -46,8 +46,9 @@ class RunFailed(PacelineError):
 
 
 class HostError(PacelineError):
-    """A machine that cannot be reached or used. `kind` is one word for what is wrong, `fix` the
-    command that mends it, or nothing where there is none.
+    """A machine that cannot be reached or used.
+
+    `kind` names the problem in one name; `fix` is a command that fixes it, or empty.
     """
 
     def __init__(self, host: str, kind: str, problem: str, fix: str = "") -> None:
@@ -59,29 +60,29 @@ class HostError(PacelineError):
 
 
 class Diverged(PacelineError):
-    """The loss became NaN, infinite or exploded; the text names step and worker."""
+    """The loss became NaN, infinite or exploded. The message names the step and the worker."""
 
 
 class DeadlineExceeded(PacelineError):
-    """A wait reached its deadline; the text names who was waited for."""
+    """A wait timed out. The message names the process that was waited for."""
 
 
 class PeerLost(PacelineError):
-    """Another process of the run went away: a consequence, seldom the cause of a failure."""
+    """Another process of the run is gone; usually a consequence, not the cause of a failure."""
 
 
 class WireError(PacelineError):
-    """A message that does not follow the wire format, or a peer without the run's token."""
+    """A message that violates the wire format, or a peer without the run's token."""
 
 
 class StateError(PacelineError):
-    """Training state that does not fit: missing names, other shapes, replicas that differ."""
+    """Incompatible training state: missing names, other shapes, or diverged replicas."""
 
 
-def suggest_name(word: str, known: Iterable[str]) -> str:
-    """The ending of an "unknown name" line: the nearest known name, or all of them."""
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Returns the end of an "unknown name" message: the nearest known name, or all names."""
     names = sorted(known)
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}? (known: {', '.join(names)})"
     return f"known: {', '.join(names)}"

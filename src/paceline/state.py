@@ -1,11 +1,11 @@
-"""TrainState: training as a value, and its form on disk (safetensors + JSON; never pickle).
+"""TrainState: the training state as a value, and its on-disk format (safetensors and JSON).
 
-*Global* is what all replicas agree on: weights, buffers, optimizer slots, and plain data (samples
-seen, data position, history). *Per worker* is what each keeps for itself: random generators, and
-whatever a strategy remembers (codec residuals, inner optimizers).
+The *global* section is shared by all replicas: weights, buffers, optimizer slots, and plain data
+(samples seen, data position, history). The *per-worker* sections contain random generators and the
+local state of a strategy (codec residuals, inner optimizers).
 
-When the number of workers changes, the global section carries over as it is; of the per-worker
-sections those that find their worker again are restored, further workers start fresh ones.
+When the number of workers changes, the global section is preserved. Per-worker sections are
+restored for workers that still exist; new workers start with empty ones. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1
 
 @dataclass
 class Section:
-    """Named tensors plus plain (JSON-able) data."""
+    """Named tensors and plain (JSON-serializable) data."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True)
 class RemoteTensor:
-    """A tensor that another process holds: its form, and how it comes here, once."""
+    """A tensor in another process: its shape, its dtype, and a function that fetches it once."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -62,21 +62,21 @@ class RemoteTensor:
 
 @dataclass
 class TrainState:
-    """weights/NAME, buffers/NAME and slots/NAME/SLOT in one global section."""
+    """Training state: weights/NAME, buffers/NAME and slots/NAME/SLOT in one global section."""
 
     shared: Section
     workers: list[Section] = field(default_factory=list)
 
     distant: dict[str, RemoteTensor] = field(default_factory=dict)
-    """The part of the global section that other processes hold; to be written down, no more."""
+    """Tensors of the global section in other processes; only used to write a checkpoint."""
 
     def fingerprint(self) -> str:
-        """Tells models apart by the names, shapes and types of their weights and buffers."""
+        """Identifies the model by the names, shapes and dtypes of its weights and buffers."""
         return fingerprint_of({**self.shared.tensors, **self.distant})
 
 
 def is_model_tensor(name: str) -> bool:
-    """Weights and buffers, in contrast to what optimizers and strategies remember."""
+    """Returns whether a tensor is a weight or buffer, not optimizer or strategy state."""
     return name.startswith(("weights/", "buffers/"))
 
 
@@ -90,18 +90,18 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor | RemoteTensor]) -> str:
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors that share no storage, as the file format wants them."""
+    """Returns contiguous tensors that share no storage, as the file format requires."""
     return {k: v.detach().contiguous().clone() for k, v in tensors.items()}
 
 
 def copy_section(section: Section) -> Section:
-    """A copy that later training does not touch."""
+    """Returns an independent copy."""
     tensors = {name: tensor.clone() for name, tensor in section.tensors.items()}
     return Section(tensors, copy.deepcopy(section.plain))
 
 
 def state_from_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Section:
-    """The state held by a model and its optimizer; tensors are views, not copies."""
+    """Returns the state of a model and its optimizer; tensors are views, not copies."""
     section = Section()
     for name, parameter in model.named_parameters():
         section.tensors[f"weights/{name}"] = parameter.detach()
@@ -113,7 +113,7 @@ def state_from_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def set_slot(section: Section, name: str, slot: str, value: Any) -> None:
-    """Slots are tensors as a rule; plain numbers of a user's own optimizer are kept as such."""
+    """Stores a slot: usually a tensor; plain numbers of custom optimizers are kept as such."""
     if isinstance(value, torch.Tensor):
         section.tensors[f"slots/{name}/{slot}"] = value
     elif value is not None:
@@ -123,7 +123,7 @@ def set_slot(section: Section, name: str, slot: str, value: Any) -> None:
 def load_into_model(
     section: Section, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Load a captured section; raises StateError when names or shapes differ."""
+    """Loads a section into a model and optimizer. Raises StateError if names or shapes differ."""
     load_weights(section, model)
     slots = slots_by_parameter(section)
     for name, parameter in model.named_parameters():
@@ -141,15 +141,15 @@ def load_weights(section: Section, model: torch.nn.Module) -> None:
     targets.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
     given = {k for k in section.tensors if is_model_tensor(k)}
     if given != set(targets):
-        odd = sorted(given.symmetric_difference(targets))[0]
-        where = "the state lacks it" if odd in targets else "the model lacks it"
-        raise StateError(f"state of another model: {odd} ({where})")
+        name = sorted(given.symmetric_difference(targets))[0]
+        where = "missing in the state" if name in targets else "missing in the model"
+        raise StateError(f"the state belongs to another model: {name} ({where})")
     for name, target in targets.items():
         source = section.tensors[name]
         if source.shape != target.shape:
             raise StateError(
-                f"state of another model: {name} has shape {tuple(source.shape)}, "
-                f"the model's has {tuple(target.shape)}"
+                f"the state belongs to another model: {name} has shape {tuple(source.shape)}, "
+                f"expected {tuple(target.shape)}"
             )
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
@@ -172,15 +172,15 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checksum(section: Section) -> str:
-    """A fast sum over all bits, for telling replicas apart (not for security)."""
+    """Returns a fast checksum to compare replicas (not for security)."""
     digest = hashlib.sha256()
     for name in sorted(section.tensors):
         flat = section.tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
         if flat.storage_offset() % 4:
-            flat = flat.clone()  # A view into something larger, of a type of one or two bytes.
-        whole = flat.numel() // 4 * 4
-        total = int(flat[:whole].view(torch.int32).sum(dtype=torch.int64)) if whole else 0
-        rest = bytes(flat[whole:].tolist())
+            flat = flat.clone()  # An unaligned view with a dtype of one or two bytes.
+        aligned = flat.numel() // 4 * 4
+        total = int(flat[:aligned].view(torch.int32).sum(dtype=torch.int64)) if aligned else 0
+        rest = bytes(flat[aligned:].tolist())
         digest.update(f"{name}:{total}:".encode() + rest)
     return digest.hexdigest()[:16]
 
@@ -189,7 +189,7 @@ def checksum(section: Section) -> str:
 
 
 def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2) -> Path:
-    """Write a checkpoint whole or not at all, then drop all but the newest `keep`."""
+    """Writes a checkpoint atomically, then removes all but the latest `keep`."""
     partial = partial_checkpoint_path(folder, name)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -207,11 +207,11 @@ def save_checkpoint(folder: Path, name: str, state: TrainState, *, keep: int = 2
         return commit_checkpoint(folder, name, keep=keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StateError(f"checkpoint {folder / name} could not be written: {error}") from None
+        raise StateError(f"cannot write checkpoint {folder / name}: {error}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | RemoteTensor]) -> None:
-    """A safetensors file, tensor by tensor: none is copied, and no two distant ones are here."""
+    """Writes a safetensors file without copies, with at most one remote tensor in memory."""
     head: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -252,14 +252,15 @@ _DTYPES = {
 
 
 def load_checkpoint(path: Path) -> TrainState:
-    """Read a checkpoint; raises CheckpointError that names the file and what is wrong with it."""
+    """Reads a checkpoint. Raises CheckpointError with the file and the problem."""
     try:
         head = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if not isinstance(head, dict):
             raise ValueError("state.json is not a mapping")
         if head.get("format") != FORMAT:
             raise CheckpointError(
-                f"checkpoint {path} has format {head.get('format')}, this version reads {FORMAT}"
+                f"checkpoint {path} has format {head.get('format')}; "
+                f"this version reads format {FORMAT}"
             )
         shared = Section(load_file(path / "state.safetensors"), head["plain"])
         workers = [
@@ -267,8 +268,10 @@ def load_checkpoint(path: Path) -> TrainState:
             for rank in range(head["workers"])
         ]
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from None
+        raise CheckpointError(f"cannot read checkpoint {path}: {error}") from None
     state = TrainState(shared, workers)
     if state.fingerprint() != head["fingerprint"]:
-        raise CheckpointError(f"checkpoint {path} is damaged: its tensors are not those it names")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: its tensors do not match its fingerprint"
+        )
     return state

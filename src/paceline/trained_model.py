@@ -1,4 +1,4 @@
-"""A finished run's model, back as a torch module."""
+"""Loads and evaluates the model of a finished run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from paceline.worker.job_builder import (
 
 
 def load(folder: str | Path, *, model: torch.nn.Module | None = None) -> torch.nn.Module:
-    """The trained model of a run, in evaluation mode.
+    """Returns the trained model of a run, in evaluation mode.
 
-    `model` is needed only where the run's job was made of live objects or of a script: the
-    weights are then loaded into it. Raises UsageError when there is no model or it does not fit.
+    `model` is required only if the job was made of live objects or a script; the weights are loaded
+    into it. Raises UsageError if there is no model or its weights do not match.
     """
     run = RunFolder(folder)
     if not run.model.exists():
-        raise UsageError(f"{run.path} has no model.safetensors: name the folder of a finished run")
+        raise UsageError(f"{run.path} has no model.safetensors; use the folder of a finished run")
     built = model if model is not None else build_model(*_parts(run))
     try:
         load_model(built, str(run.model))
     except (RuntimeError, SafetensorError) as error:
         raise UsageError(
-            f"{run.model} does not fit the model: {error}".replace("\n", " ")
+            f"{run.model} does not match the model: {error}".replace("\n", " ")
         ) from None
     return built.eval()
 
@@ -45,7 +45,7 @@ def load(folder: str | Path, *, model: torch.nn.Module | None = None) -> torch.n
 def evaluate(
     folder: str | Path, *, data: str | None = None, data_dir: Path | None = None
 ) -> dict[str, Any]:
-    """Loss and accuracy of a run's model on the test part of its own, or of another, data set."""
+    """Returns loss and accuracy of a run's model on the test split of its, or another, dataset."""
     run = RunFolder(folder)
     model = load(folder)
     job = _job(run)
@@ -55,11 +55,13 @@ def evaluate(
         job.check()
     table = load_test_split(job, whole=data is not None)
     if table is None:
-        raise UsageError("the job's data has no test part: name another with --data")
+        raise UsageError("the job's data has no test split; choose another dataset with --data")
     try:
         loss_sum, correct, count = evaluate_shard(model, build_loss(job, model), table)
     except RuntimeError as error:
-        raise UsageError(f"the model cannot read {job.data}: {error}".replace("\n", " ")) from None
+        raise UsageError(
+            f"the model does not accept {job.data}: {error}".replace("\n", " ")
+        ) from None
     return {
         "data": job.describe()["data"],
         "test_loss": loss_sum / count,
@@ -72,8 +74,8 @@ def _job(run: RunFolder) -> Job:
     facts = json.loads(run.config.read_text(encoding="utf-8"))["job"]
     if facts.get("job_ref") is None:
         raise UsageError(
-            f"{run.path} was trained from live objects or a script: load it in Python with "
-            "paceline.trained_model(DIR, model=...)"
+            f"{run.path} was trained from live objects or a script; load it in Python with "
+            "paceline.load(DIR, model=...)"
         )
     return JobRef.model_validate(facts["job_ref"]).resolve()
 

@@ -1,4 +1,4 @@
-"""The models Paceline can train, by name. Importing this package does not import torch."""
+"""Built-in models, by name. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Kind", "ModelInfo", "build", "find", "names"]
 
 
 def build(name: str, *, input_shape: Sequence[int], classes: int) -> torch.nn.Module:
-    """A new model for samples of `input_shape` (no batch dimension) and `classes` outputs.
+    """Builds a model for samples of `input_shape` (without batch dimension) and `classes` outputs.
 
-    Weights are drawn from torch's global generator: seed it first for the same weights again.
+    Weights are drawn from torch's global generator; seed it for reproducible weights.
     """
     entry = find(name)
     shape = check_input_shape(entry, input_shape)
     check_classes(entry, classes)
     module_name, _, factory_name = entry.factory.partition(":")
-    # Imported only now: listing or checking models must not pay for loading torch.
+    # Imported lazily, so that listing or checking models does not load torch.
     factory = getattr(import_module(module_name), factory_name)
     return cast("torch.nn.Module", factory(input_shape=shape, classes=classes, **entry.options))

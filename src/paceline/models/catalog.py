@@ -1,4 +1,4 @@
-"""What each model is called, what it takes and where its code lives: torch-free."""
+"""Catalog of built-in models: names, accepted inputs and factories. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["image", "vector-or-image", "text"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One model: `factory` is "module:callable", called with shape, classes and `options`."""
+    """A model. `factory` is "module:callable", called with shape, classes and `options`."""
 
     name: str
     kind: Kind
@@ -21,7 +21,7 @@ class ModelInfo:
     description: str
     options: Mapping[str, Any] = field(default_factory=dict)
     min_side_pixels: int = 1
-    """The smallest image side that unpadded convolutions and pooling leave something of."""
+    """Minimum height and width of an image, given by unpadded convolutions and pooling."""
 
 
 _MLP = "paceline.models.mlp:MLP"
@@ -36,7 +36,7 @@ def _mlp(name: str, *hidden: int) -> ModelInfo:
 
 def _resnet_v1(depth: int) -> ModelInfo:
     text = f"CIFAR ResNet v1 of depth {depth}: three stages of basic blocks, 16/32/64 filters"
-    # Two convolutions a block, three stages, plus the stem and the final dense layer.
+    # Two convolutions per block in three stages, plus the stem and the final dense layer.
     options = {"blocks_per_stage": (depth - 2) // 6}
     return ModelInfo(f"resnet{depth}", "image", _RESNET_V1, text, options)
 
@@ -88,12 +88,12 @@ _ENTRIES = {
 
 
 def names() -> list[str]:
-    """All model names, in the catalogue's order: small to large within a family."""
+    """Returns all model names in catalog order: small to large within a family."""
     return list(_ENTRIES)
 
 
 def find(name: str) -> ModelInfo:
-    """The entry called `name`, or a UsageError that names the nearest one."""
+    """Returns the entry of a name. Raises UsageError with the nearest known name."""
     try:
         return _ENTRIES[name]
     except KeyError:
@@ -101,25 +101,25 @@ def find(name: str) -> ModelInfo:
 
 
 def check_input_shape(entry: ModelInfo, input_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of ints, or a UsageError if the model cannot take such samples."""
+    """Returns the shape as a tuple. Raises UsageError if the model does not accept it."""
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1:
         raise UsageError(
-            f"input shape {shape} of model {entry.name!r}: needs one or more sizes of at least 1; "
+            f"input shape {shape} of model {entry.name!r}: all sizes must be at least 1; "
             "give the shape of one sample without the batch dimension"
         )
     if entry.kind == "image":
         _check_image_shape(entry, shape)
     elif entry.kind == "text" and len(shape) != 1:
         raise UsageError(
-            f"input shape {shape} does not fit model {entry.name!r}: "
-            f"it reads text as (time,); use a text data set or {_others('image')}"
+            f"input shape {shape} is not supported by model {entry.name!r}: "
+            f"it reads text as (time,); use a text dataset or {_others('image')}"
         )
     return shape
 
 
 def check_classes(entry: ModelInfo, classes: int) -> None:
-    """Refuse a model without outputs."""
+    """Raises UsageError for a model without outputs."""
     if classes < 1:
         raise UsageError(
             f"classes={classes} for model {entry.name!r}: must be at least 1; "
@@ -130,8 +130,8 @@ def check_classes(entry: ModelInfo, classes: int) -> None:
 def _check_image_shape(entry: ModelInfo, shape: tuple[int, ...]) -> None:
     if len(shape) != 3:
         raise UsageError(
-            f"input shape {shape} does not fit model {entry.name!r}: it reads images as "
-            f"(channels, height, width); use an image data set or {_others('vector-or-image')}"
+            f"input shape {shape} is not supported by model {entry.name!r}: it reads images as "
+            f"(channels, height, width); use an image dataset or {_others('vector-or-image')}"
         )
     if min(shape[1:]) < entry.min_side_pixels:
         raise UsageError(
@@ -141,6 +141,6 @@ def _check_image_shape(entry: ModelInfo, shape: tuple[int, ...]) -> None:
 
 
 def _others(kind: Kind) -> str:
-    """A remedy: some models that take the other kind of data."""
-    fitting = [entry.name for entry in _ENTRIES.values() if entry.kind == kind]
-    return "a model such as " + " or ".join(fitting[:2])
+    """Suggests models that accept the other kind of data."""
+    matching = [entry.name for entry in _ENTRIES.values() if entry.kind == kind]
+    return "a model such as " + " or ".join(matching[:2])

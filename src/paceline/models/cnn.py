@@ -1,4 +1,4 @@
-"""Two plain convolutional networks, layer for layer those of the Keras introductions."""
+"""Two convolutional networks with the layers of the Keras introductory examples."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class KerasCNN(nn.Module):
 
 
 def _pooled(side_pixels: int, *, convolutions: int) -> int:
-    """What is left of a side: an unpadded 3x3 convolution takes 2, pooling halves the rest."""
+    """Returns the side after unpadded 3x3 convolutions (2 pixels each) and 2x2 pooling."""
     return (side_pixels - 2 * convolutions) // 2

@@ -20,7 +20,7 @@ class DenseLayer(nn.Module):
     def __init__(self, channels: int, *, growth: int, dropout: float) -> None:
         super().__init__()
         inner = BOTTLENECK_FACTOR * growth
-        # No biases: the normalisation that follows would take them out again.
+        # No biases: the following normalization would cancel them.
         self.new_channels = nn.Sequential(
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -37,7 +37,7 @@ class DenseLayer(nn.Module):
 
 
 def make_transition(channels: int, channels_out: int, *, dropout: float) -> nn.Sequential:
-    """Compress the channels and halve height and width."""
+    """Compresses the channels and halves height and width."""
     return nn.Sequential(
         nn.BatchNorm2d(channels),
         nn.ReLU(),
@@ -48,7 +48,7 @@ def make_transition(channels: int, channels_out: int, *, dropout: float) -> nn.S
 
 
 class DenseNetBC(nn.Module):
-    """Three dense blocks with a transition between each two of them."""
+    """Three dense blocks with transitions in between."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class DenseNetBC(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        # The stem, the dense layer and two transitions make 4; a layer has two convolutions.
+        # Stem, dense layer and two transitions count as 4; each layer has two convolutions.
         layers_per_block = (depth - 4) // (2 * DENSE_BLOCKS)
         channels = 2 * growth
         self.stem = nn.Conv2d(input_shape[0], channels, 3, padding=1, bias=False)

@@ -1,4 +1,4 @@
-"""First weights, drawn from torch's global generator in the order the layers were made."""
+"""Weight initialization from torch's global generator, in the order of the layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def init_glorot(model: nn.Module) -> None:
-    """Glorot-uniform kernels and zero biases in every convolution and dense layer."""
+    """Initializes convolution and dense layers: Glorot-uniform kernels, zero biases."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
@@ -14,7 +14,7 @@ def init_glorot(model: nn.Module) -> None:
 
 
 def init_he(model: nn.Module) -> None:
-    """He-normal kernels (by fan-in) and zero biases in every convolution and dense layer."""
+    """Initializes convolution and dense layers: He-normal kernels (fan-in), zero biases."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")

@@ -11,7 +11,7 @@ from paceline.models.initializers import init_glorot
 
 
 class MLP(nn.Module):
-    """Dense layers with ReLU between them, over the flattened sample."""
+    """Dense layers with ReLU in between, on the flattened sample."""
 
     def __init__(self, *, input_shape: Sequence[int], classes: int, hidden: Sequence[int]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""CIFAR residual networks in the form of the Keras example.
+"""CIFAR residual networks, as in the Keras example.
 
-Convolutions have biases and the shortcut is a 1x1 convolution wherever the shape changes. Batch
-normalisation keeps torch's own momentum and epsilon. The last pooling is global, so that any
-image size fits; on 32x32 it is the example's 8x8 pooling.
+Convolutions have biases, and the shortcut is a 1x1 convolution where the shape changes. Batch
+normalization uses torch's default momentum and epsilon. The last pooling is global, so that any
+image size is supported; on 32x32 it equals the example's 8x8 pooling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = 3
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut, normalised after each convolution."""
+    """Two 3x3 convolutions, each followed by normalization, with a shortcut."""
 
     def __init__(self, filters_in: int, filters: int, *, stride: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ResNetV1(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each normalised and activated before, not after."""
+    """1x1, 3x3 and 1x1 convolutions, each preceded by normalization and activation."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class BottleneckBlock(nn.Module):
         project: bool,
     ) -> None:
         super().__init__()
-        # The stem's output is already normalised and activated: doing so twice is left out.
+        # The stem's output is already normalized and activated.
         self.enter: nn.Module = nn.Identity()
         if not activated:
             self.enter = nn.Sequential(nn.BatchNorm2d(filters_in), nn.ReLU())
@@ -149,7 +149,7 @@ class ResNetV2(nn.Module):
     def regularization(self) -> Tensor:
         """`l2` times the sum of squares of all convolution kernels.
 
-        Biases, normalisation and the final dense layer go free, as in the example.
+        Biases, normalization and the final dense layer are excluded, as in the example.
         """
         kernels = [layer.weight for layer in self.modules() if isinstance(layer, nn.Conv2d)]
         return self.l2 * torch.stack([kernel.square().sum() for kernel in kernels]).sum()

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in which no position sees a later one."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, width: int, *, heads: int, dropout: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         joint = self.queries_keys_values(x).view(batch, time, 3, self.heads, width // self.heads)
-        # To (3, batch, heads, time, width of a head): attention works on the last two.
+        # To (3, batch, heads, time, head width): attention uses the last two dimensions.
         queries, keys, values = joint.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
             queries,
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a perceptron, each normalised before and added to the stream."""
+    """Attention and an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, width: int, *, heads: int, dropout: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class CharTransformer(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=False)
-        # One tensor under two names: a character is read and predicted by the same vector.
+        # Tied embedding: one tensor under two names.
         self.head.weight = self.characters.weight
         self._init_weights()
 
@@ -89,8 +89,8 @@ class CharTransformer(nn.Module):
         time = characters.shape[1]
         if time > self.context:
             raise UsageError(
-                f"{time} characters in a sequence: the model's context is {self.context}; "
-                "cut the sequence or build the model with a longer context"
+                f"the sequence has {time} characters, but the model's context is {self.context}; "
+                "shorten the sequence or build the model with a longer context"
             )
         positions = torch.arange(time, device=characters.device)
         x = self.dropout(self.characters(characters) + self.positions(positions))
@@ -99,7 +99,7 @@ class CharTransformer(nn.Module):
 
     def _init_weights(self) -> None:
         std = 0.02
-        # Every block adds to the stream twice: smaller steps keep its variance from growing.
+        # Every block adds to the residual stream twice; smaller weights keep its variance bounded.
         residual_std = std / math.sqrt(2 * len(self.blocks))
         nn.init.normal_(self.characters.weight, std=std)
         nn.init.normal_(self.positions.weight, std=std)
