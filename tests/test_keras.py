@@ -268,7 +268,7 @@ model.save(sys.argv[1])
 def test_two_workers_train_as_plain_keras_does(
     run_cli: RunCli, tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
-    """One batch an epoch, so that the order of samples does not matter; two calls of fit."""
+    """One batch per epoch, so that the order of samples does not matter; two calls of fit."""
     text = FULL_BATCH.format(optimizer=optimizer)
     finished, _ = launch(run_cli, tmp_path, text, strategy, tmp_path / "ours.keras")
     assert finished.code == 0, finished.stderr
@@ -294,7 +294,9 @@ def test_mistakes_in_a_script_are_one_line(run_cli: RunCli, tmp_path: Path) -> N
         run_cli, tmp_path, "import tensorflow as tf\ntf.raw_ops.Conv2D\n", "allreduce"
     )
     assert finished.code == 2
-    assert "tf.raw_ops is not known without TensorFlow: install TensorFlow" in finished.last_line
+    assert (
+        "tf.raw_ops is not available without TensorFlow; install TensorFlow" in finished.last_line
+    )
 
 
 # ---- a model as a job ------------------------------------------------------------------------
@@ -349,10 +351,10 @@ def test_job_of_a_compiled_model(tmp_path: Path, strategy: str) -> None:
     assert json.loads(second) == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05, 0.01])
 
 
-def test_job_says_what_it_cannot_hold() -> None:
+def test_job_rejects_unsupported_models() -> None:
     x, y = np.zeros((8, 6), "float32"), np.zeros(8, "int64")
     for change, words in (
-        ({"optimizer": "ftrl"}, "Ftrl is not one that runs distributed"),
+        ({"optimizer": "ftrl"}, "Ftrl is not supported"),
         ({"optimizer": keras.optimizers.Adam(use_ema=True)}, "moving average"),
         ({"loss": None}, "without a loss"),
     ):
@@ -360,11 +362,11 @@ def test_job_says_what_it_cannot_hold() -> None:
             jobs.job(small_model(**change), x, y)
     with pytest.raises(UsageError, match="not compiled"):
         jobs.job(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]), x, y)
-    with pytest.raises(UsageError, match="no Keras model"):
+    with pytest.raises(UsageError, match="is not a Keras model"):
         jobs.job(torch.nn.Linear(6, 3), x, y)
     with pytest.raises(UsageError, match="one input array"):
         jobs.job(small_model(), [x, x], y)
-    with pytest.raises(UsageError, match="leaves nothing"):
+    with pytest.raises(UsageError, match="leaves one side empty"):
         jobs.job(small_model(), x, y, validation_split=0.99)
 
 
@@ -516,21 +518,21 @@ def test_sources_give_each_sample_once() -> None:
     assert source_of(tf.data.Dataset.from_tensor_slices((x, y)).batch(3)).batch == 4
 
 
-def test_sources_say_what_they_cannot_share_out() -> None:
+def test_data_that_cannot_be_distributed_is_rejected() -> None:
     x, y = np.zeros((8, 2)), np.zeros(8)
     tf = make_tensorflow()
     for make, words in (
         (lambda: source_of(None), "without x"),
         (lambda: source_of(x, y[:5]), r"unequal lengths: \[5, 8\]"),
-        (lambda: source_of(x, y, steps=3), "steps_per_epoch with arrays"),
-        (lambda: source_of(3), "given a int"),
-        (lambda: source_of(iter([])), "without a single batch"),
-        (lambda: source_of(tf.data.Dataset.from_tensor_slices(x).repeat()), "endless"),
+        (lambda: source_of(x, y, steps=3), "steps_per_epoch is not supported with arrays"),
+        (lambda: source_of(3), "does not support a int"),
+        (lambda: source_of(iter([])), "without any batch"),
+        (lambda: source_of(tf.data.Dataset.from_tensor_slices(x).repeat()), "infinite data"),
     ):
         with pytest.raises(UsageError, match=words):
             make()
     assert not hasattr(tf, "raw_ops")
-    with pytest.raises(UsageError, match=r"tf\.data\.Dataset\.window is not known"):
+    with pytest.raises(UsageError, match=r"tf\.data\.Dataset\.window is not available"):
         tf.data.Dataset.from_tensor_slices(x).window(3)
 
 

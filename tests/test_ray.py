@@ -194,7 +194,7 @@ def test_too_many_workers_are_told_at_once(
     ray = ("--engine", "ray", "--address", cluster.address, "--workers", "3")
     done = run_cli("train", *OPTIONS, *ray, "--out", "run", timeout=RUN_S)
     assert done.code == 2, done.stderr
-    assert "3 places of 1 CPU are asked for, the Ray cluster has 2 in all" in done.last_line
+    assert "3 slots of 1 CPU were requested, but the Ray cluster has 2 in total" in done.last_line
     assert not (tmp_path / "run").exists()
 
 
@@ -204,5 +204,5 @@ def test_no_cluster_is_told(run_cli: RunCli, tmp_path: Path) -> None:
         timeout=RUN_S,
     )  # fmt: skip
     assert done.code == 2, done.stderr
-    assert "no Ray cluster is reached at 127.0.0.1:1" in done.last_line
+    assert "no Ray cluster found at 127.0.0.1:1" in done.last_line
     assert not (tmp_path / "run").exists()

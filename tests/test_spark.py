@@ -246,7 +246,7 @@ def test_run_calls_a_function_on_every_executor(session: Any) -> None:
     assert run(work, 2, args=(10.0,)) == [{"rank": 0, "sum": 30.0}, {"rank": 1, "sum": 30.0}]
     with pytest.raises(RunFailed, match=r"worker \d on \S+: ValueError: the dog ate the shard"):
         run(fail, 2)
-    with pytest.raises(RunFailed, match="no plain data"):
+    with pytest.raises(RunFailed, match="not JSON-compatible"):
         run(lambda: {1, 2}, 1)
 
 
@@ -344,14 +344,16 @@ def test_killed_executor_ends_the_run_in_words(
 def test_too_many_workers_and_wrong_columns(session: Any, frame: Any, tmp_path: Path) -> None:
     from paceline.spark import engine
 
-    with pytest.raises(UsageError, match=r"3 workers need 3 task slots .* the cluster has 2"):
+    with pytest.raises(
+        UsageError, match=r"3 workers need 3 simultaneous task slots, but the cluster has 2"
+    ):
         engine.wait_for_slots(session, 3, 1.0)
     for change, words in (
         ({"labelCol": "lable"}, "no column 'lable': did you mean 'label'"),
-        ({"labelCol": "image"}, "labels are numbers"),
-        ({"shape": "1x9x9"}, "shape 1x9x9 has 81 numbers, features have 64"),
+        ({"labelCol": "image"}, "labels must be numbers"),
+        ({"shape": "1x9x9"}, "shape 1x9x9 has 81 values, but features have 64"),
         ({"strategy": "alreduce"}, "did you mean 'allreduce'"),
-        ({"store": None}, "store is not said"),
+        ({"store": None}, "store is not set"),
         ({"model": "cnn-smal"}, "did you mean 'cnn-small'"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -378,7 +380,7 @@ def test_dynamic_allocation_is_refused() -> None:
     from paceline.spark.engine import check_session
 
     given: Any = _Settings(spark__dynamicAllocation__enabled="true")
-    with pytest.raises(UsageError, match=r"set it to false and ask for enough executors"):
+    with pytest.raises(UsageError, match=r"set it to false and request enough executors"):
         check_session(given)
     check_session(_Settings())  # type: ignore[arg-type]
 
@@ -390,7 +392,7 @@ def test_what_spark_says_becomes_one_line() -> None:
     trace = "Job aborted due to stage failure:\n  Traceback\n{}\n\tat org.apache.spark.rdd.RDD"
     for said, words in (
         ("ModuleNotFoundError: No module named 'paceline'", "package paceline is missing"),
-        ("RuntimeError: paceline says: worker 1 is tired", "^worker 1 is tired$"),
+        ("RuntimeError: paceline error: worker 1 is tired", "^worker 1 is tired$"),
         (
             "ExecutorLostFailure (executor 0 exited caused by one of the running tasks) "
             "Reason: Command exited with code 137",
@@ -416,14 +418,14 @@ def test_jobs_travel_as_text(tmp_path: Path) -> None:
     job = read_job(tmp_path)
     assert (job.batch, job.model.__name__, job.loss.__name__) == (32, "build_net", "mse_loss")
     assert json.loads(packed.files["job.json"])["model"]["function"] == "build_net"
-    with pytest.raises(UsageError, match="model is a Linear: executors build it themselves"):
+    with pytest.raises(UsageError, match="model is a Linear, but executors build it themselves"):
         pack_job(build_net(), None, fields)
     with pytest.raises(UsageError, match="define it at the top level"):
         pack_job(lambda: build_net(), None, fields)
 
 
 def test_store_is_needed_on_a_cluster(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"executors of spark://h:1 may not see"):
+    with pytest.raises(UsageError, match=r"executors of spark://h:1 may not have access"):
         as_store(None, "spark://h:1")
     assert as_store(None, "local[2]").folder is not None
     assert as_store(f"file://{tmp_path}/a", "spark://h:1").folder == tmp_path / "a"
@@ -450,14 +452,14 @@ with sparks.run_cluster(place / "cluster") as cluster:
     try:
         made.fit(rows)
     except PacelineError as error:
-        print("told:", error)
+        print("error:", error)
     session.stop()
 """
 
 
 @needs_spark
 @pytest.mark.slow
-def test_package_missing_on_the_executors_is_told(tmp_path: Path) -> None:
+def test_package_missing_on_the_executors_is_reported(tmp_path: Path) -> None:
     """Executors on a Python that has nothing installed."""
     venv.create(tmp_path / "bare", with_pip=False)
     env = {
@@ -475,6 +477,6 @@ def test_package_missing_on_the_executors_is_told(tmp_path: Path) -> None:
         text=True,
         timeout=240,
     )
-    told = [line for line in done.stdout.splitlines() if line.startswith("told:")]
-    assert len(told) == 1, done.stderr
-    assert "is missing on the executors: install paceline there, or set PYSPARK_PYTHON" in told[0]
+    shown = [line for line in done.stdout.splitlines() if line.startswith("error:")]
+    assert len(shown) == 1, done.stderr
+    assert "is missing on the executors; install paceline there, or set PYSPARK_PYTHON" in shown[0]

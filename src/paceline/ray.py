@@ -1,7 +1,7 @@
-"""Ray as an engine: places in a placement group, one actor each, workers and servers inside them.
+"""Ray engine: one actor per slot of a placement group; workers and servers run inside the actors.
 
-Ray finds the places and tells when one is lost; everything else is Paceline's own, as on any other
-machine. Needs the extra `paceline[ray]`.
+Ray allocates the slots and reports lost actors; everything else works as on any other machine.
+Requires the extra `paceline[ray]`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from paceline.data.stores import open_store, require_extra
 from paceline.errors import RunFailed, UsageError
 from paceline.launch.engines.engine import EngineLauncher, OnAgentLost
 
-PLACED_S = 60.0
-"""How long to wait for Ray to find places for all."""
-CONNECT_S = 10.0
-LOOK_S = 0.5
-ID_SHOWN = 8
+PLACEMENT_TIMEOUT_S = 60.0
+"""Time limit for Ray to allocate all slots."""
+CONNECT_TIMEOUT_S = 10.0
+POLL_S = 0.5
+NODE_ID_CHARS = 8
 
 
 class RayEngine:
-    """A running Ray cluster; `address` as in `ray.init`, the one that is found if nothing is said.
+    """A running Ray cluster. `address` is as in `ray.init`; by default it is discovered.
 
-    A program that has called `ray.init` itself keeps its connection.
+    An existing connection of the program (`ray.init`) is reused and left open.
     """
 
     name = "ray"
@@ -39,17 +39,17 @@ class RayEngine:
         *,
         cpus_each: float = 1.0,
         gpus_each: float = 0.0,
-        placed_s: float = PLACED_S,
+        placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
     ) -> None:
         self._ray = load_ray()
         self._address = address
         self._needs = {"CPU": cpus_each} | ({"GPU": gpus_each} if gpus_each else {})
-        self._placed_s = placed_s
+        self._placement_timeout_s = placement_timeout_s
         self._is_ours = False
         self._group: Any = None
         self._actors: list[Any] = []
-        self._over = threading.Event()
-        self._watching: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def find_address(self) -> str:
         if not self._ray.is_initialized():
@@ -57,16 +57,16 @@ class RayEngine:
         nodes = [n["NodeManagerAddress"] for n in self._ray.nodes() if n["Alive"]]
         found = most_common([s for s in map(source_address_for, nodes) if s])
         if found is None:
-            raise RunFailed(f"ray: there is no route from here to its nodes ({', '.join(nodes)})")
+            raise RunFailed(f"ray: no route from this machine to its nodes ({', '.join(nodes)})")
         return found
 
     def _connect(self) -> None:
-        where = f"at {self._address}" if self._address else "here"
-        mend = "start one with `ray start --head`, or name its address"
-        # Ray itself would try for minutes.
-        why = explain_unreachable(self._address or "")
-        if why:
-            raise UsageError(f"no Ray cluster is reached {where} ({why}): {mend}")
+        where = f" at {self._address}" if self._address else ""
+        fix = "start one with `ray start --head`, or set its address"
+        # Ray itself would retry for minutes.
+        reason = explain_unreachable(self._address or "")
+        if reason:
+            raise UsageError(f"no Ray cluster found{where} ({reason}); {fix}")
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             self._ray.init(
@@ -76,8 +76,8 @@ class RayEngine:
                 configure_logging=False,
             )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            why = str(error).splitlines()[0][:200]
-            raise UsageError(f"no Ray cluster is reached {where} ({why}): {mend}") from None
+            reason = str(error).splitlines()[0][:200]
+            raise UsageError(f"no Ray cluster found{where} ({reason}); {fix}") from None
         self._is_ours = True
 
     def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
@@ -86,12 +86,12 @@ class RayEngine:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._check_size(len(tickets))
-        # All or nothing: a run of which half the workers are placed would wait for ever.
+        # All or nothing: a run with only some of its workers would wait forever.
         self._group = placement_group([dict(self._needs)] * len(tickets), strategy="SPREAD")
-        if not self._group.wait(self._placed_s):
+        if not self._group.wait(self._placement_timeout_s):
             raise RunFailed(
-                f"ray: no room for {len(tickets)} places of {self._describe_needs()} within "
-                f"{self._placed_s:g} s: others use the cluster, or no node is large enough"
+                f"ray: {len(tickets)} slots of {self._describe_needs()} were not allocated within "
+                f"{self._placement_timeout_s:g} s: the cluster is busy, or no node is large enough"
             )
         actor = ray.remote(RayHostAgent)
         for index in range(len(tickets)):
@@ -99,39 +99,39 @@ class RayEngine:
             options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0)}
             self._actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
         calls = [a.serve.remote(t) for a, t in zip(self._actors, tickets, strict=True)]
-        self._watching = threading.Thread(
+        self._watcher = threading.Thread(
             target=self._watch, args=(calls, on_lost), name="ray-watch", daemon=True
         )
-        self._watching.start()
+        self._watcher.start()
 
-    def _check_size(self, places: int) -> None:
+    def _check_size(self, slots: int) -> None:
         total = self._ray.cluster_resources()
         for name, each in self._needs.items():
-            if each * places > total.get(name, 0.0):
+            if each * slots > total.get(name, 0.0):
                 raise UsageError(
-                    f"{places} places of {each:g} {name} are asked for, the Ray cluster has "
-                    f"{total.get(name, 0.0):g} in all: fewer workers, or more nodes"
+                    f"{slots} slots of {each:g} {name} were requested, but the Ray cluster has "
+                    f"{total.get(name, 0.0):g} in total; use fewer workers or add nodes"
                 )
 
     def _describe_needs(self) -> str:
         return " and ".join(f"{each:g} {name}" for name, each in self._needs.items())
 
     def _watch(self, calls: list[Any], on_lost: OnAgentLost) -> None:
-        """Ray knows first, and best, why an actor is gone."""
+        """Reports lost actors with Ray's reason, which is the most precise one."""
         left = dict(enumerate(calls))
-        while left and not self._over.is_set():
-            done, _ = self._ray.wait(list(left.values()), timeout=LOOK_S)
+        while left and not self._ended.is_set():
+            done, _ = self._ray.wait(list(left.values()), timeout=POLL_S)
             for index in [i for i, call in left.items() if call in done]:
                 try:
                     self._ray.get(left.pop(index))
                 except self._ray.exceptions.RayError as error:
-                    if not self._over.is_set():
+                    if not self._ended.is_set():
                         on_lost(index, summarize_ray_error(error))
 
     def end(self) -> None:
-        self._over.set()
-        if self._watching is not None:
-            self._watching.join(2 * LOOK_S + 1.0)
+        self._ended.set()
+        if self._watcher is not None:
+            self._watcher.join(2 * POLL_S + 1.0)
         if not self._ray.is_initialized():
             return
         with contextlib.suppress(Exception):
@@ -146,7 +146,7 @@ class RayEngine:
 
 
 class RayHostAgent:
-    """An actor: calls the supervisor, and does as it says until the run is over."""
+    """Actor that runs a host agent, controlled by the supervisor until the run ends."""
 
     def serve(self, ticket: str) -> None:
         import ray
@@ -154,30 +154,30 @@ class RayHostAgent:
         from paceline.worker.outpost import run_host_agent
 
         node = ray.get_runtime_context().get_node_id()
-        run_host_agent(ticket, f"Ray node {node[:ID_SHOWN]}")
+        run_host_agent(ticket, f"Ray node {node[:NODE_ID_CHARS]}")
 
 
 def explain_unreachable(address: str) -> str:
-    """Of an address with a port: why nothing answers there; empty if something does."""
+    """Returns why an address with a port is unreachable; empty if it is reachable."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        return ""  # A word that Ray understands, such as auto.
+        return ""  # A keyword of Ray, such as auto.
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)
     return ""
 
 
 def summarize_ray_error(error: Exception) -> str:
-    """The line of Ray's long account that says what happened."""
+    """Returns the most informative line of Ray's error message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for word in ("ModuleNotFoundError", "ImportError"):
-        told = [line for line in lines if line.startswith(word)]
-        if told:
-            return f"{told[-1]}: install paceline on every node"
-    told = [line for line in lines if "died" in line or "dead" in line]
-    return (told or lines or [type(error).__name__])[0][:200]
+        matches = [line for line in lines if line.startswith(word)]
+        if matches:
+            return f"{matches[-1]}; install paceline on every node"
+    matches = [line for line in lines if "died" in line or "dead" in line]
+    return (matches or lines or [type(error).__name__])[0][:200]
 
 
 def load_ray() -> Any:
@@ -185,15 +185,15 @@ def load_ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError:
-        raise UsageError("Ray needs its package: pip install 'paceline[ray]'") from None
+        raise UsageError("Ray is not installed; run pip install 'paceline[ray]'") from None
     return ray
 
 
 class RayLauncher(EngineLauncher):
-    """`paceline.train(job, launcher=RayLauncher(workers=4))` runs on a Ray cluster.
+    """Runs a job on a Ray cluster: `paceline.train(job, launcher=RayLauncher(workers=4))`.
 
-    Each worker, and each of `server_places` if servers are to have places of their own, is an actor
-    of `cpus_each` processors and `gpus_each` GPUs.
+    Each worker is an actor with `cpus_each` CPUs and `gpus_each` GPUs, and so is each of the
+    `server_places`, if servers get separate slots.
     """
 
     def __init__(
@@ -217,23 +217,23 @@ class RayLauncher(EngineLauncher):
 
 
 def write_dataset(dataset: Any, url: str) -> str:
-    """Write a Ray Dataset as Parquet files where the workers will read it; `data=` of a Job.
+    """Writes a Ray Dataset as Parquet files for the workers; returns the `data=` of a Job.
 
-    Ray's tasks write where the blocks lie. `url` is a folder that all nodes reach (a shared path,
-    `hdfs://`, `s3://`), and must be empty: what lies there is never mixed with something else.
-    Columns that hold arrays become lists of one length, the form in which features are read.
+    Ray's tasks write on the nodes that store the blocks. `url` is an empty directory that all nodes
+    can access (a shared path, `hdfs://`, `s3://`). Array columns become fixed-size lists, the
+    format in which features are read. Raises UsageError if the directory is not empty.
     """
     ray = load_ray()
-    arrow = require_extra("pyarrow.fs", "data", "laying out a Ray Dataset")
+    arrow = require_extra("pyarrow.fs", "data", "writing a Ray Dataset")
     if not isinstance(dataset, require_extra("ray.data", "ray", "Ray Data").Dataset):
         raise UsageError(
-            f"lay_out writes a ray.data.Dataset, and was given {type(dataset).__name__}"
+            f"write_dataset: expected a ray.data.Dataset, got {type(dataset).__name__}"
         )
     if not ray.is_initialized():
-        raise UsageError("lay_out needs a connection to Ray: call ray.init() first")
+        raise UsageError("write_dataset requires a connection to Ray; call ray.init() first")
     store, path = open_store(url)
     if store.exists(path) and store.find(path):
-        raise UsageError(f"{url} is not empty: name another folder, or remove it")
+        raise UsageError(f"{url} is not empty; choose another directory, or remove it")
     store.makedirs(path, exist_ok=True)
     files = arrow.PyFileSystem(arrow.FSSpecHandler(store))
     dataset.map_batches(_as_lists, batch_format="pyarrow", zero_copy_batch=True).write_parquet(
@@ -241,12 +241,12 @@ def write_dataset(dataset: Any, url: str) -> str:
     )
     written = [name for name in store.find(path) if name.endswith(".parquet")]
     if not written:
-        raise UsageError("the Ray Dataset has no rows: there is nothing to lay out")
+        raise UsageError("the Ray Dataset has no rows")
     return f"{url.rstrip('/')}/*.parquet"
 
 
 def _as_lists(batch: Any) -> Any:
-    """Ray's own kind of column for arrays, which other readers do not know, as plain lists."""
+    """Converts Ray's tensor columns, which other readers do not support, to plain lists."""
     import pyarrow as pa
 
     columns = []

@@ -1,6 +1,6 @@
-"""Keras 3 on its torch backend: compiled models as jobs, and scripts that call `model.fit`.
+"""Keras 3 with the torch backend: compiled models as jobs, and scripts that call `model.fit`.
 
-Light to import: servers need `paceline.keras.optimizers` alone, and Keras itself takes seconds.
+Cheap to import: servers only need `paceline.keras.optimizers`, and importing Keras takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keras with its torch backend, or one line that says how to get it."""
+"""Imports Keras with its torch backend, or raises an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND = "KERAS_BACKEND"
 
 
 def import_keras() -> Any:
-    """The keras package on torch; raises UsageError where that cannot be."""
+    """Imports keras with the torch backend. Raises UsageError if that is not possible."""
     os.environ[BACKEND] = "torch"
     try:
         keras = importlib.import_module("keras")
@@ -20,7 +20,7 @@ def import_keras() -> Any:
         if error.name != "keras":
             raise
         raise UsageError(
-            "Keras is not installed: pip install 'paceline[keras]' (Keras 3, its torch backend)"
+            "Keras is not installed; run pip install 'paceline[keras]' (Keras 3, torch backend)"
         ) from None
     check_backend(keras)
     return keras
@@ -29,12 +29,12 @@ def import_keras() -> Any:
 def check_backend(keras: Any) -> None:
     if int(keras.__version__.split(".")[0]) < 3:
         raise UsageError(
-            f"Keras {keras.__version__} runs on TensorFlow alone: Keras 3 is needed "
+            f"Keras {keras.__version__} only supports TensorFlow; install Keras 3 "
             "(pip install 'paceline[keras]')"
         )
     name = keras.config.backend()
     if name != "torch":
         raise UsageError(
-            f"Keras was imported with its {name} backend: "
+            f"Keras was imported with its {name} backend; "
             f"set {BACKEND}=torch before the first import of keras"
         )

@@ -1,4 +1,4 @@
-"""What `fit` is given, as samples that can be leased by their position in an epoch."""
+"""Data passed to `fit`, as samples that are leased by their position in an epoch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ DEFAULT_BATCH = 32
 
 
 class FitData(Protocol):
-    """Samples of one epoch after another; `batch` is the global batch."""
+    """Samples by epoch and position; `batch` is the global batch size."""
 
     samples: int
     batch: int
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
-        """What stands at the positions [lo, hi) of an epoch, as (x, y, sample_weight)."""
+        """Returns the samples at positions [lo, hi) of an epoch, as (x, y, sample_weight)."""
         ...
 
     def digest(self) -> str:
-        """Tells other data apart: every worker must have read the same."""
+        """Returns a hash by which all workers check that they have the same data."""
         ...
 
 
@@ -44,10 +44,10 @@ def make_fit_data(
     seed: int,
     class_weight: dict[int, float] | None = None,
 ) -> FitData:
-    """Raises UsageError, in fit()'s words, for what cannot be shared out."""
+    """Converts the arguments of fit(). Raises UsageError for data that cannot be distributed."""
     keras = import_keras()
     if x is None:
-        raise UsageError("fit() was called without x: give it the training data")
+        raise UsageError("fit() was called without x; pass the training data")
     if isinstance(x, torch.utils.data.DataLoader):
         return LoaderFitData(x, shuffle, seed)
     if isinstance(x, keras.utils.PyDataset):
@@ -57,11 +57,11 @@ def make_fit_data(
         batch_size, steps = batch_size or found, None
     if steps is not None:
         raise UsageError(
-            "steps_per_epoch with arrays is not carried over: an epoch is the whole array; "
-            "leave it out, or pass a shorter array"
+            "steps_per_epoch is not supported with arrays, where an epoch is the batch array; "
+            "remove it, or pass a shorter array"
         )
     if class_weight is not None:
-        sample_weight = _weigh(y, sample_weight, class_weight)
+        sample_weight = _apply_class_weight(y, sample_weight, class_weight)
     return ArrayFitData(x, y, sample_weight, batch_size or DEFAULT_BATCH, shuffle, seed)
 
 
@@ -71,14 +71,14 @@ def _is_structure_of_arrays(x: Any) -> bool:
 
 
 def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
-    """One epoch of a generator or a tf.data set as arrays, and the size of its first batch."""
+    """Reads one epoch of a generator or tf.data dataset; returns arrays and the batch size."""
     if not hasattr(x, "__iter__"):
         raise UsageError(
-            f"fit() was given a {type(x).__name__}: arrays, a tf.data set, a PyDataset, "
-            "a DataLoader or a generator of batches are needed"
+            f"fit() does not support a {type(x).__name__}; use arrays, a tf.data dataset, "
+            "a PyDataset, a DataLoader or a generator of batches"
         )
-    if steps is None and _is_endless(x):
-        raise UsageError("fit() was given endless data: say steps_per_epoch, or leave out repeat()")
+    if steps is None and _is_infinite(x):
+        raise UsageError("fit() received infinite data; set steps_per_epoch, or remove repeat()")
     tree = import_keras().tree
     batches = []
     for number, batch in enumerate(x):
@@ -86,24 +86,26 @@ def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
             break
         batches.append(tree.map_structure(as_array, batch))
     if not batches:
-        raise UsageError("fit() was given data without a single batch")
+        raise UsageError("fit() received data without any batch")
     first = tree.flatten(batches[0])[0]
     if first.ndim == 0:
-        raise UsageError("fit() was given single samples: batch them, e.g. dataset.batch(32)")
-    whole = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    if not isinstance(whole, tuple | list):
-        whole = (whole,)
-    x, y, weight = (*whole, None, None)[:3]
+        raise UsageError(
+            "fit() received single samples; batch them, for example with dataset.batch(32)"
+        )
+    joined = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    if not isinstance(joined, tuple | list):
+        joined = (joined,)
+    x, y, weight = (*joined, None, None)[:3]
     return x, y, weight, len(first)
 
 
-def _is_endless(x: Any) -> bool:
+def _is_infinite(x: Any) -> bool:
     count = getattr(x, "cardinality", None)
     return count is not None and int(count()) == -1
 
 
 class ArrayFitData:
-    """Arrays, or dicts and lists of them, all of one length."""
+    """Arrays, or dicts and lists of them, all of the same length."""
 
     def __init__(self, x: Any, y: Any, weight: Any, batch: int, shuffle: bool, seed: int) -> None:
         tree = import_keras().tree
@@ -114,10 +116,10 @@ class ArrayFitData:
         arrays = [a for part in self._parts if part is not None for a in tree.flatten(part)]
         lengths = sorted({len(a) for a in arrays})
         if len(lengths) != 1:
-            raise UsageError(f"fit() was given arrays of unequal lengths: {lengths}")
+            raise UsageError(f"fit() received arrays of unequal lengths: {lengths}")
         self.samples, self.batch = lengths[0], batch
         if not self.samples:
-            raise UsageError("fit() was given empty arrays")
+            raise UsageError("fit() received empty arrays")
         self._arrays = arrays
         self._order = EpochOrder(shuffle, seed, self.samples)
 
@@ -128,11 +130,11 @@ class ArrayFitData:
             for part in self._parts
         )
 
-    def split(self, share: float) -> tuple[ArrayFitData, ArrayFitData]:
-        """The last rows as validation, as Keras has it."""
-        cut = int(self.samples * (1 - share))
+    def split(self, fraction: float) -> tuple[ArrayFitData, ArrayFitData]:
+        """Splits off the last rows as validation data, as Keras does."""
+        cut = int(self.samples * (1 - fraction))
         if not 0 < cut < self.samples:
-            raise UsageError(f"validation_split {share} leaves nothing on one side")
+            raise UsageError(f"validation_split {fraction} leaves one side empty")
 
         def part(lo: int, hi: int, shuffle: bool) -> ArrayFitData:
             x, y, weight = [
@@ -155,13 +157,15 @@ class LoaderFitData:
         data = loader.dataset
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise UsageError(
-                "fit() needs a DataLoader over a map-style dataset: it is leased by index"
+                "fit() requires a DataLoader over a map-style dataset, which is leased by index"
             )
         if not loader.batch_size:
-            raise UsageError("fit() needs a DataLoader with a batch_size: it is the global batch")
+            raise UsageError(
+                "fit() requires a DataLoader with a batch_size, which is the global batch size"
+            )
         self._data, self._collate = data, loader.collate_fn
         self.samples, self.batch = len(data), int(loader.batch_size)
-        # What the loader would have done decides; Keras ignores `shuffle` for loaders.
+        # The loader's own sampler decides; Keras ignores `shuffle` for loaders.
         shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
         self._order = EpochOrder(shuffled, seed, self.samples)
 
@@ -174,11 +178,11 @@ class LoaderFitData:
 
 
 class BatchFitData:
-    """A PyDataset: whole batches by number; each worker cuts its share out of the batch."""
+    """A PyDataset: batches by index, of which each worker takes its share."""
 
     def __init__(self, data: Any, shuffle: bool, seed: int) -> None:
         if not data.num_batches:
-            raise UsageError("fit() was given a PyDataset without a length: define __len__")
+            raise UsageError("fit() received a PyDataset without a length; define __len__")
         self._data, self._tree = data, import_keras().tree
         self.batch = self._size(data[0])
         self._count = int(data.num_batches)
@@ -190,12 +194,12 @@ class BatchFitData:
     def _size(self, batch: Any) -> int:
         return len(self._tree.flatten(batch)[0])
 
-    def _number(self, epoch: int, place: int) -> int:
-        if self.samples % self.batch and place == self._count - 1:
-            return place  # The short batch stays the last one.
-        whole = self.samples // self.batch
+    def _number(self, epoch: int, position: int) -> int:
+        if self.samples % self.batch and position == self._count - 1:
+            return position  # The short batch stays last.
+        full = self.samples // self.batch
         order = self._order.rows(epoch, 0, self._count)
-        return int(order[order < whole][place])
+        return int(order[order < full][position])
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         while self._epoch < epoch:
@@ -203,21 +207,21 @@ class BatchFitData:
             self._epoch += 1
         parts = []
         while lo < hi:
-            place = lo // self.batch
-            end = min(hi, (place + 1) * self.batch)
-            number = self._number(epoch, place)
+            position = lo // self.batch
+            end = min(hi, (position + 1) * self.batch)
+            number = self._number(epoch, position)
             if self._held[0] != number:
                 self._held = (number, self._tree.map_structure(_tensor_of, self._data[number]))
-            whole = self._held[1]
-            expected = min(self.batch, self.samples - place * self.batch)
-            if self._size(whole) != expected:
+            batch = self._held[1]
+            expected = min(self.batch, self.samples - position * self.batch)
+            if self._size(batch) != expected:
                 raise UsageError(
-                    f"batch {number} of the PyDataset has {self._size(whole)} samples, "
-                    f"{expected} expected: all but the last must be of one size"
+                    f"batch {number} of the PyDataset has {self._size(batch)} samples instead of "
+                    f"{expected}; all but the last must have the same size"
                 )
-            a, b = lo - place * self.batch, end - place * self.batch
-            # Called at once, within this turn of the loop.
-            parts.append(self._tree.map_structure(lambda t: t[a:b], whole))  # noqa: B023
+            a, b = lo - position * self.batch, end - position * self.batch
+            # Called immediately, within this iteration.
+            parts.append(self._tree.map_structure(lambda t: t[a:b], batch))  # noqa: B023
             lo = end
         joined = parts[0]
         if len(parts) > 1:
@@ -229,7 +233,7 @@ class BatchFitData:
 
 
 class EpochOrder:
-    """Positions of an epoch to rows: seeded, or as they stand."""
+    """Maps positions of an epoch to rows: in a seeded order, or unchanged."""
 
     def __init__(self, shuffle: bool, seed: int, count: int) -> None:
         self.shuffle, self.seed = bool(shuffle), seed
@@ -248,13 +252,13 @@ def _three(batch: Any) -> tuple[Any, Any, Any]:
     given = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if len(given) > 3:
         raise UsageError(
-            f"a batch has {len(given)} parts: (x, y) or (x, y, sample_weight) are known"
+            f"a batch has {len(given)} parts; it must be (x, y) or (x, y, sample_weight)"
         )
     return (*given, None, None)[:3]
 
 
 def _standard(value: Any) -> Any:
-    """NumPy arrays, floats in Keras's own precision."""
+    """Converts to a NumPy array, with floats in Keras's default precision."""
     array = as_array(value)
     if np.issubdtype(array.dtype, np.floating):
         return array.astype(import_keras().config.floatx(), copy=False)
@@ -278,9 +282,9 @@ def _tensor_of(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else _tensor(_standard(value))
 
 
-def _weigh(y: Any, weight: Any, by_class: dict[int, float]) -> Any:
+def _apply_class_weight(y: Any, weight: Any, by_class: dict[int, float]) -> Any:
     if y is None or weight is not None:
-        raise UsageError("class_weight needs y, and no sample_weight beside it")
+        raise UsageError("class_weight requires y and cannot be combined with sample_weight")
     labels = as_array(y)
     if labels.ndim == 2 and labels.shape[1] > 1:
         labels = labels.argmax(1)

@@ -1,8 +1,8 @@
-"""One Keras model under a strategy: leases in, Keras's own `train_step` in the middle.
+"""Trains a Keras model with a strategy, using Keras's own `train_step`.
 
-Keras computes: forward pass, loss, backward pass and metrics are its own, so models with a
-`train_step` of their own work as long as it applies gradients once. What `optimizer.apply` would
-have done is done by the strategy when the step has returned.
+Forward pass, loss, backward pass and metrics are computed by Keras, so models with a custom
+`train_step` work as long as it applies gradients once. The strategy replaces `optimizer.apply` and
+updates the weights when the step has returned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILD_ROWS = 2
 
 
 class FitSession:
-    """The model that this run trains, from the first `fit` of the script to its end."""
+    """The model of this run, from the first `fit` of the script to its end."""
 
     def __init__(
         self, session: Session, model: Any, source: FitData, validation: FitData | None, seed: int
@@ -61,39 +61,39 @@ class FitSession:
         self._torch = make_torch_optimizer(model.optimizer, self._module.parameters())
         import_slots(model.optimizer, model, self._torch)
         self._steps_before = int(model.optimizer.iterations)
-        self._around: WorkerContext | None = None
-        self._agent: CoordinatorClient | None = None
+        self._context: WorkerContext | None = None
+        self._client: CoordinatorClient | None = None
         self._stream: Any = None
         self._epoch = 0
-        """Of the run: it goes on counting where a script calls fit several times."""
+        """Epoch of the run; it keeps counting if a script calls fit several times."""
 
-    # ---- before and between -------------------------------------------------------------------
+    # ---- setup --------------------------------------------------------------------------------
 
     def begin(self, epochs: int) -> None:
-        """Meet the other workers; all begin from worker 0's weights."""
+        """Joins the other workers; all start from worker 0's weights."""
         session, batch = self._session, self._source.batch
         if batch < session.size:
             raise UsageError(
-                f"batch_size {batch} is smaller than --workers {session.size}: "
-                "it is the global batch and must give every worker a sample"
+                f"batch_size {batch} is smaller than --workers {session.size}; "
+                "it is the global batch size and must cover at least one sample per worker"
             )
         replica = Replica(self._module, self._torch, clip=self._translated.clip)
-        around = self._around = session.join_group(replica)
-        session.start_heartbeat(around)
-        self._check_same_data(around)
+        context = self._context = session.join_group(replica)
+        session.start_heartbeat(context)
+        self._check_same_data(context)
         session.seed_worker(self._seed)
         self._module.set_worker(session.rank)
-        state = session.broadcast_state(around)
+        state = session.broadcast_state(context)
 
         def save(name: str, state: Any) -> str:
-            raise AssertionError("a script keeps its own checkpoints")
+            raise AssertionError("scripts write their own checkpoints")
 
-        duties = LoopCallbacks(
+        callbacks = LoopCallbacks(
             evaluate=lambda split, share, predict: self._evaluate(split),
             save=save,
             save_model=lambda distant: session.files.save_model(self._module, distant),
         )
-        agent = self._agent = session.make_client(around, state, duties, self._source.samples)
+        client = self._client = session.make_client(context, state, callbacks, self._source.samples)
         splits = ("val",) if self._validation is not None else ()
         session.control.send(
             WorkerReady(
@@ -105,35 +105,35 @@ class FitSession:
                 clip=self._translated.clip,
             )
         )
-        self._stream = agent.steps()
+        self._stream = client.steps()
 
-    def _check_same_data(self, around: WorkerContext) -> None:
-        mine = Section(plain={"digest": self._source.digest(), "seed": self._seed})
-        others = [section.plain for section in all_gather_sections(mine, around.group)]
+    def _check_same_data(self, context: WorkerContext) -> None:
+        local = Section(plain={"digest": self._source.digest(), "seed": self._seed})
+        others = [section.plain for section in all_gather_sections(local, context.group)]
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise UsageError(
-                    f"worker {rank} was given other data by the script than worker 0: every worker "
-                    "runs the script, so seed whatever shuffles or splits (random_state=0)"
+                    f"worker {rank} has other data than worker 0; every worker "
+                    "runs the script, so seed all shuffles and splits (random_state=0)"
                 )
 
     def check_again(self, model: Any, source: FitData) -> None:
-        """A run trains one model on data of one size; a later fit must go on with the same."""
+        """Checks that a later fit continues with the same model and the same data size."""
         if model is not self.model or model.optimizer is not self._optimizer:
             raise UsageError(
-                "fit() was called for a second model (or one that was compiled anew): one run "
-                "trains one model, so run the other in a script of its own"
+                "fit() was called for a second or recompiled model, but a run trains one model; "
+                "use a separate script"
             )
         if (source.samples, source.batch) != self._facts:
             raise UsageError(
                 f"fit() was called again with {source.samples} samples in batches of "
-                f"{source.batch}, not {self._facts[0]} in batches of {self._facts[1]}: "
-                "run it in a script of its own"
+                f"{source.batch} instead of {self._facts[0]} in batches of {self._facts[1]}; "
+                "use a separate script"
             )
 
     def synchronize(self) -> None:
-        assert self._around is not None
-        self._around.group.barrier()
+        assert self._context is not None
+        self._context.group.barrier()
 
     # ---- fit ----------------------------------------------------------------------------------
 
@@ -146,25 +146,25 @@ class FitSession:
         callbacks: Any,
         validation_freq: Any,
     ) -> Any:
-        """Keras's own sequence of callbacks around epochs that the coordinator hands out."""
+        """Runs the epochs granted by the coordinator, with Keras's sequence of callbacks."""
         model = self.model
         self._source, self._callbacks = source, callbacks
         if validation is not None:
             self._validation = validation
         model.stop_training = False
-        with self._listening():
+        with self._intercepting():
             logs = self._run_epochs(epochs, validation_freq)
-        self._give_back()
+        self._restore_optimizer()
         callbacks.on_train_end(logs=logs)
         return model.history
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """While fit runs, Keras's step hands loss and gradients to us; afterwards it is its own."""
+    def _intercepting(self) -> Iterator[None]:
+        """Intercepts loss and gradients of Keras's train step while fit runs."""
         tracker = self.model._loss_tracker
-        # Past Keras's own __setattr__, which would track what is set.
-        object.__setattr__(self._optimizer, "apply", self._note_gradients)
-        object.__setattr__(tracker, "update_state", self._note_loss(tracker.update_state))
+        # Bypasses Keras's __setattr__, which would track the value.
+        object.__setattr__(self._optimizer, "apply", self._record_gradients)
+        object.__setattr__(tracker, "update_state", self._record_loss(tracker.update_state))
         try:
             yield
         finally:
@@ -192,36 +192,36 @@ class FitSession:
         return logs
 
     def _run_epoch(self) -> None:
-        assert self._agent is not None
-        agent, clock, batches = self._agent, self._session.clock, 0
+        assert self._client is not None
+        client, clock, batches = self._client, self._session.clock, 0
         for work in self._stream:
             if isinstance(work, EpochEnd):
                 return
             self._set_rate(work.lease)
             self._torch.zero_grad(set_to_none=True)
             if work.lease.samples == 0:
-                agent.begin(work)
-                agent.finish(work, StepStats(0, 0, 0.0, 0))
+                client.begin(work)
+                client.finish(work, StepStats(0, 0, 0.0, 0))
                 continue
             clock.enter(INPUT)
             data = self._source.take(work.lease.epoch, work.lease.lo, work.lease.hi)
-            agent.begin(work)
+            client.begin(work)
             self.in_batch = True
             self._callbacks.on_train_batch_begin(batches)
             clock.enter(FORWARD)
-            right_before = self._right()
+            correct_before = self._correct()
             self._batch_loss, self._applied = None, False
             logs = self.model.train_step(data)
             if not self._applied:
                 raise UsageError(
-                    "the model's train_step never called optimizer.apply(): "
-                    "gradients must be applied once a batch"
+                    "the model's train_step did not call optimizer.apply(); "
+                    "gradients must be applied once per batch"
                 )
-            agent.finish(work, self._measure(work.lease.samples, right_before))
+            client.finish(work, self._measure(work.lease.samples, correct_before))
             self._callbacks.on_train_batch_end(batches, logs)
             self.in_batch = False
             batches += 1
-        raise UsageError("the run ended before fit() did: a stop was reached (until, patience)")
+        raise UsageError("the run ended before fit(): a stop condition was met (until, patience)")
 
     def _set_rate(self, lease: Lease) -> None:
         step = step_at(lease.epoch, lease.start, *self._facts)
@@ -230,32 +230,32 @@ class FitSession:
         for group in self._torch.param_groups:
             group["lr"] = rate
 
-    def _measure(self, samples: int, right_before: int | None) -> StepStats:
+    def _measure(self, samples: int, correct_before: int | None) -> StepStats:
         loss_sum = None if self._batch_loss is None else self._batch_loss * samples
-        right = self._right()
-        correct = None if right is None or right_before is None else right - right_before
+        right = self._correct()
+        correct = None if right is None or correct_before is None else right - correct_before
         return StepStats(samples, samples, loss_sum, correct)
 
-    def _note_gradients(self, gradients: Any, variables: Any = None) -> None:
+    def _record_gradients(self, gradients: Any, variables: Any = None) -> None:
         if self._applied:
             raise UsageError(
-                "the model's train_step applied gradients twice: once a batch is known"
+                "the model's train_step applied gradients twice; only once per batch is supported"
             )
         self._applied = True
 
-    def _note_loss(self, update: Any) -> Any:
-        def noted(value: Any, *args: Any, **options: Any) -> Any:
+    def _record_loss(self, update: Any) -> Any:
+        def recorded(value: Any, *args: Any, **options: Any) -> Any:
             if self.in_batch:
                 self._batch_loss = float(value.detach())
                 self._session.clock.enter(BACKWARD)
             return update(value, *args, **options)
 
-        return noted
+        return recorded
 
     # ---- metrics ------------------------------------------------------------------------------
 
-    def _right(self) -> int | None:
-        """Right predictions so far in this epoch, where the model counts them itself."""
+    def _correct(self) -> int | None:
+        """Returns the correct predictions of this epoch so far, if the model counts them."""
         accuracy = self._accuracy()
         return None if accuracy is None else round(float(accuracy.total))
 
@@ -267,12 +267,12 @@ class FitSession:
         return None
 
     def _sum_metrics(self) -> dict[str, Any]:
-        """Metrics over all workers: what they add up is added up, as tf.distribute does."""
-        assert self._around is not None
+        """Sums metric variables over all workers, as tf.distribute does."""
+        assert self._context is not None
         variables = [v for metric in self.model.metrics for v in metric.variables]
         if variables:
             flat = torch.cat([v.value.detach().double().reshape(-1).cpu() for v in variables])
-            self._around.group.all_reduce(flat)
+            self._context.group.all_reduce(flat)
             parts = torch.split(flat, [v.value.numel() for v in variables])
             for variable, part in zip(variables, parts, strict=True):
                 variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
@@ -282,7 +282,7 @@ class FitSession:
         }
 
     def _evaluate(self, split: str) -> tuple[float, int | None, int]:
-        """This worker's share of the validation data, when the coordinator asks for it."""
+        """Evaluates this worker's share of the validation data, as requested by the coordinator."""
         assert self._validation is not None
         source, session = self._validation, self._session
         self._train_logs = self._sum_metrics()
@@ -299,24 +299,24 @@ class FitSession:
                 logs = model.test_step(source.take(0, start, min(start + source.batch, hi)))
                 self._callbacks.on_test_batch_end(number, logs)
         tracker = model._loss_tracker
-        mine = (float(tracker.total), self._right(), hi - lo)
+        local = (float(tracker.total), self._correct(), hi - lo)
         self._validation_logs = self._sum_metrics()
         self._callbacks.on_test_end(self._validation_logs)
         model.reset_metrics()
-        return mine
+        return local
 
-    # ---- after --------------------------------------------------------------------------------
+    # ---- end ----------------------------------------------------------------------------------
 
-    def _give_back(self) -> None:
-        """Into the Keras optimizer what it would know now, so that saving the model keeps it."""
-        assert self._agent is not None
+    def _restore_optimizer(self) -> None:
+        """Copies step count and slots to the Keras optimizer, so that they are saved with it."""
+        assert self._client is not None
         steps = self._epoch * -(-self._facts[0] // self._facts[1])
         self._optimizer.iterations.assign(self._steps_before + steps)
         if not self._epoch:
             return
         trained = {id(p): name for name, p in self._module.named_parameters()}
         variables = self.model.trainable_variables
-        slots = slots_by_parameter(self._agent.export_state())
+        slots = slots_by_parameter(self._client.export_state())
         export_slots(self._optimizer, variables, [trained[id(v.value)] for v in variables], slots)
 
 

@@ -1,7 +1,7 @@
-"""`model.fit` of an unchanged script, under a strategy of Paceline.
+"""Runs `model.fit` of an unchanged script with a strategy of Paceline.
 
-Every worker runs the whole script. Up to `fit` each is alone; there they take over worker 0's
-weights, train together, and hold the same model when it returns. Files are written by worker 0.
+Every worker runs the whole script, independently until `fit`. There all workers receive worker 0's
+weights, train together, and have the same model when it returns. Only worker 0 writes files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paceline.worker import custom_loop
 from paceline.worker.session import Session
 
 SEED = 0
-"""Of every generator when a script begins, so that unseeded scripts draw alike on all workers."""
+"""Seed of all generators when a script starts, so that unseeded scripts agree on all workers."""
 WORKER_0_ONLY = ("CSVLogger", "TensorBoard", "RemoteMonitor", "SwapEMAWeights")
-"""Callbacks that only write."""
+"""Callbacks that only write output."""
 
 
 def patch_fit(keras: Any) -> None:
-    """Called when the script has imported keras: from here on `fit` is ours."""
+    """Replaces `fit`; called when the script has imported keras."""
     check_backend(keras)
     session = custom_loop._session
     if session is None:
@@ -41,7 +41,7 @@ def patch_fit(keras: Any) -> None:
 
 
 def hide_tensorflow_stub() -> None:
-    """Keras looks for TensorFlow by itself: it must not take our stand-in for the real one."""
+    """Keeps Keras, which detects TensorFlow itself, from using the stub."""
     from keras.src.utils import module_utils
 
     if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
@@ -49,50 +49,50 @@ def hide_tensorflow_stub() -> None:
 
 
 class _FitPatch:
-    """The trainee of this process: made by the first fit, found again by later ones."""
+    """Replacement of `fit`; the first call creates the session that later calls reuse."""
 
     def __init__(self, keras: Any, session: Session) -> None:
         self._keras = keras
         self._session = session
-        self._trainee: FitSession | None = None
+        self._fit_session: FitSession | None = None
         self._seed: int | None = None
 
     def install(self) -> None:
         model = self._keras.Model
-        takeover = self
+        patch = self
 
         @functools.wraps(model.fit)
         def fit(model_self: Any, *args: Any, **options: Any) -> Any:
-            return takeover.fit(model_self, *args, **options)
+            return patch.fit(model_self, *args, **options)
 
         model.fit = fit
         for name, quiet in (("evaluate", 2), ("predict", 0)):
-            setattr(model, name, self._speak_once(getattr(model, name), quiet))
+            setattr(model, name, self._print_once(getattr(model, name), quiet))
         for name in ("save", "save_weights", "export"):
             setattr(model, name, self._write_once(getattr(model, name)))
         for module in (self._keras.models, self._keras.saving):
             module.save_model = self._write_once(module.save_model)
         _lock_downloads()
 
-    def _speak_once(self, method: Any, wordy: int) -> Any:
-        """One worker shows progress, in lines and not as a bar that overwrites itself."""
+    def _print_once(self, method: Any, verbosity: int) -> Any:
+        """Makes only worker 0 show progress, as lines instead of a bar."""
 
         @functools.wraps(method)
         def call(model: Any, *args: Any, **options: Any) -> Any:
             if options.get("verbose", "auto") in ("auto", 1):
-                options["verbose"] = wordy if self._session.rank == 0 else 0
+                options["verbose"] = verbosity if self._session.rank == 0 else 0
             return method(model, *args, **options)
 
         return call
 
     def _write_once(self, method: Any) -> Any:
-        """Worker 0 writes; nobody goes on to read before it has."""
+        """Makes only worker 0 write; the others wait until it is done."""
 
         @functools.wraps(method)
         def call(*args: Any, **options: Any) -> Any:
             result = method(*args, **options) if self._session.rank == 0 else None
-            if self._trainee is not None and not self._trainee.in_batch:
-                self._trainee.synchronize()
+            if self._fit_session is not None and not self._fit_session.in_batch:
+                self._fit_session.synchronize()
             return result
 
         return call
@@ -119,7 +119,7 @@ class _FitPatch:
     ) -> Any:
         model._assert_compile_called("fit")
         if self._seed is None:
-            # Once: from the first fit on, the workers' generators differ.
+            # Only once: after the first fit, the workers' generators differ.
             self._seed = torch.initial_seed() % 2**31
         seed = self._seed
         source = make_fit_data(
@@ -146,14 +146,14 @@ class _FitPatch:
             )
         elif validation_split:
             if not isinstance(source, ArrayFitData):
-                raise UsageError("validation_split needs arrays: pass validation_data")
+                raise UsageError("validation_split requires arrays; pass validation_data")
             source, validation = source.split(validation_split)
-        if self._trainee is None:
-            self._trainee = FitSession(self._session, model, source, validation, seed)
-            self._trainee.begin(max(0, epochs - initial_epoch))
-        trainee = self._trainee
-        trainee.check_again(model, source)
-        return trainee.fit(
+        if self._fit_session is None:
+            self._fit_session = FitSession(self._session, model, source, validation, seed)
+            self._fit_session.begin(max(0, epochs - initial_epoch))
+        fit_session = self._fit_session
+        fit_session.check_again(model, source)
+        return fit_session.fit(
             source,
             validation,
             epochs=range(initial_epoch, epochs),
@@ -170,7 +170,7 @@ class _FitPatch:
         given = self._keras.tree.flatten(callbacks) if callbacks else []
         for callback in given:
             if isinstance(callback, known.BackupAndRestore):
-                raise UsageError("the callback BackupAndRestore is not carried over: leave it out")
+                raise UsageError("the callback BackupAndRestore is not supported; remove it")
         if self._session.rank > 0:
             writing = tuple(getattr(known, n) for n in WORKER_0_ONLY if hasattr(known, n))
             given = [c for c in given if not isinstance(c, writing)]
@@ -187,7 +187,7 @@ class _FitPatch:
 
 
 def _lock_downloads() -> None:
-    """Workers of one machine share Keras's cache: one downloads, the others find the file."""
+    """Lets one worker per machine download a file to Keras's cache while the others wait."""
     import fcntl
     import sys
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""A compiled Keras model with its data as a Job, and a run's Keras model back."""
+"""Builds a Job from a compiled Keras model, and loads the Keras model of a run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def job(
     test_data: Any = None,
     **fields: Any,
 ) -> Job:
-    """What `model.fit(x, y, ...)` would train, as a Job for every strategy.
+    """Builds a Job that trains like `model.fit(x, y, ...)`, for any strategy.
 
     The model must be compiled, with one input and one output; its optimizer, learning-rate
-    schedule, loss and regularisation are kept. `validation_data` and `test_data` are pairs
+    schedule, loss and regularization are kept. `validation_data` and `test_data` are pairs
     (x, y); `fields` are further fields of a Job (seed, until, checkpoint_every, ...). Raises
-    UsageError for what a Job cannot hold: a script with `model.fit` can do more.
+    UsageError for features that a Job does not support; a script with `model.fit` supports more.
     """
     keras = import_keras()
     check_model(keras, model)
@@ -48,11 +48,11 @@ def job(
     train = loss.prepare(x, y)
     if validation_split and validation_data is None:
         if not 0 < validation_split < 1:
-            raise UsageError(f"validation_split is {validation_split}: between 0 and 1 is needed")
-        # The last rows, as Keras has it.
+            raise UsageError(f"validation_split {validation_split}: must be between 0 and 1")
+        # The last rows, as in Keras.
         cut = int(len(train[0]) * (1 - validation_split))
         if not 0 < cut < len(train[0]):
-            raise UsageError(f"validation_split {validation_split} leaves nothing on one side")
+            raise UsageError(f"validation_split {validation_split} leaves one side empty")
         train, validation_data = _cut(train, 0, cut), _cut(train, cut, len(train[0]))
     elif validation_data is not None:
         validation_data = loss.prepare(*_pair(validation_data, "validation_data"))
@@ -73,19 +73,21 @@ def job(
 
 
 def load(folder: str | Path) -> Any:
-    """The trained Keras model of a finished run, compiled as it was."""
+    """Returns the trained Keras model of a finished run, compiled as before."""
     path = Path(folder) / KERAS
     if not path.exists():
-        raise UsageError(f"{folder} has no {KERAS}: name the folder of a finished run of Keras")
+        raise UsageError(f"{folder} has no {KERAS}; use the folder of a finished Keras run")
     return import_keras().models.load_model(str(path))
 
 
 def check_model(keras: Any, model: Any) -> None:
     check_backend(keras)
     if not isinstance(model, keras.Model):
-        raise UsageError(f"{type(model).__name__} is no Keras model: pass a compiled keras.Model")
+        raise UsageError(
+            f"{type(model).__name__} is not a Keras model; pass a compiled keras.Model"
+        )
     if not model.compiled or model.optimizer is None:
-        raise UsageError("the Keras model is not compiled: call model.compile(...) first")
+        raise UsageError("the Keras model is not compiled; call model.compile(...) first")
 
 
 def _build(model: Any, x: Any) -> None:
@@ -97,7 +99,9 @@ def _build(model: Any, x: Any) -> None:
 
 def _pair(given: Any, what: str) -> tuple[Any, Any]:
     if not isinstance(given, list | tuple) or len(given) != 2:
-        raise UsageError(f"{what} must be a pair (x, y): for sample weights run a script with fit")
+        raise UsageError(
+            f"{what} must be a pair (x, y); use a script with model.fit for sample weights"
+        )
     return given[0], given[1]
 
 
@@ -106,42 +110,42 @@ def _cut(pair: tuple[Any, Any], lo: int, hi: int) -> tuple[Any, Any]:
 
 
 class KerasLoss:
-    """A Keras loss as a function of (output, target); travels as its configuration.
+    """A Keras loss as a function of (output, target); pickled as its configuration.
 
-    One-hot targets of categorical_crossentropy are kept as class numbers, so that right
-    predictions can be counted, and made one-hot again for the loss itself.
+    One-hot targets of categorical_crossentropy are stored as class indices, so that correct
+    predictions can be counted, and converted back for the loss.
     """
 
     def __init__(self, keras: Any, loss: Any) -> None:
         if isinstance(loss, dict | list | tuple):
-            raise UsageError("the model has several losses: run a script with model.fit instead")
-        made = keras.losses.get(loss)
-        if made is None:
-            raise UsageError("the model was compiled without a loss: name one in compile()")
-        self.name = getattr(made, "name", None) or getattr(made, "__name__", "loss")
+            raise UsageError("the model has several losses; use a script with model.fit instead")
+        built = keras.losses.get(loss)
+        if built is None:
+            raise UsageError("the model was compiled without a loss; set one in compile()")
+        self.name = getattr(built, "name", None) or getattr(built, "__name__", "loss")
         self._sparse = self.name == "sparse_categorical_crossentropy"
         self._one_hot = self.name == "categorical_crossentropy"
         self._classes = 0
-        self._text = json.dumps(keras.saving.serialize_keras_object(made))
-        self._made: Any = made
+        self._text = json.dumps(keras.saving.serialize_keras_object(built))
+        self._loss: Any = built
         self.__qualname__ = f"keras {self.name}"
 
     def prepare(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Inputs and targets as a table takes them."""
+        """Converts inputs and targets to arrays of a dataset."""
         if isinstance(x, dict | list | tuple) or isinstance(y, dict | list | tuple):
             raise UsageError(
-                "a job takes one input array and one target array: "
-                "for several inputs or outputs run a script with model.fit"
+                "a job requires one input array and one target array; "
+                "use a script with model.fit for several inputs or outputs"
             )
         x, y = as_array(x), as_array(y)
         if (self._sparse or self._one_hot) and y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         if self._one_hot and y.ndim == 2:
             self._classes = y.shape[1]
-            whole = np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all()
-            if not whole:
+            is_one_hot = np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all()
+            if not is_one_hot:
                 raise UsageError(
-                    "targets of categorical_crossentropy are not one-hot: use kl_divergence"
+                    "targets of categorical_crossentropy must be one-hot; use kl_divergence instead"
                 )
             y = y.argmax(1)
         if self._sparse or self._one_hot:
@@ -151,16 +155,16 @@ class KerasLoss:
         return x, y
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if self._made is None:
+        if self._loss is None:
             keras = import_keras()
-            self._made = keras.losses.deserialize(json.loads(self._text))
+            self._loss = keras.losses.deserialize(json.loads(self._text))
         if self._one_hot:
             classes = self._classes or output.shape[-1]
             target = torch.nn.functional.one_hot(target, classes).to(output.dtype)
         elif target.dim() == output.dim() - 1 and not self._sparse:
             target = target.unsqueeze(-1)
-        value: torch.Tensor = self._made(target, output)
+        value: torch.Tensor = self._loss(target, output)
         return value.mean() if value.dim() else value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_loss": None}

@@ -1,9 +1,10 @@
-"""A Keras model as the torch module that strategies work with.
+"""Wraps a Keras model as a torch module.
 
-Keras keeps every variable as a torch parameter, also the moving statistics of BatchNormalization
-and the state of random generators. Here trained variables are parameters, other floating-point
-ones are buffers (averaged over the workers at a quiesce, as torch's are), and generators stay
-each worker's own. All share their storage with the Keras model, so nothing is ever copied back.
+Keras stores every variable as a torch parameter, including the moving statistics of
+BatchNormalization and the state of random generators. Here trainable variables are parameters,
+other floating-point variables are buffers (averaged over the workers at a quiesce, as in torch),
+and generators stay local to each worker. All share storage with the Keras model, so nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from paceline.telemetry.run_folder import KERAS
 
 
 class KerasModule(torch.nn.Module):
-    """Names are the variable's place and name ("0/kernel"): Keras numbers layers anew in every
-    process, and a run must find its weights again in another one."""
+    """A Keras model as a torch module.
+
+    Parameters are named by the index and name of the variable ("0/kernel"), because Keras numbers
+    layers differently in every process.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        # In a tuple, so that torch does not take the Keras model for a part of this one.
+        # In a tuple, so that torch does not register the Keras model as a submodule.
         self._held = (model,)
         self.__qualname__ = f"keras {model.name}"
-        own = {id(g.state) for g in seed_generators(model)}
+        local = {id(g.state) for g in seed_generators(model)}
         trained = {id(v) for v in model.trainable_variables}
         for index, variable in enumerate(model.variables):
             name = f"{index}/{variable.name.replace('.', '_')}"
             if id(variable) in trained:
                 self.register_parameter(name, variable.value)
-            elif id(variable) not in own:
+            elif id(variable) not in local:
                 self.register_buffer(name, variable.value.detach())
 
     @property
@@ -50,25 +54,25 @@ class KerasModule(torch.nn.Module):
         return self
 
     def regularization(self) -> torch.Tensor:
-        """Penalties of layers (kernel_regularizer, add_loss) in the last forward pass."""
+        """Returns the layer penalties (kernel_regularizer, add_loss) of the last forward pass."""
         losses: list[torch.Tensor] = self.keras_model.losses
         return (
             torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else torch.zeros(())
         )
 
     def save_beside(self, folder: Path) -> None:
-        """What `model.safetensors` does not tell: the architecture, in Keras's own format."""
+        """Saves the architecture in Keras's own format, next to `model.safetensors`."""
         _save(self.keras_model, folder / KERAS)
 
     def set_worker(self, rank: int) -> None:
-        """Dropout of other workers draws other masks."""
+        """Changes the seeds, so that dropout masks differ between workers."""
         for generator in seed_generators(self.keras_model):
             state = generator.state.value
             with torch.no_grad():
                 state[0] = (int(state[0]) + rank * 1_000_003) % (2**31 - 1)
 
     def __reduce__(self) -> Any:
-        """In the .keras format: configuration as JSON and weights, no pickled code."""
+        """Pickles the model in the .keras format: JSON configuration and weights, no code."""
         return read_module, (write_keras(self.keras_model),)
 
     def __deepcopy__(self, memo: Any) -> KerasModule:
@@ -76,21 +80,21 @@ class KerasModule(torch.nn.Module):
 
 
 def _save(model: Any, path: Path) -> None:
-    # Not model.save(): in a script that is taken over, all workers would have to call that.
+    # Not model.save(), which all workers would have to call in a script with a patched fit().
     from keras.src.saving import saving_lib
 
     saving_lib.save_model(model, str(path))
 
 
 def write_keras(model: Any) -> bytes:
-    """The bytes of a .keras file."""
+    """Returns the bytes of a .keras file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / KERAS
         try:
             _save(model, path)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise UsageError(
-                f"the Keras model cannot be saved ({error}): give your own layers get_config() "
+                f"the Keras model cannot be saved ({error}); define get_config() for custom layers "
                 "and register them with keras.saving.register_keras_serializable()"
             ) from None
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""From a compiled Keras optimizer to ours and back: options, learning rate, slots."""
+"""Converts Keras optimizers to torch and back: options, learning rate, slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.keras.optimizers import CLASSES, TorchKerasOptimizer
 from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
 from paceline.specs.optimizer_base import OptimizerSpec
 
-# Where Keras keeps a slot: a list, one variable a trained weight.
+# Attribute of each slot in Keras: a list with one variable per trained weight.
 SLOT_LISTS = {
     "SGD": {"momentum": "momentums"},
     "Adam": {
@@ -39,7 +39,7 @@ SLOT_LISTS = {
 }
 SLOT_LISTS["AdamW"] = SLOT_LISTS["Adam"]
 
-NOT_CARRIED = {
+UNSUPPORTED = {
     "use_ema": "a moving average of weights",
     "loss_scale_factor": "loss scaling",
     "gradient_accumulation_steps": "gradient accumulation (choose a larger batch)",
@@ -48,26 +48,25 @@ NOT_CARRIED = {
 
 @dataclass(frozen=True)
 class ConvertedOptimizer:
-    """An optimizer in our words; `clip` is the largest norm of the whole gradient."""
+    """An optimizer spec; `clip` is the maximum norm of the whole gradient."""
 
     spec: OptimizerSpec
     clip: float | None
 
 
 def translate(optimizer: Any) -> ConvertedOptimizer:
-    """Raises UsageError for what has no counterpart here."""
+    """Converts a Keras optimizer. Raises UsageError for unsupported options."""
     name = type(optimizer).__name__
     if name not in CLASSES or not type(optimizer).__module__.startswith("keras."):
         raise UsageError(
-            f"the Keras optimizer {name} is not one that runs distributed: "
-            f"use one of {', '.join(CLASSES)}"
+            f"the Keras optimizer {name} is not supported; use one of {', '.join(CLASSES)}"
         )
     config = optimizer.get_config()
-    for option, what in NOT_CARRIED.items():
+    for option, what in UNSUPPORTED.items():
         if config.get(option):
-            raise UsageError(f"{name}({option}={config[option]!r}): {what} is not carried over")
+            raise UsageError(f"{name}({option}={config[option]!r}): {what} is not supported")
     if getattr(optimizer, "_exclude_from_weight_decay", None):
-        raise UsageError(f"{name}.exclude_from_weight_decay() is not carried over")
+        raise UsageError(f"{name}.exclude_from_weight_decay() is not supported")
     cls = KERAS_OPTIMIZERS[f"keras_{name.lower()}"]
     known = {f for f in cls.__dataclass_fields__ if f != "name"}
     options = {k: v for k, v in config.items() if k in known and v is not None}
@@ -77,19 +76,19 @@ def translate(optimizer: Any) -> ConvertedOptimizer:
 def make_torch_optimizer(
     optimizer: Any, parameters: Iterable[torch.nn.Parameter]
 ) -> TorchKerasOptimizer:
-    """The torch optimizer that does what the Keras one would do."""
+    """Returns a torch optimizer equivalent to the Keras optimizer."""
     spec = translate(optimizer).spec
     cls = CLASSES[type(optimizer).__name__]
     return cls(parameters, lr=float(optimizer.learning_rate), **spec.options())
 
 
-def import_slots(optimizer: Any, model: Any, ours: TorchKerasOptimizer) -> None:
-    """What a loaded Keras optimizer remembers becomes the beginning of our slots."""
+def import_slots(optimizer: Any, model: Any, converted: TorchKerasOptimizer) -> None:
+    """Initializes the torch slots from a loaded Keras optimizer."""
     if not optimizer.built or int(optimizer.iterations) == 0:
         return
     for index, variable in enumerate(model.trainable_variables):
-        group = ours.param_groups[0]
-        state = ours.first_slots(variable.value.detach(), group)
+        group = converted.param_groups[0]
+        state = converted.first_slots(variable.value.detach(), group)
         state["step"].fill_(int(optimizer.iterations))
         if "u_product" in state:
             state["u_product"].copy_(optimizer._u_product.value.detach())
@@ -97,13 +96,13 @@ def import_slots(optimizer: Any, model: Any, ours: TorchKerasOptimizer) -> None:
             kept = getattr(optimizer, attribute, [])
             if slot in state and kept:
                 state[slot].copy_(kept[index].value.detach())
-        ours.state[variable.value] = state
+        converted.state[variable.value] = state
 
 
 def export_slots(
     optimizer: Any, variables: list[Any], names: list[str], slots: dict[str, dict[str, Any]]
 ) -> None:
-    """Slots back into the Keras optimizer, so that saving it keeps them."""
+    """Copies slots back to the Keras optimizer, so that saving it keeps them."""
     if not optimizer.built:
         optimizer.build(variables)
     for index, name in enumerate(names):
@@ -116,9 +115,9 @@ def export_slots(
 
 
 class KerasSchedule:
-    """A Keras learning-rate schedule as a job's: its step is the number of global batches before.
+    """A Keras learning-rate schedule for a job; its step counts global batches.
 
-    Travels as JSON: the schedule's class and configuration.
+    Pickled as JSON: the schedule's class and configuration.
     """
 
     def __init__(self, schedule: Any, batch: int, base: float) -> None:
@@ -126,7 +125,7 @@ class KerasSchedule:
         self._text = json.dumps(keras.saving.serialize_keras_object(schedule))
         self._batch = batch
         self._base = base
-        self._made: Any = None
+        self._schedule: Any = None
 
     def __str__(self) -> str:
         return f"keras {json.loads(self._text)['class_name']}"
@@ -135,30 +134,30 @@ class KerasSchedule:
         return _read_schedule, (self._text, self._batch, self._base)
 
     def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
-        if self._made is None:
+        if self._schedule is None:
             keras = import_keras()
-            self._made = keras.saving.deserialize_keras_object(json.loads(self._text))
+            self._schedule = keras.saving.deserialize_keras_object(json.loads(self._text))
         step = step_at(samples // per_epoch, samples % per_epoch, per_epoch, self._batch)
-        return float(self._made(step)) / self._base
+        return float(self._schedule(step)) / self._base
 
     def drops(self, *, per_epoch: int, total: int) -> list[float]:
         return []
 
 
 def step_at(epoch: int, start: int, samples: int, batch: int) -> int:
-    """Keras's count of updates at a position of an epoch, whatever the strategy made of them."""
+    """Returns Keras's step count at a position of an epoch, independent of the strategy."""
     return epoch * -(-samples // batch) + start // batch
 
 
 def _read_schedule(text: str, batch: int, base: float) -> KerasSchedule:
     schedule = KerasSchedule.__new__(KerasSchedule)
     schedule._text, schedule._batch, schedule._base = text, batch, base
-    schedule._made = None
+    schedule._schedule = None
     return schedule
 
 
 def schedule_of(optimizer: Any) -> Any | None:
-    """The Keras schedule behind an optimizer's learning rate, if there is one."""
+    """Returns the Keras schedule of an optimizer's learning rate, if there is one."""
     keras = import_keras()
     kept = getattr(optimizer, "_learning_rate", None)
     return kept if isinstance(kept, keras.optimizers.schedules.LearningRateSchedule) else None

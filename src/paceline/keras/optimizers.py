@@ -1,8 +1,9 @@
-"""Keras's optimizers as torch optimizers: the same formulas, so that every strategy can run them.
+"""Keras's optimizers as torch optimizers, with the same formulas, for use in any strategy.
 
-Keras and torch differ in more than names (where epsilon stands, how momentum and learning rate
-meet), so torch's own classes would train another way. The slots bear the names of Keras's
-variables, which lets them travel in both directions. Needs no Keras: servers use this alone.
+Keras and torch differ in more than names (the position of epsilon, the combination of momentum and
+learning rate), so torch's own classes would give other results. Slots have the names of Keras's
+variables, so that they can be converted in both directions. Does not import Keras, which servers do
+not need.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ Group = dict[str, Any]
 
 
 class TorchKerasOptimizer(torch.optim.Optimizer):
-    """What all share: decoupled weight decay and clipping of a single weight's gradient."""
+    """Base class: decoupled weight decay, and gradient clipping per parameter."""
 
     slots: ClassVar[tuple[str, ...]] = ()
-    """Tensors like the parameter, zero at first."""
+    """Tensors with the shape of the parameter, initially zero."""
     defaults_of: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, **options: Any) -> None:
@@ -33,7 +34,7 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
 
     @property
     def elementwise(self) -> bool:
-        """Whether a part of a parameter can be updated without the rest of it."""
+        """True if a slice of a parameter can be updated independently of the rest."""
         return not any(group["clipnorm"] for group in self.param_groups)
 
     def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
@@ -118,7 +119,7 @@ class Adam(TorchKerasOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with the weight decay that all have; the name is Keras's."""
+    """Adam with the weight decay of the base class, under Keras's name."""
 
 
 class Adamax(TorchKerasOptimizer):
@@ -142,13 +143,13 @@ class Nadam(TorchKerasOptimizer):
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         step, beta_1, beta_2 = float(state["step"]), group["beta_1"], group["beta_2"]
-        now = beta_1 * (1 - 0.5 * 0.96**step)
-        soon = beta_1 * (1 - 0.5 * 0.96 ** (step + 1))
-        product = float(state["u_product"].mul_(now))
+        u = beta_1 * (1 - 0.5 * 0.96**step)
+        next_u = beta_1 * (1 - 0.5 * 0.96 ** (step + 1))
+        product = float(state["u_product"].mul_(u))
         mean, square = state["momentum"], state["velocity"]
         mean.lerp_(gradient, 1 - beta_1)
         square.lerp_(gradient.square(), 1 - beta_2)
-        ahead = mean * (soon / (1 - product * soon)) + gradient * ((1 - now) / (1 - product))
+        ahead = mean * (next_u / (1 - product * next_u)) + gradient * ((1 - u) / (1 - product))
         scale = (square / (1 - beta_2**step)).sqrt_().add_(group["epsilon"])
         parameter.addcdiv_(ahead, scale, value=-group["lr"])
 
@@ -220,4 +221,4 @@ class Lion(TorchKerasOptimizer):
 CLASSES: dict[str, type[TorchKerasOptimizer]] = {
     c.__name__: c for c in (SGD, Adam, AdamW, Adamax, Nadam, RMSprop, Adagrad, Adadelta, Lion)
 }
-"""By the names that Keras gives them."""
+"""Optimizer classes by their Keras names."""

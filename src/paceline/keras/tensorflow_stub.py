@@ -1,9 +1,9 @@
-"""A stand-in for TensorFlow in Keras scripts, where TensorFlow is not installed.
+"""Stub of TensorFlow for Keras scripts, used if TensorFlow is not installed.
 
-`tf.keras` is Keras 3 on torch; beside it there is what scripts around `model.fit` use of
-TensorFlow itself: tf.data over arrays, tensors by Keras's own operations, seeds, and strategy
-scopes, which do nothing here (`paceline launch --strategy` decides). Anything else is refused by
-name in one line. Only `paceline launch` puts it in place.
+`tf.keras` is Keras 3 with the torch backend. In addition there are the parts of TensorFlow that
+scripts around `model.fit` use: tf.data over arrays, tensor operations from Keras, seeds, and
+strategy scopes, which have no effect (`paceline launch --strategy` decides). Anything else raises a
+one-line error with its name. Only `paceline launch` installs the stub.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.errors import UsageError
 from paceline.keras.backend import import_keras
 
 VERSION = "2.16.0"
-"""The first TensorFlow whose tf.keras is Keras 3, which is what scripts find here."""
-REMEDY = "install TensorFlow (pip install tensorflow-cpu), or write it with keras.ops"
+"""The first TensorFlow version whose tf.keras is Keras 3."""
+REMEDY = "install TensorFlow (pip install tensorflow-cpu), or use keras.ops instead"
 DTYPES = (
     *("float16", "float32", "float64", "bfloat16", "bool", "string"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
 )
-# TensorFlow's name for what Keras calls otherwise.
+# TensorFlow names of operations that Keras names differently.
 OPERATIONS = {
     "convert_to_tensor": "convert_to_tensor",
     "constant": "convert_to_tensor",
@@ -45,11 +45,11 @@ SAME_NAME = (
 
 
 class MissingStubName(UsageError, AttributeError):
-    """A part of TensorFlow that the stand-in has not; hasattr() sees it as missing."""
+    """Raised for a part of TensorFlow that the stub lacks; hasattr() treats it as missing."""
 
 
 class TensorFlowStub(ModuleType):
-    """A module of the stand-in: its names, or one line for those it lacks."""
+    """A module of the stub; missing names raise a one-line error."""
 
     def __init__(self, name: str, names: dict[str, Any]) -> None:
         super().__init__(name)
@@ -59,16 +59,16 @@ class TensorFlowStub(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         where = self.__name__.replace("tensorflow", "tf", 1)
-        raise MissingStubName(f"{where}.{name} is not known without TensorFlow: {REMEDY}")
+        raise MissingStubName(f"{where}.{name} is not available without TensorFlow; {REMEDY}")
 
 
 def make() -> ModuleType:
-    """The module `tensorflow`."""
+    """Returns the stub of the module `tensorflow`."""
     keras = import_keras()
     ops = keras.ops
     names: dict[str, Any] = {name: name for name in DTYPES}
     names.update({name: getattr(ops, name) for name in SAME_NAME if hasattr(ops, name)})
-    names.update({name: getattr(ops, theirs) for name, theirs in OPERATIONS.items()})
+    names.update({name: getattr(ops, keras_name) for name, keras_name in OPERATIONS.items()})
     names.update(
         __version__=VERSION,
         __path__=[],
@@ -99,7 +99,7 @@ def _operations(name: str, ops: Any, known: tuple[str, ...]) -> TensorFlowStub:
 
 
 def _plain_function(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """tf.function: here functions run as they are written."""
+    """Replacement of tf.function; returns the function unchanged."""
     return function if function is not None else lambda f: f
 
 
@@ -120,10 +120,10 @@ def _make_config() -> TensorFlowStub:
 
 
 class DistributionStrategyStub:
-    """Any tf.distribute strategy: the model is made as it is, and trained by Paceline's."""
+    """Replacement of any tf.distribute strategy; has no effect on the model."""
 
     num_replicas_in_sync = 1
-    """The batch of a script is the global one already."""
+    """The batch size of a script is already the global one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         return
@@ -148,14 +148,14 @@ def _make_data() -> TensorFlowStub:
     return TensorFlowStub("tensorflow.data", names)
 
 
-ENDLESS, UNKNOWN = -1, -2
+INFINITE, UNKNOWN = -1, -2
 
 
 class TfDataset:
-    """tf.data over arrays and generators: each step is an iterator over the one before.
+    """Replacement of tf.data over arrays and generators, as a chain of iterators.
 
-    `fit` reads one epoch of it into arrays, once; from there on Paceline hands out the samples,
-    in an order of its own where the set is shuffled and in any case only each once an epoch.
+    `fit` reads one epoch into arrays, once. Paceline then assigns the samples, each exactly once
+    per epoch, in its own order if the dataset is shuffled.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]], count: int) -> None:
@@ -167,7 +167,7 @@ class TfDataset:
 
     def __len__(self) -> int:
         if self._count < 0:
-            raise TypeError("the data set's length is endless or unknown")
+            raise TypeError("the length of the dataset is infinite or unknown")
         return self._count
 
     def cardinality(self) -> int:
@@ -181,7 +181,7 @@ class TfDataset:
 
         def rows() -> Iterator[Any]:
             for row in range(count):
-                # Called at once, within this turn of the loop.
+                # Called immediately, within this iteration.
                 yield tree.map_structure(lambda a: a[row], arrays)  # noqa: B023
 
         return TfDataset(rows, count)
@@ -263,14 +263,14 @@ class TfDataset:
             total = self._count * count if self._count >= 0 else self._count
             return TfDataset(lambda: (item for _ in range(count) for item in self), total)
 
-        def endless() -> Iterator[Any]:
+        def infinite() -> Iterator[Any]:
             while True:
                 yield from self
 
-        return TfDataset(endless, ENDLESS)
+        return TfDataset(infinite, INFINITE)
 
     def shuffle(self, buffer_size: int, *args: Any, **options: Any) -> TfDataset:
-        """Left to Paceline, which shuffles the whole set anew every epoch."""
+        """Returns the dataset unchanged; Paceline reshuffles all samples every epoch."""
         return self
 
     def cache(self, *args: Any) -> TfDataset:
@@ -288,4 +288,6 @@ class TfDataset:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise MissingStubName(f"tf.data.Dataset.{name} is not known without TensorFlow: {REMEDY}")
+        raise MissingStubName(
+            f"tf.data.Dataset.{name} is not available without TensorFlow; {REMEDY}"
+        )

@@ -1,4 +1,4 @@
-"""Spark: workers in barrier tasks on its executors, and an estimator as pyspark.ml has them."""
+"""Spark integration: workers in barrier tasks on executors, and a pyspark.ml estimator."""
 
 from __future__ import annotations
 
@@ -30,5 +30,7 @@ def __getattr__(name: str) -> Any:
             raise
         from paceline.errors import UsageError
 
-        raise UsageError(f"{error.name} is not installed: pip install 'paceline[spark]'") from None
+        raise UsageError(
+            f"{error.name} is not installed; run pip install 'paceline[spark]'"
+        ) from None
     return getattr(module, name)

@@ -1,4 +1,4 @@
-"""A DataFrame as Parquet files that workers read where they lie, written once."""
+"""Exports a DataFrame once, as Parquet files that the workers read."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 ROW_GROUP_BYTES = 8 << 20
-"""Small enough that several workers find work in one file, and memory stays bounded."""
+"""Small enough that several workers share a file and memory stays bounded."""
 FEATURES, LABEL = "features", "label"
 SPARK_SCHEMES = {"s3://": "s3a://"}
-"""Where Spark's name for a store is another than ours."""
+"""Schemes that have another name in Spark."""
 
 _written: dict[str, ExportedDataFrame] = {}
-"""What this application has written already, by store and contents."""
+"""DataFrames that this application has already exported, by storage location and contents."""
 
 
 @dataclass(frozen=True)
 class TrainingColumns:
-    """What of a DataFrame is trained on."""
+    """Columns of a DataFrame that are used for training."""
 
     features: str
     label: str
     integer_label: bool
     validation: float | str | None = None
-    """A share of the rows, or a column of booleans."""
+    """A fraction of the rows, or a boolean column."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class ExportedDataFrame:
-    """Folders of Parquet files, and what is known of the rows."""
+    """Directories of Parquet files, and properties of the rows."""
 
     train: str
     val: str | None
@@ -45,73 +45,73 @@ class ExportedDataFrame:
     classes: int | None
 
 
-def export_dataframe(frame: DataFrame, wish: TrainingColumns, store: str) -> ExportedDataFrame:
-    """Write it, or find it again; raises UsageError for columns that cannot be trained on."""
+def export_dataframe(frame: DataFrame, columns: TrainingColumns, store: str) -> ExportedDataFrame:
+    """Exports a DataFrame, or reuses an export. Raises UsageError for unsupported columns."""
     application = frame.sparkSession.conf.get("spark.app.id", "app")
-    text = f"{application} {frame.semanticHash()} {wish}"
+    text = f"{application} {frame.semanticHash()} {columns}"
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    place = f"{store.rstrip('/')}/data/{key}"
-    if place not in _written or not _is_there(frame, _written[place].train):
-        _written[place] = _write(frame, wish, place)
-    return _written[place]
+    location = f"{store.rstrip('/')}/data/{key}"
+    if location not in _written or not _exists(frame, _written[location].train):
+        _written[location] = _write(frame, columns, location)
+    return _written[location]
 
 
-def _is_there(frame: DataFrame, place: str) -> bool:
-    """Somebody may have cleared the store since."""
+def _exists(frame: DataFrame, location: str) -> bool:
+    """Returns whether the export still exists."""
     from pyspark.errors import PySparkException
 
     try:
-        return bool(frame.sparkSession.read.parquet(_for_spark(place)).columns)
+        return bool(frame.sparkSession.read.parquet(_for_spark(location)).columns)
     except PySparkException:
         return False
 
 
-def _write(frame: DataFrame, wish: TrainingColumns, place: str) -> ExportedDataFrame:
+def _write(frame: DataFrame, columns: TrainingColumns, location: str) -> ExportedDataFrame:
     from pyspark.sql import functions as F
 
     plain = frame.select(
-        as_array(frame, wish.features).alias(FEATURES),
-        _as_label(frame, wish).alias(LABEL),
-        *_split_column(frame, wish),
+        as_array(frame, columns.features).alias(FEATURES),
+        _as_label(frame, columns).alias(LABEL),
+        *_split_column(frame, columns),
     )
     parts = {"train": plain}
-    if isinstance(wish.validation, str):
+    if isinstance(columns.validation, str):
         chosen = F.col("__validation")
         parts = {
             "train": plain.where(~chosen).drop("__validation"),
             "val": plain.where(chosen).drop("__validation"),
         }
-    elif wish.validation:
-        train, val = plain.randomSplit([1 - wish.validation, wish.validation], wish.seed)
+    elif columns.validation:
+        train, val = plain.randomSplit([1 - columns.validation, columns.validation], columns.seed)
         parts = {"train": train, "val": val}
     facts = {}
     for name, part in parts.items():
-        target = f"{_for_spark(place)}/{name}"
+        target = f"{_for_spark(location)}/{name}"
         (part.write.mode("overwrite").option("parquet.block.size", ROW_GROUP_BYTES).parquet(target))
-        facts[name] = _check_rows(part.sparkSession.read.parquet(target), wish, name)
+        facts[name] = _check_rows(part.sparkSession.read.parquet(target), columns, name)
     train_facts = facts["train"]
     val_facts = facts.get("val")
     if val_facts is not None and val_facts["width"] != train_facts["width"]:
-        raise UsageError("features of validation rows have another length than those of training")
+        raise UsageError("the features of validation rows and training rows have different lengths")
     return ExportedDataFrame(
-        train=f"{place}/train",
-        val=f"{place}/val" if "val" in parts else None,
+        train=f"{location}/train",
+        val=f"{location}/val" if "val" in parts else None,
         rows=train_facts["rows"],
         val_rows=val_facts["rows"] if val_facts else 0,
         width=train_facts["width"],
-        classes=max(f["highest"] for f in facts.values()) + 1 if wish.integer_label else None,
+        classes=max(f["highest"] for f in facts.values()) + 1 if columns.integer_label else None,
     )
 
 
 def _for_spark(url: str) -> str:
-    for ours, theirs in SPARK_SCHEMES.items():
-        if url.startswith(ours):
-            return theirs + url.removeprefix(ours)
+    for scheme, spark_scheme in SPARK_SCHEMES.items():
+        if url.startswith(scheme):
+            return spark_scheme + url.removeprefix(scheme)
     return url if "://" in url else f"file://{url}"
 
 
 def as_array(frame: DataFrame, column: str) -> Column:
-    """A column of vectors, arrays or numbers as arrays of float."""
+    """Converts a column of vectors, arrays or numbers to arrays of float."""
     from pyspark.ml.functions import vector_to_array
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import functions as F
@@ -125,8 +125,8 @@ def as_array(frame: DataFrame, column: str) -> Column:
     if isinstance(kind, NumericType):
         return F.array(F.col(column).cast("float"))
     raise UsageError(
-        f"column {column!r} is of type {kind.simpleString()}: vectors, arrays of numbers "
-        "or numbers are features"
+        f"column {column!r} has the type {kind.simpleString()}; features must be vectors, "
+        "arrays of numbers or numbers"
     )
 
 
@@ -140,37 +140,39 @@ def column_type(frame: DataFrame, column: str) -> Any:
     return frame.schema[column].dataType
 
 
-def _as_label(frame: DataFrame, wish: TrainingColumns) -> Column:
+def _as_label(frame: DataFrame, columns: TrainingColumns) -> Column:
     from pyspark.sql import functions as F
     from pyspark.sql.types import BooleanType, NumericType
 
-    kind = column_type(frame, wish.label)
+    kind = column_type(frame, columns.label)
     if not isinstance(kind, NumericType | BooleanType):
         raise UsageError(
-            f"column {wish.label!r} is of type {kind.simpleString()}: labels are numbers "
-            "(StringIndexer makes them of text)"
+            f"column {columns.label!r} has the type {kind.simpleString()}; labels must be numbers "
+            "(use StringIndexer for text)"
         )
-    return F.col(wish.label).cast("long" if wish.integer_label else "float")
+    return F.col(columns.label).cast("long" if columns.integer_label else "float")
 
 
-def _split_column(frame: DataFrame, wish: TrainingColumns) -> list[Column]:
+def _split_column(frame: DataFrame, columns: TrainingColumns) -> list[Column]:
     from pyspark.sql import functions as F
 
-    if not isinstance(wish.validation, str):
+    if not isinstance(columns.validation, str):
         return []
-    column_type(frame, wish.validation)
-    return [F.coalesce(F.col(wish.validation).cast("boolean"), F.lit(False)).alias("__validation")]
+    column_type(frame, columns.validation)
+    return [
+        F.coalesce(F.col(columns.validation).cast("boolean"), F.lit(False)).alias("__validation")
+    ]
 
 
-def _check_rows(frame: DataFrame, wish: TrainingColumns, name: str) -> dict[str, Any]:
-    """Count, and refuse rows that no batch can be made of."""
+def _check_rows(frame: DataFrame, columns: TrainingColumns, name: str) -> dict[str, Any]:
+    """Counts rows. Raises UsageError for rows that cannot be batched."""
     from pyspark.sql import functions as F
 
     size = F.size(FEATURES)
     row = frame.agg(
         F.count(F.lit(1)).alias("rows"),
-        F.min(size).alias("least"),
-        F.max(size).alias("most"),
+        F.min(size).alias("shortest"),
+        F.max(size).alias("longest"),
         F.sum(F.when(F.col(FEATURES).isNull() | F.exists(FEATURES, F.isnull), 1).otherwise(0)),
         F.sum(F.when(F.col(LABEL).isNull(), 1).otherwise(0)),
         F.min(LABEL).alias("lowest"),
@@ -178,17 +180,17 @@ def _check_rows(frame: DataFrame, wish: TrainingColumns, name: str) -> dict[str,
     ).collect()[0]
     if not row["rows"]:
         what = "rows to train on" if name == "train" else "validation rows"
-        raise UsageError(f"the DataFrame gives no {what}")
+        raise UsageError(f"the DataFrame has no {what}")
     if row[3] or row[4]:
-        column = wish.features if row[3] else wish.label
-        raise UsageError(f"column {column!r} has {row[3] or row[4]} rows with nulls: drop them")
-    if row["least"] != row["most"]:
+        column = columns.features if row[3] else columns.label
+        raise UsageError(f"column {column!r} has {row[3] or row[4]} rows with nulls; drop them")
+    if row["shortest"] != row["longest"]:
         raise UsageError(
-            f"column {wish.features!r} has features of {row['least']} to {row['most']} numbers: "
-            "all rows must have equally many"
+            f"column {columns.features!r} has features of {row['shortest']} to {row['longest']} "
+            "numbers; all rows must have the same length"
         )
-    if wish.integer_label and row["lowest"] < 0:
+    if columns.integer_label and row["lowest"] < 0:
         raise UsageError(
-            f"column {wish.label!r} has the label {row['lowest']}: classes count from 0"
+            f"column {columns.label!r} has the label {row['lowest']}; classes must start at 0"
         )
-    return {"rows": row["rows"], "width": row["most"], "highest": row["highest"]}
+    return {"rows": row["rows"], "width": row["longest"], "highest": row["highest"]}

@@ -1,7 +1,7 @@
-"""Spark as an engine: one barrier task a worker, started by a single DataFrame operation.
+"""Spark engine: one barrier task per worker, started by a single DataFrame operation.
 
-`mapInArrow(..., barrier=True)` works in classic sessions and over Spark Connect alike; nothing of
-the JVM is touched where there is none.
+`mapInArrow(..., barrier=True)` works both in classic sessions and with Spark Connect, where no JVM
+is available.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-SLOTS_S = 60.0
-"""Executors may still be registering; so long they are waited for."""
-LEAVE_S = 20.0
-"""Tasks end by themselves when a run is over; then they are cancelled."""
-MARK = "paceline says: "
+SLOTS_TIMEOUT_S = 60.0
+"""Time limit for executors to register."""
+EXIT_TIMEOUT_S = 20.0
+"""Tasks end when the run does; after this time they are cancelled."""
+MARK = "paceline error: "
 
 
 class OnLost(Protocol):
@@ -31,8 +31,10 @@ class OnLost(Protocol):
 
 
 class SparkEngine:
-    """Places on the executors of a session; without one, a session is opened and ended with the
-    run, at `master` or as Spark is set up."""
+    """Slots on the executors of a session.
+
+    Without a session, one is opened for the run, at `master` or as configured.
+    """
 
     name = "spark"
 
@@ -54,9 +56,9 @@ class SparkEngine:
         assert self._session is not None
         wait_for_slots(self._session, len(tickets))
 
-        def lost(why: str) -> None:
+        def lost(reason: str) -> None:
             for index in range(len(tickets)):
-                on_lost(index, why)
+                on_lost(index, reason)
 
         self._job = BarrierJob(self._session, len(tickets), host_agent_task(tickets), lost)
 
@@ -68,9 +70,9 @@ class SparkEngine:
 
 
 def host_agent_task(tickets: list[str]) -> Callable[[int], str]:
-    """What runs in a task. It travels by value: where Paceline is missing, it can still say so."""
+    """Returns the task function. It is pickled by value, so it can report a missing Paceline."""
 
-    def place(index: int) -> str:
+    def run(index: int) -> str:
         import socket
 
         try:
@@ -79,25 +81,25 @@ def host_agent_task(tickets: list[str]) -> Callable[[int], str]:
             import sys
 
             raise RuntimeError(
-                f"paceline says: package {error.name} is missing for {sys.executable} on executor "
-                f"{socket.gethostname()}: install paceline there, or set PYSPARK_PYTHON to "
+                f"paceline error: package {error.name} is missing for {sys.executable} on executor "
+                f"{socket.gethostname()}; install paceline there, or set PYSPARK_PYTHON to "
                 "an environment that has it"
             ) from None
         try:
             run_host_agent(tickets[index], socket.gethostname())
         except Exception as error:
             raise RuntimeError(
-                f"paceline says: executor {socket.gethostname()} cannot reach the driver "
-                f"({error}): open the driver's ports to the executors, or set spark.driver.host "
-                "to an address that they reach"
+                f"paceline error: executor {socket.gethostname()} cannot reach the driver "
+                f"({error}); open the driver's ports to the executors, or set spark.driver.host "
+                "to an address that they can reach"
             ) from None
         return ""
 
-    return place
+    return run
 
 
 class BarrierJob:
-    """`function(index)` in as many tasks at the same time, in a thread beside the caller."""
+    """Runs `function(index)` in `count` simultaneous tasks, in a background thread."""
 
     def __init__(
         self,
@@ -122,9 +124,9 @@ class BarrierJob:
             self._session.addTag(self._tag)
             frame = self._session.range(0, count, 1, count)
             rows = frame.mapInArrow(
-                barrier_task(function), "place long, answer string", barrier=True
+                barrier_task(function), "index long, answer string", barrier=True
             ).collect()
-            self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["place"])]
+            self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["index"])]
         except BaseException as error:
             self.error = error
             if not self._ending:
@@ -132,14 +134,14 @@ class BarrierJob:
 
     def end(self) -> None:
         self._ending = True
-        self.thread.join(LEAVE_S)
+        self.thread.join(EXIT_TIMEOUT_S)
         if self.thread.is_alive():
             self.cancel()
 
     def cancel(self) -> None:
         self._ending = True
         self._session.interruptTag(self._tag)
-        self.thread.join(LEAVE_S)
+        self.thread.join(EXIT_TIMEOUT_S)
 
 
 def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -153,14 +155,14 @@ def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], It
         assert context is not None
         index = context.partitionId()
         if context.attemptNumber() > 0:
-            raise RuntimeError("paceline says: a barrier task was started a second time")
+            raise RuntimeError("paceline error: a barrier task was restarted")
         answer = function(index)
-        yield pyarrow.RecordBatch.from_pydict({"place": [index], "answer": [answer]})
+        yield pyarrow.RecordBatch.from_pydict({"index": [index], "answer": [answer]})
 
     return task
 
 
-# ---- before ----------------------------------------------------------------------------------
+# ---- setup -----------------------------------------------------------------------------------
 
 
 def setting(session: SparkSession, name: str, default: str | None = None) -> str | None:
@@ -173,16 +175,16 @@ def is_connect(session: SparkSession) -> bool:
 
 
 def check_session(session: SparkSession) -> None:
-    """Raises UsageError for settings under which workers cannot all run at the same time."""
+    """Raises UsageError for settings that keep workers from running simultaneously."""
     if (setting(session, "spark.dynamicAllocation.enabled", "false") or "").lower() == "true":
         raise UsageError(
-            "spark.dynamicAllocation.enabled is true: workers must all run at the same time, "
-            "so set it to false and ask for enough executors (spark.executor.instances)"
+            "spark.dynamicAllocation.enabled is true, but all workers must run simultaneously; "
+            "set it to false and request enough executors (spark.executor.instances)"
         )
 
 
 def driver_address(session: SparkSession) -> str:
-    """This process as executors reach it."""
+    """Returns the address at which executors reach this process."""
     if is_connect(session):
         host, port = _connect_server(session)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -193,7 +195,8 @@ def driver_address(session: SparkSession) -> str:
         return socket.gethostbyname(host)
     except OSError:
         raise UsageError(
-            f"spark.driver.host {host} has no address: set it to one that executors reach"
+            f"spark.driver.host {host} cannot be resolved; "
+            "set it to an address that executors can reach"
         ) from None
 
 
@@ -203,8 +206,8 @@ def _connect_server(session: Any) -> tuple[str, int]:
     return host or "127.0.0.1", int(port.split("/")[0]) if port else 15002
 
 
-def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_S) -> None:
-    """A barrier stage needs all its tasks at once; Spark itself would wait ten minutes."""
+def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_TIMEOUT_S) -> None:
+    """Waits until all tasks of a barrier stage can run; Spark itself would wait ten minutes."""
     if is_connect(session):
         return
     context = session.sparkContext._jsc.sc()
@@ -216,25 +219,25 @@ def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_
             return
         if time.monotonic() > deadline:
             raise UsageError(
-                f"{needed} workers need {needed} task slots at the same time, and the cluster has "
-                f"{slots}: ask for fewer workers, or for more executors or cores"
+                f"{needed} workers need {needed} simultaneous task slots, but the cluster has "
+                f"{slots}; use fewer workers, or request more executors or cores"
             )
         time.sleep(0.5)
 
 
-# ---- after -----------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------
 
 
 def summarize_spark_error(error: BaseException) -> str:
-    """Of Spark's pages of stack traces, the line that says what is wrong."""
+    """Returns the most informative line of Spark's stack traces."""
     text = str(error)
-    ours = re.search(re.escape(MARK) + r"(.+)", text)
-    if ours:
-        return ours.group(1).strip()
+    marked = re.search(re.escape(MARK) + r"(.+)", text)
+    if marked:
+        return marked.group(1).strip()
     missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", text)
     if missing:
         return (
-            f"package {missing.group(1)} is missing on the executors: install paceline there, or "
+            f"package {missing.group(1)} is missing on the executors; install paceline there, or "
             "set PYSPARK_PYTHON to an environment that has it"
         )
     gone = re.search(r"ExecutorLostFailure \((executor \S+) exited[^)]*\) Reason: ([^\n]+)", text)

@@ -42,37 +42,41 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 CROSS_ENTROPY = "cross_entropy"
-TEXT, WHOLE, REAL = TypeConverters.toString, TypeConverters.toInt, TypeConverters.toFloat
+TEXT, INTEGER, REAL = TypeConverters.toString, TypeConverters.toInt, TypeConverters.toFloat
 TRAINING: dict[str, tuple[Any, Any, str]] = {
-    # name: (converter, default, meaning); None stands for "not said"
-    "model": (TypeConverters.identity, "mlp-128", "a name, a function or class, or a Keras model"),
-    "strategy": (TEXT, "allreduce", "how the workers keep in step, as on the command line"),
-    "num_workers": (WHOLE, 2, "barrier tasks that train"),
-    "batch": (WHOLE, 128, "the global batch, shared by all workers"),
-    "epochs": (WHOLE, 10, "times through the training data"),
-    "optimizer": (TEXT, None, "e.g. sgd(momentum=0.9)"),
-    "lr": (REAL, None, "learning rate of the global batch"),
-    "schedule": (TEXT, None, "e.g. cosine(warmup=5%)"),
-    "clip": (REAL, None, "largest norm of the gradient"),
+    # name: (converter, default, help); None means "not set"
+    "model": (
+        TypeConverters.identity,
+        "mlp-128",
+        "model name, a function or class, or a Keras model",
+    ),
+    "strategy": (TEXT, "allreduce", "strategy, as on the command line"),
+    "num_workers": (INTEGER, 2, "number of workers (barrier tasks)"),
+    "batch": (INTEGER, 128, "global batch size, split across all workers"),
+    "epochs": (INTEGER, 10, "number of epochs"),
+    "optimizer": (TEXT, None, "optimizer, for example sgd(momentum=0.9)"),
+    "lr": (REAL, None, "learning rate for the global batch"),
+    "schedule": (TEXT, None, "learning-rate schedule, for example cosine(warmup=5%)"),
+    "clip": (REAL, None, "clip the gradient to this norm"),
     "loss": (
         TypeConverters.identity,
         CROSS_ENTROPY,
-        "a function of torch.nn.functional by name, or one of your own",
+        "name of a function in torch.nn.functional, or a function",
     ),
-    "shape": (TEXT, None, "of a row of features, e.g. 1x28x28"),
-    "classes": (WHOLE, None, "number of classes; read off the labels if not said"),
-    "validation": (TypeConverters.identity, None, "a share of the rows, or a column of booleans"),
-    "until": (TEXT, None, "stop early, e.g. val_acc>=0.97"),
-    "patience": (WHOLE, None, "stop after so many epochs without a better val_loss"),
-    "store": (TEXT, None, "a folder or URL that driver and executors reach"),
-    "timeout": (REAL, 300.0, "seconds a worker may stay in one phase"),
-    "verbose": (WHOLE, 1, "0: no progress on the driver"),
+    "shape": (TEXT, None, "shape of one sample, for example 1x28x28"),
+    "classes": (INTEGER, None, "number of classes; default: inferred from the labels"),
+    "validation": (TypeConverters.identity, None, "fraction of the rows, or a boolean column"),
+    "until": (TEXT, None, "stop when a condition is met, for example val_acc>=0.97"),
+    "patience": (INTEGER, None, "stop after this many epochs without improvement in val_loss"),
+    "store": (TEXT, None, "directory or URL that the driver and the executors can access"),
+    "timeout": (REAL, 300.0, "stop the run if a worker makes no progress for this many seconds"),
+    "verbose": (INTEGER, 1, "0 disables progress output on the driver"),
 }
 JOB_FIELDS = ("batch", "epochs", "optimizer", "lr", "schedule", "clip", "until", "patience")
 
 
 class _TrainingParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasRawPredictionCol, HasSeed):
-    """The estimator's Params; the columns and the seed have the names that all of Spark has."""
+    """Params of the estimator; columns and seed have Spark's standard names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +92,8 @@ class _TrainingParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasRawPredi
             seed=0,
         )
 
-    def told(self, name: str) -> Any:
-        """A Param's value, None where nothing is said."""
+    def value_of(self, name: str) -> Any:
+        """Returns the value of a Param, or None if it is not set."""
         param = self.getParam(name)
         return self.getOrDefault(param) if self.isDefined(param) else None
 
@@ -107,9 +111,9 @@ class PacelineEstimator(
         model = estimator.fit(train)
         model.transform(test)
 
-    The DataFrame's features and labels are written once to the store as Parquet, and read from
-    there by the workers. Raises UsageError before anything runs for what cannot be; RunFailed or
-    Diverged when the run ends early, as `paceline.train` does.
+    The DataFrame's features and labels are written to the store once, as Parquet, and read from
+    there by the workers. Raises UsageError for invalid input before anything runs; RunFailed or
+    Diverged like `paceline.train`.
     """
 
     @keyword_only
@@ -119,7 +123,7 @@ class PacelineEstimator(
 
     @keyword_only
     def setParams(self, **params: Any) -> PacelineEstimator:  # noqa: N802
-        """Set several Params by name; None leaves one as it is."""
+        """Sets several Params by name; None leaves a Param unchanged."""
         from paceline.errors import suggest_name
 
         given = self._input_kwargs
@@ -135,26 +139,26 @@ class PacelineEstimator(
 
     def write(self) -> Any:
         for name in ("model", "loss"):
-            value = self.told(name)
+            value = self.value_of(name)
             if not isinstance(value, str):
                 raise UsageError(
-                    f"an estimator whose {name} is a {type(value).__name__} cannot be saved: name "
-                    "it as 'file.py:function' (a fitted model can be saved in any case)"
+                    f"an estimator whose {name} is a {type(value).__name__} cannot be saved; pass "
+                    "it as 'file.py:function' (a fitted model can always be saved)"
                 )
         return super().write()
 
     def _fit(self, dataset: DataFrame) -> PacelineModel:
         session = dataset.sparkSession
-        strategy = parse_strategy(self.told("strategy"))
-        workers = self.told("num_workers")
-        store = as_store(self.told("store"), setting(session, "spark.master") or "")
-        model, loss = self.told("model"), self.told("loss")
+        strategy = parse_strategy(self.value_of("strategy"))
+        workers = self.value_of("num_workers")
+        store = as_store(self.value_of("store"), setting(session, "spark.master") or "")
+        model, loss = self.value_of("model"), self.value_of("loss")
         loss = None if loss == CROSS_ENTROPY else loss
-        written = export_dataframe(dataset, self._wish(model, loss), store.url)
-        traveller = pack_job(model, loss, self._fields(written))
+        written = export_dataframe(dataset, self._columns(model, loss), store.url)
+        archive = pack_job(model, loss, self._fields(written))
         with tempfile.TemporaryDirectory(prefix="paceline-job-") as folder:
-            file = traveller.write(Path(folder))
-            luggage = ProjectBundle(project=read_project(Path(folder)))
+            file = archive.write(Path(folder))
+            bundle = ProjectBundle(project=read_project(Path(folder)))
             copy = StagedRunFolder(store, new_run_name(str(strategy)))
             with copy as out:
                 result = self._train(
@@ -163,18 +167,18 @@ class PacelineEstimator(
                     RunOptions(
                         out=out,
                         workers=workers,
-                        timeout_s=self.told("timeout"),
+                        timeout_s=self.value_of("timeout"),
                         launcher=EngineLauncher(
                             SparkEngine(session),
                             workers,
-                            luggage,
-                            # What Spark counts a task for.
+                            bundle,
+                            # The number of cores that Spark assigns to a task.
                             threads=int(setting(session, "spark.task.cpus", "1") or 1),
                         ),
                     ),
                 )
                 weights = (out / "model.safetensors").read_bytes()
-        files = {**traveller.files, "model.safetensors": weights}
+        files = {**archive.files, "model.safetensors": weights}
         facts = {
             "shape": list(self._shape(written)),
             "classes": written.classes,
@@ -189,13 +193,13 @@ class PacelineEstimator(
 
         from paceline.report.terminal import terminal_reporter
 
-        with terminal_reporter(str(strategy), quiet=not self.told("verbose")) as show:
+        with terminal_reporter(str(strategy), quiet=not self.value_of("verbose")) as show:
             return run_training(job, strategy, replace(options, on_event=show))
 
-    def _wish(self, model: Any, loss: Any) -> TrainingColumns:
-        validation = self.told("validation")
+    def _columns(self, model: Any, loss: Any) -> TrainingColumns:
+        validation = self.value_of("validation")
         if isinstance(validation, int | float) and not 0 <= validation < 1:
-            raise UsageError(f"validation is {validation}: a share in [0, 1) or a column is needed")
+            raise UsageError(f"validation {validation}: must be a fraction in [0, 1) or a column")
         keras_loss = getattr(model, "loss", None) if not isinstance(model, str) else None
         integer = loss is None or loss == "nll_loss"
         if keras_loss is not None:
@@ -214,18 +218,18 @@ class PacelineEstimator(
 
         from paceline.data.pipeline import parse_shape
 
-        text = self.told("shape")
+        text = self.value_of("shape")
         shape = tuple(parse_shape(text)) if text else (written.width,)
         if prod(shape) != written.width:
             raise UsageError(
-                f"shape {text} has {prod(shape)} numbers, features have {written.width}"
+                f"shape {text} has {prod(shape)} values, but features have {written.width}"
             )
         return shape
 
     def _fields(self, written: ExportedDataFrame) -> dict[str, Any]:
-        """The job's fields as JSON has them."""
+        """Returns the fields of the job as JSON-compatible data."""
         shape = self._shape(written)
-        fields = {name: self.told(name) for name in JOB_FIELDS}
+        fields = {name: self.value_of(name) for name in JOB_FIELDS}
         fields |= {
             "data": f"{written.train}/*.parquet",
             "val_data": f"{written.val}/*.parquet" if written.val else None,
@@ -233,7 +237,7 @@ class PacelineEstimator(
             "label": LABEL,
             "format": "parquet",
             "shape": "x".join(map(str, shape)),
-            "classes": self.told("classes") or written.classes,
+            "classes": self.value_of("classes") or written.classes,
             "seed": self.getSeed(),
         }
         return {name: value for name, value in fields.items() if value is not None}

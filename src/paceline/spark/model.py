@@ -1,4 +1,4 @@
-"""PacelineModel: a trained network as a Transformer that adds predictions to a DataFrame."""
+"""PacelineModel: a trained model as a Transformer that adds predictions to a DataFrame."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PacelineModel(
     MLReadable["PacelineModel"],
     MLWritable,
 ):
-    """What `fit` returns. `result` is the run's `result.json`, `run` the run folder's place."""
+    """A fitted model. `result` is the run's `result.json`, `run` the location of the run folder."""
 
     def __init__(self, files: dict[str, bytes], facts: dict[str, Any]) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class PacelineModel(
 
     @property
     def torch_module(self) -> Any:
-        """The network itself, on the driver."""
+        """The torch module, on the driver."""
         return load_predictor(self._files, self._facts)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """`prediction`: the class, or the value of a regression; `rawPrediction`: all outputs."""
+        """Adds `prediction` (class or regression value) and `rawPrediction` (all outputs)."""
         from pyspark.ml.functions import array_to_vector
         from pyspark.sql import functions as F
         from pyspark.sql.types import ArrayType, FloatType
@@ -70,7 +70,7 @@ class PacelineModel(
         hidden = "__paceline_output"
         made = dataset.withColumn(hidden, predict(as_array(dataset, self.getFeaturesCol())))
         if self._facts["classes"] is not None:
-            # The first of the largest, as argmax has it; Spark's arrays count from 1.
+            # The first maximum, as in argmax; Spark's arrays are 1-based.
             best = F.array_position(hidden, F.array_max(hidden)) - 1
         else:
             best = F.element_at(hidden, 1)
@@ -108,7 +108,7 @@ def make_predict(
                 output = module(torch.from_numpy(rows)).reshape(len(rows), -1)
                 yield pd.Series(list(output.float().numpy()))
 
-    # The form of a pandas UDF is read from its types, and names in strings would not be found.
+    # Spark infers the kind of a pandas UDF from its annotations, which must not be strings.
     predict.__annotations__ = {"batches": Iterator[pd.Series], "return": Iterator[pd.Series]}
     return predict
 
@@ -124,7 +124,7 @@ def load_predictor(files: dict[str, bytes], facts: dict[str, Any]) -> Any:
 
 
 class _ModelWriter(MLWriter):
-    """Metadata as all of Spark has it; files as rows of Parquet, so that any store will do."""
+    """Writes Spark's standard metadata, and the files as rows of Parquet, for any store."""
 
     def __init__(self, model: PacelineModel) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _ModelReader(MLReader[PacelineModel]):
         rows = session.read.parquet(f"{path}/files").collect()
         files = {row["name"]: bytes(row["data"]) for row in rows}
         if FACTS not in files:
-            raise UsageError(f"{path} holds no model that PacelineModel has saved")
+            raise UsageError(f"{path} does not contain a saved PacelineModel")
         model = self._cls(files, json.loads(files.pop(FACTS)))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)

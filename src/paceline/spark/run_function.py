@@ -1,4 +1,4 @@
-"""`run(function, num_workers)`: own code on the executors, with torch's variables set."""
+"""Runs a function on the executors, with the environment variables of torch.distributed set."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def run(
     session: SparkSession | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` in `num_workers` barrier tasks at the same time.
+    """Calls `function(*args, **kwargs)` in `num_workers` simultaneous barrier tasks.
 
-    Each finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, so
-    that `torch.distributed.init_process_group("gloo")` works as it is. What they return must be
-    plain data (JSON); the list is in the order of ranks. Raises RunFailed with the worker's own
-    error when one fails, or at the deadline.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in each, so
+    that `torch.distributed.init_process_group("gloo")` works. Return values must be
+    JSON-compatible; the list is in the order of ranks. Raises RunFailed with the worker's error if
+    one fails, or on timeout.
     """
     if num_workers < 1:
-        raise UsageError(f"num_workers is {num_workers}: at least one is needed")
+        raise UsageError(f"num_workers {num_workers}: must be at least 1")
     session = session or active_session()
     check_session(session)
     wait_for_slots(session, num_workers)
@@ -38,7 +38,7 @@ def run(
         session,
         num_workers,
         make_task_function(function, args, kwargs or {}, num_workers),
-        lambda why: None,
+        lambda reason: None,
     )
     try:
         job.thread.join(timeout_s)
@@ -58,7 +58,7 @@ def active_session() -> SparkSession:
 
     found = SparkSession.getActiveSession()
     if found is None:
-        raise UsageError("there is no active Spark session: make one with SparkSession.builder")
+        raise UsageError("no active Spark session; create one with SparkSession.builder")
     return found
 
 
@@ -74,19 +74,19 @@ def make_task_function(
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        # The address of a machine as its executor is known by to the others.
+        # The address at which other executors reach this one.
         address = context.getTaskInfos()[index].address.rsplit(":", 1)[0]
         with socket.socket() as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
-            mine = json.dumps({"address": address, "port": port, "host": socket.gethostname()})
-            others = [json.loads(text) for text in context.allGather(mine)]
-        here = [rank for rank, other in enumerate(others) if other["address"] == address]
+            local = json.dumps({"address": address, "port": port, "host": socket.gethostname()})
+            others = [json.loads(text) for text in context.allGather(local)]
+        local_ranks = [rank for rank, other in enumerate(others) if other["address"] == address]
         os.environ.update(
             RANK=str(index),
             WORLD_SIZE=str(size),
-            LOCAL_RANK=str(here.index(index)),
-            LOCAL_WORLD_SIZE=str(len(here)),
+            LOCAL_RANK=str(local_ranks.index(index)),
+            LOCAL_WORLD_SIZE=str(len(local_ranks)),
             MASTER_ADDR=others[0]["address"],
             MASTER_PORT=str(others[0]["port"]),
         )
@@ -96,13 +96,14 @@ def make_task_function(
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}".replace("\n", " ")
             raise RuntimeError(
-                f"paceline says: worker {index} on {socket.gethostname()}: {text}"
+                f"paceline error: worker {index} on {socket.gethostname()}: {text}"
             ) from error
         try:
             return json.dumps(answer)
         except (TypeError, ValueError) as error:
             raise RuntimeError(
-                f"paceline says: worker {index} returned what is no plain data ({error}): "
+                f"paceline error: worker {index} returned a value that is "
+                f"not JSON-compatible ({error}); "
                 "return numbers, text, lists or dicts, and write tensors to a file"
             ) from None
 

@@ -1,4 +1,4 @@
-"""A Spark session for one run from the command line."""
+"""Opens a Spark session for a run from the command line."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def open_session(master: str | None) -> SparkSession:
-    """As spark-defaults.conf and the environment say; the master may be named.
+    """Opens a session as configured by spark-defaults.conf and the environment.
 
-    Raises UsageError where pyspark is missing, RunFailed where no session can be had.
+    Raises UsageError if pyspark is missing, RunFailed if no session can be opened.
     """
     try:
         from pyspark.sql import SparkSession
     except ModuleNotFoundError:
-        raise UsageError("pyspark is not installed: pip install 'paceline[spark]'") from None
+        raise UsageError("pyspark is not installed; run pip install 'paceline[spark]'") from None
     builder = SparkSession.builder.appName("paceline")
     if master is not None:
         builder = builder.master(master)
-    # The same path as here, unless told otherwise: clusters often share their environments.
+    # Defaults to this interpreter's path: clusters often share their environments.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     try:
         session = builder.getOrCreate()
     except Exception as error:
         raise RunFailed(
-            f"no Spark session at {master or 'the configured master'}: "
+            f"cannot open a Spark session at {master or 'the configured master'}: "
             f"{summarize_spark_error(error)}"
         ) from None
     if not is_connect(session):

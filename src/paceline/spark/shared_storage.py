@@ -1,4 +1,4 @@
-"""The place that driver and executors share: written data, run folders, checkpoints."""
+"""Storage shared by the driver and executors: exported data, run folders, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A folder or URL; `folder` is set where this machine sees it as files."""
+    """A directory or URL; `folder` is set if it is accessible as local files."""
 
     url: str
     folder: Path | None
 
 
 def as_store(text: str | None, master: str) -> SharedStorage:
-    """Raises UsageError where none is said and executors would not find the driver's folder."""
+    """Parses the `store` setting. Raises UsageError if it is required but not set."""
     if text is None:
         if not master.startswith("local"):
             raise UsageError(
-                f"store is not said, and executors of {master or 'the cluster'} may not see this "
-                "machine's folders: give one that all reach, e.g. store='hdfs://host:8020/paceline'"
+                f"store is not set, and executors of {master or 'the cluster'} may not have access "
+                "to this machine's files; set a shared one, for example "
+                "store='hdfs://host:8020/paceline'"
             )
         folder = Path(tempfile.mkdtemp(prefix="paceline-store-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -41,7 +42,7 @@ def as_store(text: str | None, master: str) -> SharedStorage:
 
 
 class StagedRunFolder:
-    """A run folder in the store: in place where it is a folder, else brought there at the end."""
+    """A run folder in the store: written in place if it is local, else uploaded at the end."""
 
     def __init__(self, store: SharedStorage, name: str) -> None:
         self._store = store
@@ -66,7 +67,7 @@ class StagedRunFolder:
         if self._local is None:
             return
         try:
-            # Also after a failure: that is when a run folder is read.
+            # Also after a failure, when the run folder is most useful.
             if (self._local / self._name).exists():
                 upload(self._local / self._name, self.url)
         finally:
