@@ -193,7 +193,7 @@ def test_compare_runs_them_all(run_cli: RunCli, tmp_path: Path) -> None:
     assert (out / "report.html").exists()
     assert "single" in finished.stdout
     again = run_cli("compare", "--strategies", "single", "--out", out)
-    assert_mistake(again, "holds another comparison")
+    assert_mistake(again, "already contains a comparison")
 
 
 # ---- help ------------------------------------------------------------------------------------
@@ -263,21 +263,29 @@ def assert_mistake(finished: Finished, *words: str) -> None:
         (("--strategy", "alreduce"), ("'alreduce'", "did you mean 'allreduce'")),
         (("--strategy", "ps(server=2)"), ("did you mean 'servers'",)),
         (("--strategy", "switch(allreduce, ps, at=150%)"), ("at=150%", "below 100%")),
-        (("--strategy", "single"), ("single", "one worker, not 2")),
+        (("--strategy", "single", "--workers", 2), ("single", "one worker, not 2")),
         (("--model", "mlp-182"), ("'mlp-182'", "did you mean 'mlp-128'")),
         (("--data", "digit"), ("'digit'", "did you mean 'digits'")),
-        (("--workers", 0), ("--workers is 0",)),
+        (("--workers", 0), ("--workers must be at least 1, got 0",)),
         (("--workers", 4, "--batch", 3), ("--batch 3", "--workers 4")),
-        (("--batch", 0), ("batch is 0",)),
-        (("--batch", 8, "--batch-per-worker", 4), ("--batch-per-worker",)),
-        (("--batch-per-worker", 0), ("--batch-per-worker is 0",)),
-        (("--lr", -0.1), ("lr is -0.1",)),
-        (("--lr", "nan"), ("lr is nan",)),
-        (("--lr", "fast"), ("--lr", "number")),
-        (("--epochs", 0), ("epochs is 0",)),
-        (("--threads", 0), ("--threads is 0",)),
-        (("--timeout", 0), ("--timeout is 0",)),
-        (("--dtype", "float8"), ("float8",)),
+        (("--batch", 0), ("--batch must be at least 1, got 0",)),
+        (
+            ("--batch", 8, "--batch-per-worker", 4),
+            ("--batch and --batch-per-worker cannot be combined: the global batch is",),
+        ),
+        (("--batch-per-worker", 0), ("--batch-per-worker must be at least 1, got 0",)),
+        (("--lr", -0.1), ("--lr must be greater than 0, got -0.1",)),
+        (("--lr", "nan"), ("--lr must be a finite number, got nan",)),
+        (("--lr", "fast"), ("--lr must be a number, got 'fast'",)),
+        (("--epochs", 2.5), ("--epochs must be a whole number, got 2.5",)),
+        (("--epochs", 0), ("--epochs must be at least 1, got 0",)),
+        (("--threads", 0), ("--threads must be at least 1, got 0",)),
+        (
+            ("--timeout", 0),
+            ("--timeout must be at least 2 s, got 0: workers report once per second",),
+        ),
+        (("--dtype", "float8"), ("--dtype must be 'float32' or 'float64', got 'float8'",)),
+        (("--device", "gpu"), ("--device must be 'auto', 'cpu' or 'cuda', got 'gpu'",)),
         (("--until", "val_acc"), ("--until", "val_acc>=0.97")),
         (("--until", "accuracy>=0.9"), ("'accuracy'",)),
         (("--optimizer", "sdg"), ("did you mean 'sgd'",)),
@@ -285,11 +293,23 @@ def assert_mistake(finished: Finished, *words: str) -> None:
         (("--schedule", "cosin"), ("did you mean 'cosine'",)),
         (("--schedule", "milestones"), ("without marks",)),
         (("--checkpoint-every", "50%"), ("epoch(1)",)),
-        (("--learning-rate", 0.1), ("--learning-rate",)),
-        (("--resume", "--force"), ("exclude each other",)),
+        (
+            ("--learning-rate", 0.1),
+            ("unknown option --learning-rate; run `paceline train --help`",),
+        ),
+        (("--epoch", 3), ("unknown option --epoch; did you mean --epochs?",)),
+        (("--lr",), ("--lr requires a value",)),
+        (("a.py", "b.py"), ("unexpected argument 'b.py'",)),
+        (("--profile", "3"), ("--profile must be epoch=N with N of at least 1, got '3'",)),
+        (("--metrics-port", 70000), ("--metrics-port must be at most 65535, got 70000",)),
+        (("--metrics-port", 0, "--no-telemetry"), ("cannot be combined: metrics are computed",)),
+        (
+            ("--resume", "--force"),
+            ("--resume and --force cannot be combined: resume the run, or overwrite it",),
+        ),
         (("--resume",), ("holds no run",)),
         (("--data", "mnist", "--data-dir", "nowhere"), ("train-images", "nowhere")),
-        (("nothing.py",), ("nothing.py does not exist",)),
+        (("nothing.py",), ("job file nothing.py was not found",)),
     ],
     ids=join,
 )
@@ -303,15 +323,34 @@ def test_mistake_is_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("train",), ("--out",)),
-        (("tarin",), ("tarin",)),
+        (("train",), ("--out is required",)),
+        (("tarin",), ("unknown command 'tarin'; did you mean 'train'?",)),
         (("compare", "--strategies", "single; pss", "--out", "run"), ("did you mean 'ps'",)),
         (("compare", "--strategies", ";", "--out", "run"), ("--strategies is empty",)),
-        (("compare", "--strategies", "ps", "--seeds", 0, "--out", "run"), ("--seeds is 0",)),
-        (("compare", "--strategies", "ps", "--lr", -1, "--out", "run"), ("lr is -1",)),
+        (
+            ("compare", "--strategies", "ps", "--seeds", 0, "--out", "run"),
+            ("--seeds must be at least 1, got 0",),
+        ),
+        (
+            ("compare", "--strategies", "ps", "--lr", -1, "--out", "run"),
+            ("--lr must be greater than 0, got -1",),
+        ),
         (("evaluate", "nowhere"), ("nowhere", "finished run")),
         (("report", "nowhere"), ("nowhere",)),
-        (("demo", "--workers", 0, "--out", "run"), ("--workers is 0",)),
+        (("demo", "--workers", 0, "--out", "run"), ("--workers must be at least 1, got 0",)),
+        (("pool", "shwo"), ("unknown command 'shwo'; did you mean 'show'?",)),
+        (("evaluate",), ("FOLDER is required",)),
+        (("report",), ("a run folder is required",)),
+        (("profile", "a", "b", "c"), ("one or two run folders are required, got 3",)),
+        (("export", "run"), ("--as is required",)),
+        (("export", "run", "--as", "pdf"), ("--as must be 'chrome', 'csv' or 'tensorboard'",)),
+        (("launch",), ("SCRIPT is required",)),
+        (("compare", "--out", "run"), ("--strategies or --matrix is required",)),
+        (
+            ("compare", "--strategies", "ps", "--retry", "--out", "run"),
+            ("--retry requires --matrix",),
+        ),
+        (("dashboard", "run", "--port", 70000), ("--port must be at most 65535",)),
     ],
     ids=join,
 )
@@ -319,9 +358,6 @@ def test_mistakes_of_other_commands(
     call_main: RunCli, tmp_path: Path, command: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
     finished = call_main(*command)
-    if command[0] == "demo":
-        # It says first what it is about to show.
-        finished = Finished(finished.code, "", finished.stderr)
     assert_mistake(finished, *words)
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.html"))
@@ -333,9 +369,13 @@ def test_mistakes_of_other_commands(
         ("job.py", "x = 1\n", ("job.py", "no function job()")),
         ("job.py", "x = 1\n\ndef job(:\n", ("job.py:3", "SyntaxError")),
         ("job.py", "def job():\n    return 1 / 0\n", ("job.py:2", "ZeroDivisionError")),
-        ("job.py", "import paceline\njob = lambda: paceline.Job(batch=0)\n", ("batch is 0",)),
+        (
+            "job.py",
+            "import paceline\njob = lambda: paceline.Job(batch=0)\n",
+            ("batch must be at least 1, got 0",),
+        ),
         ("job.yaml", "modle: mlp-128\n", ("'modle'", "did you mean 'model'")),
-        ("job.yaml", "model: [\n", ("job.yaml", "not YAML")),
+        ("job.yaml", "model: [\n", ("job.yaml", "not valid YAML")),
     ],
 )
 def test_broken_job_file(

@@ -208,8 +208,8 @@ def test_mistakes_before_anything_starts(run_cli: RunCli, script: Path) -> None:
     out = script.parent / "run"
     for args, words in (
         ((script.parent / "nothing.py",), "nothing.py does not exist"),
-        ((script, "--workers", 0), "--workers is 0"),
-        ((script, "--strategy", "single"), "one worker, not 2"),
+        ((script, "--workers", 0), "--workers must be at least 1, got 0"),
+        ((script, "--strategy", "single", "--workers", 2), "one worker, not 2"),
         ((script, "--strategy", "alreduce"), "did you mean 'allreduce'"),
     ):
         finished = run_cli("launch", *args, "--out", out)

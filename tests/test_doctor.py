@@ -296,7 +296,7 @@ def test_healthy_lab_and_its_measurements(lab: Lab, run_cli: RunCli, tmp_path: P
     job = ("--model", "mlp-128", "--data", "digits", "--batch", 64)
     done = run_cli("doctor", "--pool", pool, "--write", *job)
     assert done.code == 0, done.stdout + done.stderr
-    assert f"measured figures are in {pool}" in done.stdout
+    assert f"measurements written to {pool}" in done.stdout
     hosts = read_pool(pool).hosts
     rates = [host.link.mbit_s for host in hosts if host.link is not None]
     assert 80 < rates[0] < 105

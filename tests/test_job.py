@@ -75,24 +75,24 @@ def refuse(path: Path | str, *words: str) -> str:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"batch": 0}, "batch is 0"),
-        ({"batch": "many"}, "batch is 'many'"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"lr": -0.1}, "lr is -0.1"),
-        ({"lr": 0}, "lr is 0"),
-        ({"lr": float("nan")}, "lr is nan"),
-        ({"lr": float("inf")}, "lr is inf"),
-        ({"clip": 0}, "clip is 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 2**31}, "seed is"),
-        ({"dtype": "float8"}, "dtype is 'float8'"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"patience": 0}, "patience is 0"),
-        ({"model": ""}, "model is '': it is empty"),
-        ({"model": None}, "model is None: it is empty"),
-        ({"data": None}, "data is None"),
-        ({"modle": "mlp-128"}, "no 'modle': did you mean 'model'"),
-        ({"loss": 3}, "loss is 3"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"batch": "many"}, "batch must be a whole number, got 'many'"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"lr": -0.1}, "lr must be greater than 0, got -0.1"),
+        ({"lr": 0}, "lr must be greater than 0, got 0"),
+        ({"lr": float("nan")}, "lr must be a finite number, got nan"),
+        ({"lr": float("inf")}, "lr must be a finite number, got inf"),
+        ({"clip": 0}, "clip must be greater than 0, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 2**31}, "seed must be less than 2147483648, got 2147483648"),
+        ({"dtype": "float8"}, "dtype must be 'float32' or 'float64', got 'float8'"),
+        ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"model": ""}, "model must not be empty"),
+        ({"model": None}, "model must not be empty"),
+        ({"data": None}, "data must not be empty"),
+        ({"modle": "mlp-128"}, "unknown job field 'modle'; did you mean 'model'"),
+        ({"loss": 3}, "loss must be a function, got 3"),
     ],
 )
 def test_mistakes_are_told_in_one_line(fields: dict[str, Any], words: str) -> None:
@@ -163,7 +163,7 @@ def test_python_file(tmp_path: Path) -> None:
     changed = refer_to_job(path, {"batch": 64, "seed": 5}).resolve()
     assert (changed.batch, changed.seed, changed.model) == (64, 5, "mlp-128")
     assert refer_to_job(Path(f"{path}:other"), {}).resolve().epochs == 3
-    with pytest.raises(UsageError, match="batch is 0"):
+    with pytest.raises(UsageError, match="batch must be at least 1, got 0"):
         refer_to_job(path, {"batch": 0}).resolve()
 
 
@@ -201,14 +201,14 @@ def test_changed_file_is_refused(tmp_path: Path) -> None:
     [
         ("x = 1\n", ("no function job()",)),
         ("job = 3\n", ("no function job()",)),
-        ("def job():\n    return 3\n", ("gave int", "paceline.Job")),
+        ("def job():\n    return 3\n", ("returned int", "paceline.Job")),
         ("import nothing_at_all\n", (":1:", "ModuleNotFoundError", "nothing_at_all")),
         ("x = 1\n\ndef job(:\n", (":3:", "SyntaxError")),
         ("x = 1\ny = x / 0\n", (":2:", "ZeroDivisionError")),
         ("def job():\n    x = 1\n    return undefined\n", (":3:", "NameError", "undefined")),
         (
             "from paceline import Job\ndef job():\n    return Job(batch=0)\n",
-            ("job.py", "batch is 0"),
+            ("job.py", "batch must be at least 1, got 0"),
         ),
         (
             "from paceline import Job\ndef job():\n    return Job(modle='x')\n",
@@ -228,11 +228,11 @@ def test_broken_python_file(tmp_path: Path, text: str, words: tuple[str, ...]) -
         ("job.yaml", "modle: mlp-128\n", ("did you mean 'model'",)),
         ("job.yaml", "- model\n", ("a mapping",)),
         ("job.yaml", "", ("a mapping",)),
-        ("job.yaml", "model: [\n", ("not YAML",)),
+        ("job.yaml", "model: [\n", ("not valid YAML",)),
         ("job.yaml", "1: 2\n", ("key 1",)),
-        ("job.yaml", "model: !!python/object/apply:os.system [date]\n", ("not YAML",)),
-        ("job.yaml", "batch: many\n", ("batch is 'many'",)),
-        ("job.json", "{", ("not JSON",)),
+        ("job.yaml", "model: !!python/object/apply:os.system [date]\n", ("not valid YAML",)),
+        ("job.yaml", "batch: many\n", ("batch must be a whole number, got 'many'",)),
+        ("job.json", "{", ("not valid JSON",)),
         ("job.toml", "", (".py, .yaml or .json",)),
     ],
 )
@@ -243,10 +243,10 @@ def test_broken_file_of_fields(
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
-    refuse(tmp_path / "job.py", "does not exist", "job.py")
-    refuse(f"{tmp_path / 'job.py'}:train", "does not exist")
+    refuse(tmp_path / "job.py", "was not found", "job.py")
+    refuse(f"{tmp_path / 'job.py'}:train", "was not found")
     refuse(f"{write(tmp_path, GOOD)}:nothing", "no function nothing()")
-    refuse(tmp_path, "does not exist")
+    refuse(tmp_path, "was not found")
 
 
 # ---- live jobs -------------------------------------------------------------------------------

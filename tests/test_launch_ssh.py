@@ -357,12 +357,15 @@ def test_ctrl_c_ends_all_here(start_cli: StartCli, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "cancelled"
 
 
-def test_options_that_exclude_each_other(run_cli: RunCli, tmp_path: Path) -> None:
+def test_options_that_cannot_be_combined(run_cli: RunCli, tmp_path: Path) -> None:
     fill(tmp_path, {"p/x.py": ""})
     pool = write_local_pool(tmp_path)
     for args, told in (
-        (("--pool", pool, "--workers", 2), "--pool and --workers exclude each other"),
-        (("--select", "gpu"), "--select needs --pool: name the machines"),
+        (
+            ("--pool", pool, "--workers", 2),
+            "--pool and --workers cannot be combined: the pool file sets",
+        ),
+        (("--select", "gpu"), "--select requires --pool: it applies to machines of a pool"),
         (("--pool", pool, "--select", "gpu"), "--select gpu: no machine in the pool has a GPU"),
         (("--pool", pool, "--venv"), "has no requirements.txt"),
         (("--pool", pool, "--roles", "ps=1"), "at least one chief or worker"),

@@ -38,6 +38,7 @@ FILE_PATTERNS = {
 LAYERS: dict[str, set[str]] = {
     # Ideas: no input, no output, no tensors.
     "errors": set(),
+    "options": {"errors"},
     "plugins": {"errors"},
     "specs": {"errors"},
     "protocol": {"errors", "specs", "telemetry.events"},
@@ -51,7 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "data": {"errors"},
     "comm": {"errors", "specs", "protocol", "state"},
     "telemetry": {"errors", "protocol", "telemetry.events"},
-    "job": {"errors", "plugins", "specs", "data", "models"},
+    "job": {"errors", "options", "plugins", "specs", "data", "models"},
     # Strategies, one folder each: what needs no torch comes first.
     "strategies.registry": {"errors", "plugins", "specs", "protocol"},
     "strategies.spec": {"errors", "specs", "protocol", "strategies.registry"},
@@ -119,6 +120,7 @@ LAYERS: dict[str, set[str]] = {
     "report": {"errors", "telemetry", "telemetry.events"},
     "dashboard": {"errors", "telemetry", "telemetry.events", "report"},
     "launch": {
+        "options",
         "errors",
         "specs",
         "protocol",
@@ -135,6 +137,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "plan": {"errors", "specs", "cluster", "strategies.registry", "strategies.spec"},
     "twin": {
+        "options",
         "errors",
         "specs",
         "protocol",
@@ -169,6 +172,7 @@ LAYERS: dict[str, set[str]] = {
     "ray": {"errors", "data", "cluster", "cluster.remote", "launch", "worker"},
     "trained_model": {"errors", "job", "telemetry", "worker"},
     "cli": {
+        "options",
         "cluster",
         "dashboard",
         "data",
@@ -184,6 +188,7 @@ LAYERS: dict[str, set[str]] = {
         "strategies.registry",
         "twin",
     },
+    "__main__": {"cli"},
     "__init__": {
         "strategies.registry",
         "strategies.spec",
@@ -200,6 +205,7 @@ name."""
 
 TORCH_FREE = (
     "errors",
+    "options",
     "plugins",
     "specs",
     "protocol",

@@ -245,4 +245,4 @@ def test_a_real_matrix_from_the_command_line(tmp_path: Path) -> None:
     assert "servers" in (tmp_path / "out" / "report.html").read_text()
     refused = subprocess.run([*command, "--batch", "3"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
-    assert "--batch is for the matrix to say" in refused.stderr
+    assert "--matrix and --batch cannot be combined: the matrix file defines it" in refused.stderr

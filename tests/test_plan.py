@@ -201,14 +201,14 @@ def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     done = run_cli("plan", "--pool", pool, "--out", tmp_path / "plan")
     assert done.code == 0, done.stderr
     assert "plan: " in done.stdout
-    assert "left out: " in done.stdout
+    assert "not used: " in done.stdout
     assert (tmp_path / "plan" / "plan.html").stat().st_size > 10_000
     told = run_cli("plan", "--pool", pool, "--json", "--objective", "time=0.7,cost=0.3")
     assert json.loads(told.stdout)["objective"] == {"time": 0.7, "cost": 0.3}
     for arguments, complaint in [
         (("--objective", "speed"), "none of time, energy, cost"),
         (("--objective", "time=x"), "not a number"),
-        (("--deadline", "0"), "above 0"),
+        (("--deadline", "0"), "--deadline must be greater than 0, got 0"),
         (("--pool", tmp_path / "none.yaml"), "none.yaml"),
     ]:
         wrong = run_cli("plan", "--pool", pool, *arguments)

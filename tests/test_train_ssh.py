@@ -93,20 +93,23 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--pool", "POOL", "--workers", "2"], "--pool and --workers exclude each other"),
-        (["--select", "gpu"], "--select needs --pool"),
-        (["--servers-on", "x"], "--servers-on needs --pool"),
-        (["--strategy", "auto"], "--strategy auto needs --pool"),
-        (["--venv"], "--venv needs --pool or --engine"),
+        (
+            ["--pool", "POOL", "--workers", "2"],
+            "--pool and --workers cannot be combined: the pool file sets the number of workers",
+        ),
+        (["--select", "gpu"], "--select requires --pool: it selects machines of the pool"),
+        (["--servers-on", "x"], "--servers-on requires --pool: it names a machine of the pool"),
+        (["--strategy", "auto"], "--strategy auto requires --pool: the planner needs to know"),
+        (["--venv"], "--venv requires --pool or --engine: without them"),
         (["--pool", "POOL", "--servers-on", "x"], "--servers-on x: the pool has no such machine"),
         (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine in the pool has a GPU"),
         (["--pool", "POOL", "--venv"], "--venv needs --project"),
         (
             ["--pool", "POOL", "--select", "auto", "--batch-per-worker", "8"],
-            "--select auto needs --batch",
+            "--select auto and --batch-per-worker cannot be combined",
         ),
-        (["--engine", "sparkle"], "--engine sparkle"),
-        (["--pool", "POOL", "--objective", "energy"], "--objective needs --strategy auto or"),
+        (["--engine", "sparkle"], "unknown --engine 'sparkle'; did you mean 'spark'?"),
+        (["--pool", "POOL", "--objective", "energy"], "--objective requires --strategy auto or"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(
@@ -176,7 +179,7 @@ def test_servers_on_a_machine_of_their_own(
     )
     done = command.wait(90)
     assert done.code == 0, done.stderr
-    assert f"parameters are served on {server.name}" in done.stderr
+    assert f"parameter servers run on {server.name}" in done.stderr
     assert find_hosts(out, 2) == [machine.namespace for machine in lab.machines[:2]]
     assert read_result(out)["workers"] == 2
     assert all_gone(lab)
@@ -360,10 +363,10 @@ def test_launch_plans_by_speed_or_by_a_job(run_cli: RunCli, project: Path, tmp_p
     planned = run_cli(*args, "--job", project / "job.py")
     assert planned.code == 0, planned.stderr
     assert "plan: " in planned.stdout
-    assert "left out: 10.9.9.2" in planned.stdout
+    assert "not used: 10.9.9.2" in planned.stdout
     both = run_cli(*args[:-1], "--select", "gpu")
     assert both.code == 2
-    assert "exclude each other" in both.last_line
+    assert "cannot be combined" in both.last_line
     odd = run_cli("launch", "train.py", "--pool", pool, "--job", project / "job.py")
     assert odd.code == 2
-    assert "--job needs --select auto" in odd.last_line
+    assert "--job requires --select auto" in odd.last_line

@@ -372,15 +372,18 @@ def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: P
     out = tmp_path / "out"
     for arguments, complaint in [
         (("--cluster", file), "speed is -2"),
-        (("--cluster", tmp_path / "none.yaml"), "no such file"),
+        (
+            ("--cluster", tmp_path / "none.yaml"),
+            "was not found; use a pool file, a number of machines, or one of",
+        ),
         (("--cluster", "0"), "at least one machine"),
-        (("--cluster", "3", "--workers", "4"), "places for 1 to 3"),
+        (("--cluster", "3", "--workers", "4"), "--workers must be 1 to 3, got 4"),
         (("--cluster", "2", "--strategy", "ps(servers=3)"), "needs 3 servers"),
-        (("--cluster", "2", "--depth", "deep"), "known: learn, cost"),
-        (("--cluster", "2", "--without", "2"), "workers 0 to 1"),
-        (("--cluster", "2", "--bandwidth", "0"), "a number above 0"),
+        (("--cluster", "2", "--depth", "deep"), "--depth must be 'learn' or 'cost', got 'deep'"),
+        (("--cluster", "2", "--without", "2"), "--without must be a worker from 0 to 1, got 2"),
+        (("--cluster", "2", "--bandwidth", "0"), "--bandwidth must be greater than 0, got 0"),
         (("--cluster", "2", "--batch", "1"), "smaller than"),
-        ((), "say which machines"),
+        ((), "exactly one of --cluster, --calibrate and --probe is required"),
         (("--calibrate", tmp_path), "no run lies there"),
     ]:
         done = run_cli("twin", "--out", out, "--quiet", *arguments)

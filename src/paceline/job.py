@@ -1,8 +1,8 @@
-"""A job: what to train. Torch-free, so that commands can read and check one instantly.
+"""`Job`: what to train. Torch-free, so that commands can read and check a job instantly.
 
-A job of names (`Job(model="mlp-128", data="digits")`) travels as JSON. A job file (`job.py` with
-a function `job()`, or YAML) travels by reference: path, function and hash. A job that holds live
-objects goes only to processes that this one starts itself.
+A job of names (`Job(model="mlp-128", data="digits")`) travels as JSON. A job file (a Python file
+that defines `job()`, or YAML) travels by reference: path, function and hash. A job with live
+objects is sent only to child processes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, suggest_name
+from paceline.options import DATA_FILES, TRAINING, Option, explain
 from paceline.plugins import hash_file, load_module, locate_error
 from paceline.specs.expression import parse_expression
 from paceline.specs.optimizer import parse_optimizer
@@ -26,80 +27,109 @@ from paceline.specs.stop_condition import StopCondition, parse_stop_condition
 if TYPE_CHECKING:
     from paceline.data.pipeline import DataPipeline
 
-FOR_URLS = (
-    "features",
-    "label",
-    "val_data",
-    "format",
-    "shape",
-    "classes",
-    "fill",
-    "skip_empty",
-    "shard",
-    "shuffle",
-    "cache",
-    "prefetch",
-    "memory",
-)
-"""Fields that say how data by URL is read."""
-
 DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "adadelta": 1.0}
-"""Where no learning rate is given; 0.001 for all others."""
+"""Learning rate by optimizer, if none is given; 0.001 for all others."""
+
+
+def _from_files(metavar: str | None = None, default: str | None = None) -> Option:
+    """Returns the option of a field that applies only to data that is a path or URL."""
+    return Option(group=DATA_FILES, metavar=metavar, default=default)
 
 
 class Job(BaseModel):
-    """What to train. Strings are names or expressions; `model` and `data` may be live objects.
+    """What to train. Text fields are names or expressions; some accept live objects in Python.
 
     model: a name, a torch module, or a function without arguments that builds one (seeded).
-    data: a name, a URL, or (train, val, test) of pipelines (`paceline.data.read`), tables, torch
-        datasets, DataLoaders or (inputs, targets) pairs, or a function without arguments that
-        gives them; val and test may be None.
-    features ... memory: how data by URL is read, see docs/data.md.
-    loss: a function of (output, target) that gives the mean loss; cross-entropy by default.
+    data: a name, a path, a URL, or (train, val, test) of pipelines (`paceline.data.read`), tables,
+        torch datasets, DataLoaders or (inputs, targets) pairs, or a function without arguments
+        that returns them; val and test may be None.
+    loss: a function of (output, target) that returns the mean loss; cross-entropy by default.
     schedule: an expression, or an object with the methods `factor` and `drops` of one.
+
+    The string below a field is its help text on the command line.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    option_group: ClassVar[str] = TRAINING
+    option_negatives: ClassVar[bool] = True  # Options can switch off what a job file switches on.
 
-    model: Any = "mlp-128"
-    data: Any = "digits"
-    data_dir: Path | None = None
-    features: str | None = None
-    label: str | None = None
-    val_data: str | None = None
-    format: str | None = None
-    shape: str | None = None
-    classes: int | None = Field(default=None, ge=2)
-    fill: float | None = None
-    skip_empty: bool = False
-    shard: Literal["auto", "file", "row_group", "sample", "off"] = "auto"
-    shuffle: int = Field(default=50_000, ge=0)
-    cache: Literal["auto", "memory", "disk", "none"] = "auto"
-    prefetch: int | None = Field(default=None, ge=0)
-    memory: int = Field(default=512, ge=16)
-    loss: Callable[..., Any] | None = None
-    optimizer: str = "sgd(momentum=0.9)"
-    lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    schedule: Any = "constant"
+    model: Annotated[Any, Option(metavar="NAME")] = "mlp-128"
+    """Model name."""
+    data: Annotated[Any, Option(metavar="NAME|URL")] = "digits"
+    """Dataset name, path or URL."""
+    data_dir: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Directory with the original files of named datasets, as DIR/<dataset>/<files>."""
+    features: Annotated[str | None, _from_files("COLUMNS")] = None
+    """Feature columns, comma-separated."""
+    label: Annotated[str | None, _from_files("COLUMN")] = None
+    """Label column."""
+    val_data: Annotated[str | None, _from_files("URL", "a tenth of the training data")] = None
+    """Validation data."""
+    format: Annotated[str | None, _from_files(default="by file suffix")] = None
+    """File format, for example parquet, tfrecord or csv."""
+    shape: Annotated[str | None, _from_files("SHAPE")] = None
+    """Shape of one row of features, for example 1x28x28."""
+    classes: Annotated[int | None, _from_files(default="counted")] = Field(default=None, ge=2)
+    """Number of classes."""
+    fill: Annotated[float | None, _from_files(default="nulls are an error")] = None
+    """Value to substitute for nulls."""
+    skip_empty: Annotated[bool, _from_files()] = False
+    """Skip files without rows."""
+    shard: Annotated[Literal["auto", "file", "row_group", "sample", "off"], _from_files("UNIT")] = (
+        "auto"
+    )
+    """Unit assigned to workers: file, row_group, sample, off or auto."""
+    shuffle: Annotated[int, _from_files("ROWS")] = Field(default=50_000, ge=0)
+    """Shuffle buffer size in rows; 0 disables shuffling."""
+    cache: Annotated[Literal["auto", "memory", "disk", "none"], _from_files()] = "auto"
+    """Where to keep decoded data between epochs."""
+    prefetch: Annotated[int | None, _from_files(default="tuned while training")] = Field(
+        default=None, ge=0
+    )
+    """Number of batches to prepare in advance."""
+    memory: Annotated[int, _from_files("MB")] = Field(default=512, ge=16)
+    """Memory per worker for data, in MB."""
+    loss: Annotated[Callable[..., Any] | None, Option(hidden=True)] = None
+    optimizer: Annotated[str, Option(metavar="EXPR")] = "sgd(momentum=0.9)"
+    """Optimizer, for example 'adamw(weight_decay=0.05)'."""
+    lr: Annotated[float | None, Option(default="depends on the optimizer")] = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )
+    """Learning rate for the global batch."""
+    schedule: Annotated[Any, Option(metavar="EXPR")] = "constant"
+    """Learning rate schedule, for example 'milestones(80, 130)' or 'cosine(warmup=5%)'."""
     clip: float | None = Field(default=None, gt=0)
+    """Clip the gradient to this norm."""
     batch: int = Field(default=128, ge=1)
+    """Global batch size, split across all workers."""
     epochs: int = Field(default=10, ge=1)
+    """Number of epochs."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the initial weights, the sample order and the augmentation."""
     augment: bool = False
+    """Augment training images with random flips and padded crops."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Data type of the model and its inputs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on."""
     channels_last: bool = False
+    """Store images with channels last, which often makes convolutions faster."""
     compile: bool = False
+    """Compile the model with torch.compile: slower to start, then faster."""
     recompute: bool = False
-    until: str | None = None
-    patience: int | None = Field(default=None, ge=1)
-    checkpoint_every: str = "epoch(1)"
+    """Recompute activations in the backward pass: less memory, more time."""
+    until: Annotated[str | None, Option(metavar="CONDITION")] = None
+    """Stop when a condition is met, for example "val_acc>=0.97"."""
+    patience: Annotated[int | None, Option(metavar="EPOCHS")] = Field(default=None, ge=1)
+    """Stop after this many epochs without improvement in val_loss."""
+    checkpoint_every: Annotated[str, Option(metavar="INTERVAL")] = "epoch(1)"
+    """Checkpoint interval: epoch(1), samples(50000) or never."""
 
     @field_validator("model", "data")
     @classmethod
     def _check_present(cls, value: Any) -> Any:
         if value is None or value == "":
-            raise ValueError("it is empty: name one")
+            raise ValueError("must not be empty")
         return value
 
     @field_validator("schedule")
@@ -107,10 +137,10 @@ class Job(BaseModel):
     def _check_schedule(cls, value: Any) -> Any:
         if isinstance(value, str) or callable(getattr(value, "factor", None)):
             return value
-        raise ValueError("write an expression such as 'cosine(warmup=5%)'")
+        raise ValueError("must be an expression, for example 'cosine(warmup=5%)'")
 
     def check(self) -> None:
-        """Read every expression and name now; raises UsageError before anything is started."""
+        """Parses every expression and looks up every name; raises UsageError."""
         _ = self.optimizer_spec, self.schedule_spec, self.until_spec, self.checkpoint_point
         if isinstance(self.model, str):
             from paceline import models
@@ -128,15 +158,17 @@ class Job(BaseModel):
                         check_source(pipeline)
                 return
             data.locate(self.data, self.data_dir)
-        for name in FOR_URLS:
-            if getattr(self, name) != Job.model_fields[name].default:
+        for name, field in Job.model_fields.items():
+            if not any(isinstance(o, Option) and o.group == DATA_FILES for o in field.metadata):
+                continue
+            if getattr(self, name) != field.default:
                 raise UsageError(
-                    f"{name} is for data by URL, and data is {display_name(self.data)!r}: "
-                    "leave it out"
+                    f"{name} applies only to data that is a path or URL, and data is "
+                    f"{display_name(self.data)!r}; remove {name}"
                 )
 
     def pipelines(self) -> tuple[DataPipeline, DataPipeline | None]:
-        """How training and validation data by URL are read; raises UsageError."""
+        """Returns the pipelines that read training and validation files; raises UsageError."""
         from paceline.data.pipeline import parse_shape, read
 
         def make(url: str) -> DataPipeline:
@@ -177,14 +209,14 @@ class Job(BaseModel):
 
     @property
     def checkpoint_point(self) -> RunPoint | None:
-        """Every so many epochs or samples; None for never."""
+        """Checkpoint interval in epochs or samples; None for never."""
         if self.checkpoint_every == "never":
             return None
         point = read_point(parse_expression(self.checkpoint_every))
         if point.fraction is not None:
             raise UsageError(
-                f"checkpoint_every {self.checkpoint_every!r}: "
-                "write epoch(1), samples(50000) or never"
+                f"checkpoint_every {self.checkpoint_every!r} is not an interval; "
+                "use epoch(1), samples(50000) or never"
             )
         return point
 
@@ -194,12 +226,12 @@ class Job(BaseModel):
 
     @property
     def is_plain(self) -> bool:
-        """Made of names only, so that it can be written as JSON."""
+        """True if the job contains only names and can be written as JSON."""
         named = (self.model, self.data, self.schedule)
         return all(isinstance(value, str) for value in named) and self.loss is None
 
     def describe(self) -> dict[str, Any]:
-        """JSON-able facts for the run folder; live objects are named, not stored."""
+        """Returns the fields as JSON-able values; live objects are replaced by their names."""
         facts = {name: getattr(self, name) for name in type(self).model_fields}
         for name in ("model", "data", "loss"):
             facts[name] = display_name(facts[name])
@@ -209,13 +241,14 @@ class Job(BaseModel):
 
 
 def display_name(thing: Any) -> str | None:
+    """Returns a name for a model, dataset or function; None for None."""
     if thing is None or isinstance(thing, str):
         return thing
     return getattr(thing, "__qualname__", None) or type(thing).__name__
 
 
 def build_job(**fields: Any) -> Job:
-    """A checked Job, with the first mistake told in one line."""
+    """Builds a Job; raises UsageError with the first problem in one line."""
     try:
         return Job(**fields)
     except ValidationError as error:
@@ -224,16 +257,14 @@ def build_job(**fields: Any) -> Job:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"]) or "job"
     if first["type"] == "extra_forbidden":
-        from paceline.errors import suggest_name
-
-        return f"a job has no {name!r}: {suggest_name(name, Job.model_fields)}"
-    return f"{name} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+        name = str(first["loc"][0])
+        return f"unknown job field {name!r}; {suggest_name(name, Job.model_fields)}"
+    return explain(error)
 
 
 class JobRef(BaseModel):
-    """Where a job comes from, and how a process on any machine gets the same one."""
+    """Reference to a job, from which a process on any machine builds the same one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -241,16 +272,16 @@ class JobRef(BaseModel):
     function: str = "job"
     hash: str | None = None
     fields: dict[str, Any] = Field(default_factory=dict)
-    """The whole job where there is no file, else what the command line changes of it."""
+    """All fields of a job without a file; otherwise the fields that override the file."""
 
     def resolve(self) -> Job:
-        """The job; raises UsageError when the file is missing, broken or has changed."""
+        """Returns the job; raises UsageError if its file is missing, invalid or has changed."""
         if self.file is None:
             return build_job(**self.fields)
-        # Relative where a project was copied: to the folder that the process was started in.
+        # In a copied project the path is relative to the directory the process was started in.
         file = self.file.absolute()
         if self.hash is not None and hash_file(file) != self.hash:
-            raise UsageError(f"{file} has changed since the run was started: start it anew")
+            raise UsageError(f"{file} has changed since the run was started; start the run again")
         job = _read_job_file(file, self.function)
         if not self.fields:
             return job
@@ -258,7 +289,7 @@ class JobRef(BaseModel):
 
 
 def refer_to_job(file: Path | None, fields: dict[str, Any]) -> JobRef:
-    """A reference to a job file (`path.py`, `path.py:function`, YAML), or to named fields."""
+    """Returns a reference to a job file (`path.py`, `path.py:function`, YAML) or to fields."""
     if file is None:
         return JobRef(fields=fields)
     text, function = str(file), "job"
@@ -266,19 +297,19 @@ def refer_to_job(file: Path | None, fields: dict[str, Any]) -> JobRef:
         text, function = text.rsplit(":", 1)
     path = Path(text)
     if not path.is_file():
-        raise UsageError(f"job file {path} does not exist: name a .py or .yaml file")
+        raise UsageError(f"job file {path} was not found")
     return JobRef(file=path.resolve(), function=function, hash=hash_file(path), fields=fields)
 
 
 def _read_job_file(path: Path, function: str) -> Job:
     if path.suffix in (".yaml", ".yml", ".json"):
-        return build_job(**_read_fields(path))
+        return build_job(**read_mapping(path, f"job file {path}"))
     if path.suffix != ".py":
-        raise UsageError(f"job file {path}: a .py, .yaml or .json file is needed")
+        raise UsageError(f"job file {path} is not supported; use a .py, .yaml or .json file")
     module = load_module(path, "paceline_job")
     build = getattr(module, function, None)
     if not callable(build):
-        raise UsageError(f"job file {path} has no function {function}(): define one")
+        raise UsageError(f"job file {path} has no function {function}(); define it")
     try:
         job = build()
     except PacelineError:
@@ -288,28 +319,27 @@ def _read_job_file(path: Path, function: str) -> Job:
     except Exception as error:
         raise UsageError(locate_error(error, path)) from error
     if not isinstance(job, Job):
-        raise UsageError(f"{function}() in {path} gave {type(job).__name__}: return a paceline.Job")
+        raise UsageError(
+            f"{function}() in {path} returned {type(job).__name__}; it must return a paceline.Job"
+        )
     return job
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
-    try:
-        if path.suffix == ".json":
-            value = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            import yaml
+def read_mapping(path: Path, subject: str) -> dict[str, Any]:
+    """Reads a YAML or JSON file of named values; raises UsageError that begins with `subject`."""
+    import yaml
 
-            try:
-                value = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except yaml.YAMLError as error:
-                raise UsageError(
-                    f"job file {path} is not YAML: {error}".replace("\n", " ")
-                ) from None
-    except ValueError as error:
-        raise UsageError(f"job file {path} is not JSON: {error}") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise UsageError(f"{subject} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        form = "JSON" if path.suffix == ".json" else "YAML"
+        raise UsageError(f"{subject} is not valid {form}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
-        raise UsageError(f"job file {path}: a mapping such as 'model: mlp-128' is needed")
+        raise UsageError(f"{subject} must contain a mapping, for example 'model: mlp-128'")
     for key in value:
         if not isinstance(key, str):
-            raise UsageError(f"job file {path}: key {key!r} is not the name of a field")
+            raise UsageError(f"{subject}: key {key!r} must be text")
     return value

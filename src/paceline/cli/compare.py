@@ -2,158 +2,166 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-import typer
+from pydantic import Field
 
-from paceline.cli import options as opt
+from paceline.cli.commands import JobFile, command
+from paceline.cli.options import CommonOptions, refer_to_options
 from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.launch.settings import ProcessSettings, SlowdownSettings
+from paceline.options import RUN, Option, field_values, settings_to_plain
 
-OF_THE_MATRIX = ("job", "strategies", "seeds", "workers", "model", "data", "batch",
-                 "batch_per_worker", "seed", "slow", "delay")  # fmt: skip
-"""Options that say what a matrix file says itself."""
-
-OF_A_MATRIX_ALONE = ("scale", "retry", "twin")
+DEFAULT_WORKERS, DEFAULT_SEEDS, DEFAULT_SCALE = 2, 1, "full"
+"""Defaults of options that are refused together with --matrix, or without it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    option_group: ClassVar[str] = RUN
+
+    out: Annotated[Path, Option(short="o", metavar="DIR")]
+    """Directory for all runs."""
+    strategies: Annotated[str | None, Option(metavar="LIST")] = None
+    """Strategies, separated by semicolons: "single; allreduce; ps"."""
+    seeds: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_SEEDS))] = None
+    """Number of runs per strategy, with consecutive seeds."""
+    workers: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_WORKERS))] = None
+    """Total number of worker processes, excluding servers."""
+    force: bool = False
+    """Overwrite an existing comparison in --out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixChoice:
+    """A matrix, and options that apply only to its runs."""
+
+    option_group: ClassVar[str] = "Experiment matrix"
+
+    matrix: Annotated[str | None, Option(metavar="FILE|NAME")] = None
+    """Matrix file, or name of a matrix that ships with Paceline, instead of --strategies."""
+    scale: Annotated[Literal["full", "small"] | None, Option(default=DEFAULT_SCALE)] = None
+    """Run the full matrix or its small part."""
+    retry: bool = False
+    """Repeat failed runs of the matrix."""
+    twin: Annotated[str | None, Option(metavar="POOL|N")] = None
+    """Simulate the matrix on a pool file or on this many equal machines."""
+
+
+@command
 def compare(
-    context: typer.Context,
-    out: Annotated[Path, typer.Option(help="The folder for all runs.", show_default=False)],
-    strategies: Annotated[
-        str | None, typer.Option(help='Strategies, parted by ";": "single; allreduce; ps".')
-    ] = None,
-    matrix: Annotated[
-        str | None,
-        typer.Option(help="In place of strategies and job: a matrix file, or a shipped one."),
-    ] = None,
-    scale: Annotated[str, typer.Option(help="full, or small: the matrix's small part.")] = "full",
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Make failed runs of the matrix again.")
-    ] = False,
-    twin: Annotated[
-        str | None,
-        typer.Option(help="The matrix in virtual time: a pool file, or a number of machines."),
-    ] = None,
-    job: opt.JobFile = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each strategy, seeds counted up.")] = 1,
-    workers: opt.Workers = 2,
-    model: opt.Model = None,
-    data: opt.Data = None,
-    data_dir: opt.DataDir = None,
-    features: opt.Features = None,
-    label: opt.Label = None,
-    val_data: opt.ValData = None,
-    format: opt.Format = None,
-    shape: opt.Shape = None,
-    classes: opt.Classes = None,
-    fill: opt.Fill = None,
-    skip_empty: opt.SkipEmpty = None,
-    shard: opt.Shard = None,
-    shuffle: opt.Shuffle = None,
-    cache: opt.Cache = None,
-    prefetch: opt.Prefetch = None,
-    memory: opt.Memory = None,
-    epochs: opt.Epochs = None,
-    batch: opt.Batch = None,
-    batch_per_worker: opt.BatchPerWorker = None,
-    lr: opt.Lr = None,
-    optimizer: opt.Optimizer = None,
-    schedule: opt.Schedule = None,
-    clip: opt.Clip = None,
-    seed: opt.Seed = None,
-    augment: opt.Augment = None,
-    dtype: opt.Dtype = None,
-    channels_last: opt.ChannelsLast = None,
-    compile: opt.Compile = None,
-    recompute: opt.Recompute = None,
-    until: opt.Until = None,
-    patience: opt.Patience = None,
-    checkpoint_every: opt.CheckpointEvery = None,
-    threads: opt.Threads = None,
-    timeout: opt.Timeout = 300.0,
-    slow: opt.Slow = None,
-    delay: opt.Delay = None,
-    force: opt.Force = False,
-    quiet: opt.Quiet = False,
-) -> None:
-    given = locals()
-    told = [
-        name
-        for name in given
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    ]
-    if matrix is not None:
-        comparison, title = compare_matrix(given, told)
-        show_comparison(comparison, out, title=title)
-        if comparison["runs_failed"]:
-            raise typer.Exit(1)
-        return
-    for name in OF_A_MATRIX_ALONE:
-        if name in told:
-            raise UsageError(f"--{name} belongs to a matrix: add --matrix FILE, or leave it out")
-    if strategies is None:
-        raise UsageError('compare what? add --strategies "allreduce; ps", or --matrix FILE')
+    job: JobFile = None,
+    /,
+    *,
+    options: CompareOptions,
+    processes: ProcessSettings,
+    common: CommonOptions,
+    fields: Job,
+    matrix: MatrixChoice,
+    slowdowns: SlowdownSettings,
+) -> int:
+    if matrix.matrix is not None:
+        refuse_matrix_contents(job, options, common, fields, slowdowns)
+        comparison, title = run_matrix_command(matrix, options, processes, common, fields)
+        return show_comparison(comparison, options.out, title=title)
+    for name in ("scale", "retry", "twin"):
+        if getattr(matrix, name):
+            raise UsageError(f"--{name} requires --matrix: it applies to the runs of a matrix")
+    if options.strategies is None:
+        raise UsageError(
+            '--strategies or --matrix is required, for example --strategies "allreduce; ps"'
+        )
+    from paceline.launch.compare_runs import compare_strategies
+    from paceline.launch.run import RunOptions
     from paceline.strategies.registry import parse_strategies
 
-    chosen = parse_strategies(strategies)
-    reference = opt.job_reference_from_options(job, workers, batch_per_worker, given)
-    from paceline.launch.compare_runs import compare as run_comparison
-
-    comparison = run_comparison(
-        reference,
-        list(chosen),
-        workers,
-        seeds=seeds,
-        out=out,
-        threads=threads,
-        timeout_s=timeout,
-        troubles=opt.parse_slowdowns(slow, delay, workers),
-        force=force,
-        progress=not quiet,
+    chosen = parse_strategies(options.strategies)
+    workers = options.workers or DEFAULT_WORKERS
+    comparison = compare_strategies(
+        refer_to_options(job, fields, workers, common.batch_per_worker),
+        chosen,
+        RunOptions(
+            **field_values(processes, ProcessSettings),
+            out=options.out,
+            workers=workers,
+            slowdowns=slowdowns.parse(workers),
+            force=options.force,
+            settings=settings_to_plain(slowdowns),
+        ),
+        seeds=options.seeds or DEFAULT_SEEDS,
+        progress=not common.quiet,
     )
-    show_comparison(comparison, out)
-    if comparison["runs_failed"]:
-        raise typer.Exit(1)
+    return show_comparison(comparison, options.out)
 
 
-def compare_matrix(given: dict[str, Any], told: list[str]) -> tuple[dict[str, Any], str]:
-    """Run a matrix; its comparison and its title."""
-    from paceline.job import Job
+def refuse_matrix_contents(
+    job: Path | None,
+    options: CompareOptions,
+    common: CommonOptions,
+    fields: Job,
+    slowdowns: SlowdownSettings,
+) -> None:
+    """Raises UsageError for an option whose value the matrix file defines."""
+    given: dict[str, object] = {
+        "a job file": job,
+        "--strategies": options.strategies,
+        "--seeds": options.seeds,
+        "--workers": options.workers,
+        "--batch-per-worker": common.batch_per_worker,
+        "--slow": slowdowns.slow,
+        "--delay": slowdowns.delay,
+    }
+    for name in ("model", "data", "batch", "seed"):
+        given[f"--{name}"] = name in fields.model_fields_set
+    for name, value in given.items():
+        if value not in (None, False, ()):
+            raise UsageError(
+                f"--matrix and {name} cannot be combined: the matrix file defines it; change the "
+                "file instead"
+            )
+
+
+def run_matrix_command(
+    chosen: MatrixChoice,
+    options: CompareOptions,
+    processes: ProcessSettings,
+    common: CommonOptions,
+    fields: Job,
+) -> tuple[dict[str, Any], str]:
+    """Runs a matrix; returns its comparison and its title."""
     from paceline.launch.matrix import MatrixOptions, Run, run_matrix
     from paceline.launch.matrix_file import read_matrix
     from paceline.launch.run import run_training
 
-    for name in OF_THE_MATRIX:
-        if name in told:
-            word = name.replace("_", "-")
-            raise UsageError(f"--{word} is for the matrix to say: change its file, or leave it out")
-    matrix = read_matrix(given["matrix"], scale=given["scale"])
-    fields = {name: given[name] for name in told if name in Job.model_fields}
-    if "data_dir" in fields:
-        fields["data_dir"] = str(Path(fields["data_dir"]).resolve())
+    assert chosen.matrix is not None
+    matrix = read_matrix(chosen.matrix, scale=chosen.scale or DEFAULT_SCALE)
+    given = {field: getattr(fields, field) for field in fields.model_fields_set}
+    if given.get("data_dir") is not None:
+        given["data_dir"] = str(Path(given["data_dir"]).resolve())
     run: Run = run_training
-    if given["twin"] is not None:
+    if chosen.twin is not None:
         from paceline.twin.clusters import read_cluster
         from paceline.twin.run import run_in_twin
 
-        run = run_in_twin(read_cluster(given["twin"]))
-    options = MatrixOptions(
-        out=given["out"],
-        given=fields,
-        threads=given["threads"],
-        timeout_s=given["timeout"],
-        retry=given["retry"],
-        force=given["force"],
-        progress=not given["quiet"],
+        run = run_in_twin(read_cluster(chosen.twin))
+    matrix_options = MatrixOptions(
+        **field_values(processes, ProcessSettings),
+        out=options.out,
+        given=given,
+        retry=chosen.retry,
+        force=options.force,
+        progress=not common.quiet,
     )
-    return run_matrix(matrix, options, run=run), matrix.title
+    return run_matrix(matrix, matrix_options, run=run), matrix.title
 
 
 def show_comparison(
     comparison: dict[str, Any], out: Path, title: str = "Strategies compared"
-) -> None:
-    """The table, and a report of all runs."""
+) -> int:
+    """Prints the table and writes a report of all runs; returns 1 if a run failed, else 0."""
     from rich.console import Console
 
     from paceline.report.html import write_report
@@ -165,4 +173,5 @@ def show_comparison(
         if "task" in task:
             console.print(task["task"], style="bold", markup=False)
         console.print(results_table(task))
-    typer.echo(f"report: {report}")
+    print(f"report: {report}")
+    return 1 if comparison["runs_failed"] else 0

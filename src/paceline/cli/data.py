@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-import typer
+from pydantic import Field
 
-from paceline.cli import options as opt
-
-app = typer.Typer(
-    name="data",
-    help="Lay a data set where a cluster reads it; look at data by URL.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+from paceline.cli.commands import argument, command
+from paceline.options import Option
 
 
-@app.command("convert", help="Write a named data set as Parquet or TFRecord files.")
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    format: Literal["parquet", "tfrecord"] = "parquet"
+    """File format."""
+    files: Annotated[int, Field(ge=1)] = 8
+    """Number of training files."""
+    data_dir: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Directory with the original files, as DIR/<dataset>/<files>."""
+    compress: bool = False
+    """Compress: TFRecord with gzip, Parquet with zstd."""
+    force: bool = False
+    """Overwrite existing files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    features: Annotated[str | None, Option(metavar="COLUMNS")] = None
+    """Feature columns, comma-separated."""
+    label: Annotated[str | None, Option(metavar="COLUMN")] = None
+    """Label column."""
+    format: Annotated[str | None, Option(default="by file suffix")] = None
+    """File format, for example parquet, tfrecord or csv."""
+    shape: Annotated[str | None, Option(metavar="SHAPE")] = None
+    """Shape of one row of features, for example 1x28x28."""
+
+
+@command
 def convert(
-    name: Annotated[str, typer.Argument(metavar="SET", help="A data set by name.")],
-    url: Annotated[str, typer.Argument(metavar="URL", help="The folder to write.")],
-    format: Annotated[str, typer.Option(help="parquet or tfrecord.")] = "parquet",
-    files: Annotated[int, typer.Option(help="Training files.")] = 8,
-    data_dir: opt.DataDir = None,
-    compress: Annotated[
-        bool, typer.Option("--compress", help="TFRecord by gzip, Parquet by zstd.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a set that is there.")] = False,
+    name: Annotated[str, argument("Dataset name.")],
+    url: Annotated[str, argument("Directory or URL to write to.")],
+    /,
+    *,
+    options: ConvertOptions,
 ) -> None:
-    from paceline.data.conversion import convert as write
+    from paceline.data.conversion import convert as convert_dataset
 
-    facts = write(
+    facts = convert_dataset(
         name,
         url,
-        form=format,
-        files=files,
-        data_dir=data_dir,
-        compress=compress,
-        force=force,
+        form=options.format,
+        files=options.files,
+        data_dir=options.data_dir,
+        compress=options.compress,
+        force=options.force,
     )
     rows = ", ".join(f"{part} {count:,}" for part, count in facts["parts"].items())
-    typer.echo(f"{facts['name']} as {facts['format']} in {url}: {rows} rows")
+    print(f"wrote {facts['name']} as {facts['format']} to {url}: {rows} rows")
 
 
-@app.command("show", help="What lies at a URL: files, rows, blocks, features and classes.")
+@command
 def show(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A file, a folder or a pattern.")],
-    features: opt.Features = None,
-    label: opt.Label = None,
-    format: opt.Format = None,
-    shape: opt.Shape = None,
+    url: Annotated[str, argument("File, directory or pattern; a path or URL.")],
+    /,
+    *,
+    options: ShowOptions,
 ) -> None:
     from paceline.data.discovery import list_splits, open_source_for
     from paceline.data.pipeline import parse_shape, read
 
     pipeline = read(
         url,
-        features=features or (),
-        label=label,
-        format=format,
-        shape=parse_shape(shape) if shape else None,
+        features=options.features or (),
+        label=options.label,
+        format=options.format,
+        shape=parse_shape(options.shape) if options.shape else None,
     )
     pipeline, parts = list_splits(pipeline)
     for part, files in parts.items():
@@ -71,7 +88,7 @@ def show(
             largest = max(block.rows for block in source.blocks)
             first = source.read(source.blocks[0])[0]
             line += (
-                f", {rows:,} rows in {len(source.blocks):,} blocks of up to {largest:,}; a row is "
-                f"{'x'.join(map(str, first.shape[1:]))} of {first.dtype}"
+                f", {rows:,} rows in {len(source.blocks):,} blocks of up to {largest:,}; features "
+                f"per row: {'x'.join(map(str, first.shape[1:]))} {first.dtype}"
             )
-        typer.echo(line)
+        print(line)

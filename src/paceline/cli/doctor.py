@@ -1,114 +1,130 @@
-"""`paceline doctor`: what is wrong with a pool, on which machine, and what mends it."""
+"""`paceline doctor`: checks the machines of a pool and suggests a fix for each problem."""
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
+from pydantic import Field
 
-from paceline.cli import options as opt
+from paceline.cli.commands import JobFile, command
+from paceline.cluster.doctor import MASTER_PORT
+from paceline.errors import UsageError
+from paceline.options import TRAINING, Option
 
 if TYPE_CHECKING:
     from paceline.cluster.diagnosis import Problem
     from paceline.cluster.doctor import Examination
 
 
-def doctor(
-    pool: Annotated[
-        Path, typer.Option("--pool", help="The pool file.", metavar="POOL", show_default=False)
-    ],
-    job: opt.JobFile = None,
-    model: opt.Model = None,
-    data: opt.Data = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Holds DIR/<data set>/<files>, on every machine.")
-    ] = None,
-    batch: opt.Batch = None,
-    port: Annotated[
-        list[int] | None, typer.Option(help="A port to try between all pairs. [29500]")
-    ] = None,
-    package: Annotated[
-        list[str] | None, typer.Option(help="A package whose versions must be equal, beside ours.")
-    ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Put what was measured into the pool file.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a machine.")] = 10.0,
-    quiet: opt.Quiet = False,
-) -> None:
-    given = locals()
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    pool: Annotated[Path, Option(metavar="POOL")]
+    """Pool file."""
+    port: Annotated[tuple[int, ...], Option(metavar="PORT")] = (MASTER_PORT,)
+    """Port to test between all pairs of machines. Repeatable."""
+    package: Annotated[tuple[str, ...], Option(metavar="NAME")] = ()
+    """Further package whose version must be equal on all machines. Repeatable."""
+    write: bool = False
+    """Write the measurements to the pool file."""
+    json: bool = False
+    """Print the result as JSON."""
+    timeout_s: Annotated[float, Field(gt=0), Option(metavar="SECONDS")] = 10.0
+    """Time to wait for a machine."""
+    quiet: bool = False
+    """Do not show progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedJob:
+    """Job whose steps are timed on every machine: names only, so that it means the same on all."""
+
+    option_group: ClassVar[str] = TRAINING
+
+    model: Annotated[str | None, Option(metavar="NAME")] = None
+    """Time the steps of this model on every machine."""
+    data: Annotated[str | None, Option(metavar="NAME")] = None
+    """Dataset of the timed steps."""
+    data_dir: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Directory with the original files, on every machine."""
+    batch: Annotated[int | None, Field(ge=1)] = None
+    """Batch size of the timed steps."""
+
+
+@command
+def doctor(job: JobFile = None, /, *, options: DoctorOptions, timed: TimedJob) -> int:
     import asyncio
-    from dataclasses import replace
     from shlex import quote
 
     from paceline.cli.pool import print_repairs
     from paceline.cluster.diagnosis import diagnose
-    from paceline.cluster.doctor import MASTER_PORT, PACKAGES, ExaminationOptions, examine
+    from paceline.cluster.doctor import PACKAGES, ExaminationOptions, examine
     from paceline.cluster.measurements import examination_to_json, update_pool
     from paceline.cluster.pool_file import load_pool, write_pool
     from paceline.cluster.ssh import SshTimeouts
-    from paceline.errors import UsageError
 
-    found = load_pool(pool)
+    found = load_pool(options.pool)
     print_repairs(found.repairs)
-    if timeout <= 0:
-        raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
-    if write and found.form == "blueprint":
-        write_pool(found, found.pool)  # refuses before minutes are spent
-    orders = ExaminationOptions(
-        timeouts=SshTimeouts(connect_s=timeout),
-        ports=tuple(port) if port else (MASTER_PORT,),
-        packages=tuple(dict.fromkeys((*PACKAGES, *(package or ())))),
-        job=read_fields(given),
-        on_progress=lambda line: None if quiet or json else typer.echo(f"{line} ...", err=True),
+    if options.write and found.form == "blueprint":
+        write_pool(found, found.pool)  # Raises before minutes are spent on measurements.
+
+    def log(line: str) -> None:
+        if not (options.quiet or options.json):
+            print(f"{line} ...", file=sys.stderr)
+
+    examination = asyncio.run(
+        examine(
+            found.pool,
+            ExaminationOptions(
+                timeouts=SshTimeouts(connect_s=options.timeout_s),
+                ports=options.port,
+                packages=tuple(dict.fromkeys((*PACKAGES, *options.package))),
+                job=fields_to_time(job, timed),
+                on_progress=log,
+            ),
+        )
     )
-    examination = asyncio.run(examine(found.pool, orders))
     problems = [
-        replace(problem, fix=problem.fix.replace(" POOL ", f" {quote(str(pool))} "))
+        replace(problem, fix=problem.fix.replace(" POOL ", f" {quote(str(options.pool))} "))
         for problem in diagnose(examination)
     ]
-    if write:
+    if options.write:
         write_pool(found, update_pool(examination))
-    if json:
-        from json import dumps
-
-        typer.echo(dumps(examination_to_json(examination, problems), indent=2))
+    if options.json:
+        print(json.dumps(examination_to_json(examination, problems), indent=2))
     else:
         print_machines(examination)
         print_pairs(examination)
         print_problems(problems)
-        if write:
-            typer.echo(f"measured figures are in {pool}")
-    if any(problem.level == "error" for problem in problems):
-        raise typer.Exit(1)
+        if options.write:
+            print(f"measurements written to {options.pool}")
+    return 1 if any(problem.level == "error" for problem in problems) else 0
 
 
-def read_fields(given: dict[str, object]) -> dict[str, object] | None:
-    """The job whose steps are to be timed, by names only: it must mean the same everywhere."""
-    from paceline.errors import UsageError
+def fields_to_time(file: Path | None, timed: TimedJob) -> dict[str, object] | None:
+    """Returns the fields of the job to time, or None; raises UsageError for live objects."""
     from paceline.job import refer_to_job
     from paceline.launch.run import plain_fields
 
-    names = ("model", "data", "data_dir", "batch")
-    fields = {name: given[name] for name in names if given[name] is not None}
-    file = given["job"]
-    if file is None and "model" not in fields and "data" not in fields:
+    fields = {name: value for name, value in vars(timed).items() if value is not None}
+    if file is None and timed.model is None and timed.data is None:
         return None
-    if "data_dir" in fields:
-        fields["data_dir"] = str(fields["data_dir"])
-    assert file is None or isinstance(file, Path)
+    if timed.data_dir is not None:
+        fields["data_dir"] = str(timed.data_dir)
     resolved = refer_to_job(file, fields).resolve()
     if not resolved.is_plain:
         raise UsageError(
-            f"job {file} holds a model or data of its own, which the machines do not have: "
-            "doctor times jobs of names (--model, --data)"
+            f"job file {file} contains its own model or data, which the machines do not have; "
+            "use --model and --data with names"
         )
     return plain_fields(resolved) or {"model": resolved.model}
 
 
 def print_machines(found: Examination) -> None:
+    """Prints one row per machine."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,7 +136,7 @@ def print_machines(found: Examination) -> None:
     for machine in found.machines:
         facts = machine.facts
         if not facts:
-            table.add_row(machine.name, "not examined")
+            table.add_row(machine.name, "not checked")
             continue
         steps = machine.steps or {}
         interfaces = {str(route["interface"]) for route in machine.routes.values()}
@@ -142,13 +158,13 @@ def print_machines(found: Examination) -> None:
 
 
 def print_pairs(found: Examination) -> None:
-    """Bandwidth and latency as one matrix: rows send, columns receive."""
+    """Prints bandwidth and latency as one matrix: rows send, columns receive."""
     from rich.console import Console
     from rich.table import Table
 
     names = [machine.name for machine in found.machines if machine.facts]
     if len(names) < 2 or len(names) > 12:
-        return  # a larger matrix is read in --json
+        return  # A larger matrix is unreadable; --json has it.
     table = Table(box=None, title="Mbit/s and latency, from row to column", title_justify="left")
     table.add_column("")
     for name in names:
@@ -167,14 +183,14 @@ def print_pairs(found: Examination) -> None:
 
 
 def print_problems(problems: list[Problem]) -> None:
-    """Told as lines, not as a table: a command that is broken over two cannot be copied."""
+    """Prints lines rather than a table: a command that is broken over two cannot be copied."""
     if not problems:
-        typer.echo("nothing is wrong")
+        print("no problems found")
         return
     errors = sum(problem.level == "error" for problem in problems)
-    typer.echo(f"\n{errors} wrong, {len(problems) - errors} to look at")
+    print(f"\n{errors} errors, {len(problems) - errors} warnings")
     for problem in problems:
-        mark = "wrong  " if problem.level == "error" else "look at"
-        typer.echo(f"{mark} {problem.host}  {problem.kind}: {problem.what}")
+        mark = "error  " if problem.level == "error" else "warning"
+        print(f"{mark} {problem.host}  {problem.kind}: {problem.what}")
         if problem.fix:
-            typer.echo(f"          {problem.fix}")
+            print(f"          {problem.fix}")

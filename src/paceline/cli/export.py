@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
-
-
-class ExportFormat(StrEnum):
-    chrome = "chrome"
-    csv = "csv"
-    tensorboard = "tensorboard"
+from paceline.cli.commands import argument, command
+from paceline.errors import UsageError
+from paceline.options import Option
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")],
-    form: Annotated[
-        ExportFormat, typer.Option("--as", help="chrome: a trace for Perfetto; csv; tensorboard.")
-    ],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where to. [inside DIR]")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="tensorboard: go on while the run does.")
-    ] = False,
-) -> None:
-    from paceline.errors import UsageError
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    form: Annotated[Literal["chrome", "csv", "tensorboard"], Option(name="as")]
+    """Output format; chrome is a trace for Perfetto."""
+    out: Annotated[Path | None, Option(short="o", default="inside the run folder")] = None
+    """File or directory to write."""
+    follow: bool = False
+    """Keep exporting while the run is in progress (tensorboard only)."""
 
-    if follow and form is not ExportFormat.tensorboard:
-        raise UsageError(f"--follow goes with --as tensorboard alone, not with --as {form}")
-    if form is ExportFormat.chrome:
+
+@command
+def export(folder: Annotated[Path, argument("Run folder.")], /, *, options: ExportOptions) -> None:
+    form, out = options.form, options.out
+    if options.follow and form != "tensorboard":
+        raise UsageError(f"--follow requires --as tensorboard: --as {form} is written once")
+    if form == "chrome":
         from paceline.report.chrome_trace import write_trace
 
-        typer.echo(f"written: {write_trace(folder, out or folder / 'trace.json')}")
-    elif form is ExportFormat.csv:
+        written = [write_trace(folder, out or folder / "trace.json")]
+    elif form == "csv":
         from paceline.report.csv_export import write_csv_files
 
-        for path in write_csv_files(folder, out or folder / "csv"):
-            typer.echo(f"written: {path}")
+        written = list(write_csv_files(folder, out or folder / "csv"))
     else:
         from paceline.report.tensorboard import write_tensorboard
 
-        typer.echo(
-            f"written: {write_tensorboard(folder, out or folder / 'tensorboard', follow=follow)}"
-        )
+        written = [write_tensorboard(folder, out or folder / "tensorboard", follow=options.follow)]
+    for path in written:
+        print(f"written: {path}")

@@ -1,155 +1,210 @@
-"""`paceline launch`: a script on several workers here, or any script on the machines of a pool."""
+"""`paceline launch`: a script with its own training loop, here or on the machines of a pool."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
+from pydantic import Field
 
-from paceline.cli import options as opt
+from paceline.cli.commands import argument, command
+from paceline.cli.options import refuse_together, require_with
+from paceline.errors import UsageError
+from paceline.launch.settings import DEFAULT_TIMEOUT_S
+from paceline.options import PLACEMENT, RUN, Option
 
 if TYPE_CHECKING:
     from paceline.cluster.pool import Host, Pool
 
+DEFAULT_STRATEGY, DEFAULT_WORKERS, DEFAULT_CONNECT_S = "allreduce", 2, 10.0
 
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options of both ways to launch."""
+
+    option_group: ClassVar[str] = RUN
+
+    out: Annotated[
+        Path | None, Option(short="o", metavar="DIR", default="runs/<time>-<script>")
+    ] = None
+    """Run folder to create."""
+    timeout_s: Annotated[
+        float | None,
+        Field(gt=0),
+        Option(
+            metavar="SECONDS",
+            default=f"{DEFAULT_TIMEOUT_S:g} without --pool, {DEFAULT_CONNECT_S:g} with it",
+        ),
+    ] = None
+    """Stop the run if a worker makes no progress for this long; with --pool, time to wait for a
+    machine."""
+    force: bool = False
+    """Overwrite an existing run in --out."""
+    quiet: bool = False
+    """Do not show progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """Options of a script that calls prepare(), on processes of this machine."""
+
+    option_group: ClassVar[str] = "On this machine"
+
+    strategy: Annotated[str | None, Option(metavar="STRATEGY", default=DEFAULT_STRATEGY)] = None
+    """Strategy of the training loop."""
+    workers: Annotated[
+        int | None, Field(ge=1), Option(default=f"{DEFAULT_WORKERS}, or 1 for single")
+    ] = None
+    """Number of worker processes."""
+    threads: Annotated[int | None, Field(ge=1), Option(default="cores / workers")] = None
+    """Threads per worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Options of any script, on machines over SSH."""
+
+    option_group: ClassVar[str] = PLACEMENT
+
+    pool: Annotated[Path | None, Option(metavar="POOL")] = None
+    """Pool file: run on these machines over SSH."""
+    select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
+    """Machines of the pool to use: all, gpu, cpu, energy, or auto (chosen by the planner)."""
+    job: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Job file similar to what the script trains, for --select auto."""
+    roles: Annotated[str | None, Option(default="one worker per slot of each machine")] = None
+    """Roles of the tasks, for example chief=1,worker=6,ps=2."""
+    project: Annotated[Path | None, Option(metavar="DIR", default="that of the script")] = None
+    """Project directory to copy to the machines."""
+    venv: bool = False
+    """Create a virtual environment from requirements.txt on the machines."""
+    dry_run: bool = False
+    """Show what would run on which machine, without running it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCall:
+    script: Path
+    args: tuple[str, ...] = field(default=())
+    folder: Path
+
+
+@command
 def launch(
     script: Annotated[
-        Path,
-        typer.Argument(help="With --pool any Python script, else one that calls prepare()."),
+        Path, argument("Python script; without --pool it must call paceline.prepare().")
     ],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, behind --.")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How the workers keep in step. [allreduce]")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Worker processes on this machine. [2]")
-    ] = None,
-    pool: Annotated[
-        Path | None, typer.Option(metavar="POOL", help="Run on these machines, over SSH.")
-    ] = None,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(help="Of the pool: all, gpu, cpu, energy, or auto (planned). [all]"),
-    ] = None,
-    job: Annotated[
-        Path | None,
-        typer.Option(help="For --select auto: a job file like what the script trains."),
-    ] = None,
-    roles: Annotated[
-        str | None,
-        typer.Option(help="E.g. chief=1,worker=6,ps=2. [a worker for each of a host's workers]"),
-    ] = None,
-    project: Annotated[
-        Path | None, typer.Option(help="The folder to copy. [the project around the script]")
-    ] = None,
-    venv: Annotated[
-        bool, typer.Option("--venv", help="Make an environment from requirements.txt there.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run where, and do nothing.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="The run folder. [runs/...]")] = None,
-    threads: opt.Threads = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds a worker may stay in one phase [300]; to reach a machine [10]."),
-    ] = None,
-    force: opt.Force = False,
-    quiet: opt.Quiet = False,
+    /,
+    *args: Annotated[str, argument("Arguments of the script, after --.")],
+    options: LaunchOptions,
+    here: LocalOptions,
+    remote: PoolOptions,
 ) -> None:
-    given = locals()
     from paceline.launch.run import new_run_name
 
-    folder = out if out is not None else Path("runs") / new_run_name(script.stem)
-    if pool is not None:
-        opt.reject_conflicting("--pool", given, "workers", "strategy", "threads")
-        launch_on_pool({**given, "folder": folder})
-    else:
-        opt.require_option("--pool", given, "select", "job", "roles", "project", "venv", "dry_run")
-        launch_here({**given, "folder": folder})
+    folder = options.out if options.out is not None else Path("runs") / new_run_name(script.stem)
+    call = ScriptCall(script=script, args=args, folder=folder)
+    if remote.pool is not None:
+        refuse_together("--pool", {"workers": here.workers}, "the pool file sets the workers")
+        reason = "the script sets it itself on the machines of a pool"
+        refuse_together("--pool", {"strategy": here.strategy, "threads": here.threads}, reason)
+        launch_on_pool(call, options, remote, remote.pool)
+        return
+    given = {
+        "select": remote.select,
+        "job": remote.job,
+        "roles": remote.roles,
+        "project": remote.project,
+        "venv": remote.venv,
+        "dry-run": remote.dry_run,
+    }
+    require_with("--pool", given, "it applies to machines of a pool")
+    launch_here(call, options, here)
 
 
-def launch_here(given: dict[str, Any]) -> None:
-    """A loop of the user's own with `paceline.prepare()`, on processes of this machine."""
-    from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_local_script
+def launch_here(call: ScriptCall, options: LaunchOptions, here: LocalOptions) -> None:
+    """Runs a script with `paceline.prepare()` on processes of this machine."""
+    from paceline.launch.run import RunOptions, run_local_script
     from paceline.report.terminal import terminal_reporter
     from paceline.strategies.registry import parse_strategy
 
-    chosen = parse_strategy(given["strategy"] or "allreduce")
-    timeout, workers = given["timeout"], given["workers"]
-    with terminal_reporter(str(chosen), quiet=given["quiet"]) as show:
-        options = RunOptions(
-            out=given["folder"],
-            workers=2 if workers is None else workers,
-            threads=given["threads"],
-            timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
-            force=given["force"],
+    chosen = parse_strategy(here.strategy or DEFAULT_STRATEGY)
+    with terminal_reporter(str(chosen), quiet=options.quiet) as show:
+        run = RunOptions(
+            out=call.folder,
+            workers=here.workers or chosen.worker_count(DEFAULT_WORKERS),
+            threads=here.threads,
+            timeout_s=options.timeout_s or DEFAULT_TIMEOUT_S,
+            force=options.force,
             on_event=show,
         )
-        result = run_local_script(given["script"], given["args"] or [], chosen, options)
-    typer.echo(
-        f"{result['status']}: {result['samples']} samples, {result['updates']} updates in "
-        f"{result['seconds']:.1f} s; run folder {given['folder']}"
+        result = run_local_script(call.script, list(call.args), chosen, run)
+    print(
+        f"{result['status']}: {result['samples']:,} samples, {result['updates']:,} updates in "
+        f"{result['seconds']:.1f} s; run folder {call.folder}"
     )
 
 
-def launch_on_pool(given: dict[str, Any]) -> None:
-    """Any script, on machines over SSH."""
+def launch_on_pool(
+    call: ScriptCall, options: LaunchOptions, remote: PoolOptions, path: Path
+) -> None:
+    """Runs any script on machines over SSH."""
     from paceline.cli.pool import print_repairs
     from paceline.cluster.pool_file import load_pool
     from paceline.cluster.selection import select_hosts
     from paceline.cluster.ssh import SshTimeouts
-    from paceline.errors import UsageError
     from paceline.launch.script_run import ScriptRun, describe_launch, launch_script, prepare_script
     from paceline.launch.script_tasks import read_roles
 
-    timeout = 10.0 if given["timeout"] is None else given["timeout"]
-    if timeout <= 0:
-        raise UsageError(f"--timeout is {timeout:g}: more than 0 seconds are needed")
-    found = load_pool(given["pool"])
+    def log(line: str) -> None:
+        if not options.quiet:
+            print(f"paceline: {line}", file=sys.stderr)
+
+    found = load_pool(path)
     print_repairs(found.repairs)
-    if given["select"] == ["auto"]:
-        hosts = plan_machines(given["pool"], found.pool, given["job"])
-    elif given["job"] is not None:
-        raise UsageError("--job needs --select auto: it is what machines are planned for")
+    hosts: Sequence[Host]
+    if remote.select == ("auto",):
+        hosts = plan_machines(path, found.pool, remote.job)
+    elif remote.job is not None:
+        raise UsageError("--job requires --select auto: the planner chooses machines for the job")
     else:
-        hosts = select_hosts(found.pool, given["select"] or [])
+        hosts = select_hosts(found.pool, remote.select)
     run = ScriptRun(
-        script=given["script"],
-        args=tuple(given["args"] or ()),
+        script=call.script,
+        args=call.args,
         hosts=tuple(hosts),
-        out=given["folder"],
-        roles=read_roles(given["roles"]),
-        project=given["project"],
-        venv=given["venv"],
-        force=given["force"],
-        patience=SshTimeouts(connect_s=timeout),
-        tell=lambda line: None if given["quiet"] else typer.echo(f"paceline: {line}", err=True),
-        on_line=lambda label, line: typer.echo(f"[{label}] {line}"),
+        out=call.folder,
+        roles=read_roles(remote.roles),
+        project=remote.project,
+        venv=remote.venv,
+        force=options.force,
+        patience=SshTimeouts(connect_s=options.timeout_s or DEFAULT_CONNECT_S),
+        tell=log,
+        on_line=lambda label, line: print(f"[{label}] {line}", flush=True),
     )
-    if given["dry_run"]:
-        typer.echo(describe_launch(run, prepare_script(run)))
+    if remote.dry_run:
+        print(describe_launch(run, prepare_script(run)))
         return
     result = launch_script(run)
-    typer.echo(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")
+    print(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")
 
 
 def plan_machines(path: Path, pool: Pool, job: Path | None) -> Sequence[Host]:
-    """Machines for a script: by a job like it, or by how fast each of them computes."""
-    from paceline.cli.placement import plan_on_pool
+    """Chooses machines for a script: by a similar job, or by how fast each machine computes."""
+    from paceline.cli.pool_plan import plan_on_pool
     from paceline.job import refer_to_job
     from paceline.plan.search import choose_hosts_by_speed
     from paceline.strategies.registry import parse_strategy
 
     if job is None:
         hosts, why = choose_hosts_by_speed(pool)
-        typer.echo(f"plan: {why}")
+        print(f"plan: {why}")
         return hosts
-    # Scripts keep in step, as a rule; which machines are worth having depends on that.
+    # Most scripts synchronize at every step, which decides which machines are worth using.
     strategy = parse_strategy("allreduce")
     plan = plan_on_pool(path, pool, pool.hosts, refer_to_job(job, {}), strategy, choosing=True)
     plan.show()

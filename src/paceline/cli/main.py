@@ -1,122 +1,117 @@
-"""`paceline`: the commands, and what becomes of an error."""
+"""`paceline`: the table of commands, and the exit status and message of each error.
+
+Commands are named as "module:function" and imported only when they are used, so `--help` stays
+fast. Exit status: 0 done; 1 failed or diverged; 2 usage error, in one line; 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
-from typing import Annotated
+from collections.abc import Sequence
 
-import typer
+from cyclopts import App, CycloptsError
 
-from paceline.cli import (
-    compare,
-    dashboard,
-    data,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    launch,
-    plan,
-    pool,
-    profile,
-    report,
-    train,
-    tune,
-    twin,
-)
+from paceline.cli.usage import HelpLayout, describe_error
 from paceline.errors import PacelineError, RunFailed
 
-app = typer.Typer(
-    name="paceline",
-    help="Train one neural network on many unequal machines, at the pace those machines allow.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command(
-    "demo", help="Compare strategies on this machine; small real data, a report at the end."
-)(demo.demo)
-app.command("train", help="Train one job with one strategy.")(train.train)
-app.command("compare", help="Train one job with several strategies and seeds, side by side.")(
-    compare.compare
-)
-app.command(
-    "launch",
-    help="Run a script with its own training loop on several workers.",
-)(launch.launch)
-app.command("tune", help="Find the smallest synchronous share that keeps the accuracy.")(tune.tune)
-app.command("plan", help="Which machines and which strategy: predicted time, energy and cost.")(
-    plan.plan
-)
-app.command("twin", help="The same strategies in virtual time, on machines you may not have.")(
-    twin.twin
-)
-app.command("evaluate", help="Evaluate the trained model of a run.")(evaluate.evaluate)
-app.command("report", help="Write an HTML report of one or more runs.")(report.report)
-app.command("dashboard", help="Look at the runs of a folder in a browser, live and afterwards.")(
-    dashboard.dashboard
-)
-app.command("profile", help="Times by operator of a run, or of two side by side.")(profile.profile)
-app.command("export", help="A run's record as a trace, CSV files or TensorBoard logs.")(
-    export.export
-)
-app.command("doctor", help="Examine every machine of a pool, and say what mends what is wrong.")(
-    doctor.doctor
-)
-app.add_typer(pool.app)
-app.add_typer(data.app)
+SUMMARY = "Train one neural network on many unequal machines, at the pace those machines allow."
+
+COMMANDS = {
+    "demo": "Compare strategies on this machine with a small real dataset.",
+    "train": "Train one job with one strategy.",
+    "compare": "Train one job with several strategies and seeds, and compare them.",
+    "launch": "Run a script with its own training loop on several workers.",
+    "tune": "Find the smallest synchronous share of a run that keeps the accuracy.",
+    "plan": "Choose machines and strategy by predicted time, energy and cost.",
+    "twin": "Simulate strategies on machines you may not have.",
+    "evaluate": "Evaluate the trained model of a run.",
+    "report": "Write an HTML or Markdown report of one or more runs.",
+    "dashboard": "Show the runs of a directory in a browser, live and afterwards.",
+    "profile": "Show operator times of a run, or compare two runs.",
+    "export": "Export a run as a Chrome trace, CSV files or TensorBoard logs.",
+    "doctor": "Check every machine of a pool and suggest a fix for each problem.",
+}
+
+SUBCOMMANDS = {
+    "pool": (
+        "Show and convert pool files, and install SSH keys on their machines.",
+        {
+            "show": "Show the machines of a pool as a table.",
+            "convert": "Convert a pool of any format to YAML.",
+            "keys": "Install a public key on each machine, asking for its password once.",
+        },
+    ),
+    "data": (
+        "Convert datasets for a cluster, and inspect data files.",
+        {
+            "convert": "Write a named dataset as Parquet or TFRecord files.",
+            "show": "Show files, rows, blocks and features of data files.",
+        },
+    ),
+}
 
 INTERRUPTED = 130
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"paceline {metadata.version('paceline')}")
-        raise typer.Exit
+def make_app() -> App:
+    """Builds the command-line application; imports no command."""
+    app = App(
+        name="paceline",
+        help=SUMMARY,
+        help_format="plaintext",
+        help_formatter=HelpLayout(),
+        version=describe_version,
+        group_commands="Commands",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    app["--help"].group = app["--version"].group = "Options"
+    app["--help"].help = "Show this message and exit."
+    app["--version"].help = "Show the version and exit."
+    for place, (name, summary) in enumerate(COMMANDS.items()):
+        app.command(f"paceline.cli.{name}:{name}", name=name, help=summary, sort_key=place)
+    for place, (name, (summary, parts)) in enumerate(SUBCOMMANDS.items(), len(COMMANDS)):
+        group = App(name=name, help=summary, sort_key=place)
+        for part, text in parts.items():
+            group.command(f"paceline.cli.{name}:{part}", name=part, help=text)
+        app.command(group)
+    return app
 
 
-@app.callback()
-def _general(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
-    ] = False,
-) -> None:
-    """Options that belong to no command."""
+def describe_version() -> str:
+    from importlib import metadata  # Slow to import, and needed only here.
+
+    return f"paceline {metadata.version('paceline')}"
 
 
-def main() -> None:
-    """Run a command: 0 done, 2 the user's mistake in one line, 1 failed or diverged."""
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command and returns its exit status; errors are printed to stderr."""
     try:
-        # typer returns the status of an Exit, and 130 for an interrupt, in place of raising them.
-        code = app(standalone_mode=False)
+        status = make_app()(list(arguments))
+    except CycloptsError as error:
+        print(f"paceline: {describe_error(error)}", file=sys.stderr)
+        return 2
     except PacelineError as error:
         if isinstance(error, RunFailed) and error.details:
             print(error.details.rstrip(), file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         print("paceline: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
     except BrokenPipeError:
+        # The reader of stdout is gone; the interpreter must not fail when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except Exception as error:
-        # typer's own usage errors (click's) come here: one line, exit 2.
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        print(f"paceline: {message()}", file=sys.stderr)
-        sys.exit(2)
-    if code == INTERRUPTED:
-        print("paceline: interrupted", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `paceline` program."""
+    sys.exit(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

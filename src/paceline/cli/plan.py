@@ -2,118 +2,107 @@
 
 from __future__ import annotations
 
-import json as json_form
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-import typer
+from pydantic import Field
 
-from paceline.cli import options as opt
+from paceline.cli.commands import JobFile, command
+from paceline.cli.options import refer_to_options
 from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.options import RUN, Option
+from paceline.report.number_format import format_number
 
 
-def plan(
-    pool: Annotated[Path, typer.Option(help="The machines to choose from.", show_default=False)],
-    job: opt.JobFile = None,
-    objective: Annotated[
-        str, typer.Option(help="time, energy, cost, or a mix: 'time=0.7,energy=0.3'.")
-    ] = "time",
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds that the run may take at most.")
-    ] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="What the run may cost at most, in the pool's money.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="A folder for plan.json and a picture, plan.html.")
-    ] = None,
-    model: opt.Model = None,
-    data: opt.Data = None,
-    data_dir: opt.DataDir = None,
-    features: opt.Features = None,
-    label: opt.Label = None,
-    val_data: opt.ValData = None,
-    format: opt.Format = None,
-    shape: opt.Shape = None,
-    classes: opt.Classes = None,
-    fill: opt.Fill = None,
-    skip_empty: opt.SkipEmpty = None,
-    shard: opt.Shard = None,
-    shuffle: opt.Shuffle = None,
-    cache: opt.Cache = None,
-    prefetch: opt.Prefetch = None,
-    memory: opt.Memory = None,
-    epochs: opt.Epochs = None,
-    batch: opt.Batch = None,
-    lr: opt.Lr = None,
-    optimizer: opt.Optimizer = None,
-    schedule: opt.Schedule = None,
-    seed: opt.Seed = None,
-    augment: opt.Augment = None,
-    dtype: opt.Dtype = None,
-) -> None:
-    given = locals()
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    option_group: ClassVar[str] = RUN
+
+    pool: Annotated[Path, Option(metavar="POOL")]
+    """Pool file with the machines to choose from."""
+    objective: str = "time"
+    """Objective: time, energy, cost, or a mix such as 'time=0.7,energy=0.3'."""
+    deadline_s: Annotated[float | None, Field(gt=0), Option(metavar="SECONDS")] = None
+    """Longest acceptable duration of the run."""
+    budget: Annotated[float | None, Field(gt=0), Option(metavar="PRICE")] = None
+    """Highest acceptable cost of the run, in the pool's currency."""
+    json: bool = False
+    """Print the whole plan as JSON."""
+    out: Annotated[Path | None, Option(short="o", metavar="DIR")] = None
+    """Write plan.json and a chart, plan.html, to this directory."""
+
+
+@command
+def plan(job: JobFile = None, /, *, options: PlanOptions, fields: Job) -> None:
     from paceline.cluster import read_pool
     from paceline.plan.explanation import plan_to_json
     from paceline.plan.run_log import calibrate_from_log, history_path, read_history
     from paceline.plan.search import parse_objective, search
-
-    wish = parse_objective(objective, deadline, budget)
-    machines_of = read_pool(pool)
-    resolved = opt.job_reference_from_options(job, 1, None, given).resolve()
-    resolved.check()
     from paceline.twin.workload import workload_of_job
 
-    records = read_history(history_path(pool))
-    machines = calibrate_from_log(machines_of, workload_of_job(resolved), records)
-    plain = plan_to_json(machines, search(machines, wish), wish)
+    objective = parse_objective(options.objective, options.deadline_s, options.budget)
+    pool = read_pool(options.pool)
+    resolved = refer_to_options(job, fields, workers=1).resolve()
+    resolved.check()
+    records = read_history(history_path(options.pool))
+    machines = calibrate_from_log(pool, workload_of_job(resolved), records)
+    plain = plan_to_json(machines, search(machines, objective), objective)
     plain["corrected_by"] = sum(r.model == machines.work.model for r in records)
-    if out is not None:
-        write_plan(plain, out)
-    if json:
-        typer.echo(json_form.dumps(plain, indent=1))
+    if options.out is not None:
+        write_plan(plain, options.out)
+    if options.json:
+        print(json.dumps(plain, indent=1))
         return
     show_plan(plain)
     print_corrections(plain["corrected_by"])
-    if out is not None:
-        typer.echo(f"picture: {out / 'plan.html'}")
+    if options.out is not None:
+        print(f"chart: {options.out / 'plan.html'}")
 
 
 def show_plan(plain: dict[str, Any]) -> None:
+    """Prints the choice, its reasons and the alternatives."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     chosen = plain["chosen"]
     low, high = chosen["seconds_interval"]
-    typer.echo(f"plan: {plain['why']}")
-    typer.echo(
+    print(f"plan: {plain['why']}")
+    print(
         f"machines: {format_hosts(chosen['machines'])}; strategy {chosen['strategy']}; "
-        f"{chosen['seconds']:,.4g} s expected, between {low:,.4g} and {high:,.4g}"
+        f"expected {format_number(chosen['seconds'])} s "
+        f"({format_number(low)} to {format_number(high)} s)"
     )
-    table = Table(box=None, title="choices", title_justify="left")
+    table = Table(box=None, title="Choices", title_justify="left")
     for name in ("strategy", "machines", "seconds", "kJ", "price", "samples/s", "staleness"):
-        table.add_column(name, justify="left" if name in ("strategy",) else "right")
+        # Numbers never wrap; a long strategy is folded, never truncated.
+        if name == "strategy":
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for row in [chosen, *plain["runners_up"]]:
         table.add_row(
             row["strategy"],
             str(len(row["machines"])),
-            f"{row['seconds']:,.4g}",
-            f"{row['joules'] / 1000:,.4g}",
-            f"{row['price']:,.3g}",
-            f"{row['samples_per_s']:,.4g}",
-            f"{row['staleness']:g}",
+            format_number(row["seconds"]),
+            format_number(row["joules"] / 1000),
+            format_number(row["price"]),
+            format_number(row["samples_per_s"]),
+            format_number(row["staleness"]),
         )
     console.print(table)
     for reason in plain["left_out"]:
-        typer.echo(f"left out: {reason['host']}: {reason['why']}")
+        print(f"not used: {reason['host']}: {reason['why']}")
 
 
 def print_corrections(runs: int) -> None:
+    """Prints how many earlier runs the predictions are based on, if any."""
     if runs:
         some = "an earlier run" if runs == 1 else f"{runs} earlier runs"
-        typer.echo(f"corrected by {some} of this model on this pool")
+        print(f"corrected by {some} of this model on this pool")
 
 
 def format_hosts(names: list[str]) -> str:
@@ -125,18 +114,18 @@ def format_hosts(names: list[str]) -> str:
 
 
 def write_plan(plain: dict[str, Any], out: Path) -> None:
-    """plan.json, and the choices that no other beats as a picture."""
+    """Writes plan.json, and a chart of energy against time with the Pareto-optimal choices."""
     import plotly.graph_objects as go
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
-    (out / "plan.json").write_text(json_form.dumps(plain, indent=1), encoding="utf-8")
+        raise UsageError(f"--out {out} cannot be created: {error.strerror}") from None
+    (out / "plan.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
     figure = go.Figure()
     for title, rows, size in (
-        ("not beaten by any other", plain["frontier"], 9),
-        ("best of other strategies", plain["runners_up"], 9),
+        ("Pareto-optimal", plain["frontier"], 9),
+        ("best of each other strategy", plain["runners_up"], 9),
         ("chosen", [plain["chosen"]], 16),
     ):
         figure.add_scatter(

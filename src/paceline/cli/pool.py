@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from pydantic import Field
 
-app = typer.Typer(
-    name="pool",
-    help="Look at a pool of machines, convert it, install keys on it.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+from paceline.cli.commands import argument, command
+from paceline.errors import HostError, UsageError, suggest_name
+from paceline.options import Option
 
-PoolFile = Annotated[
-    Path, typer.Argument(metavar="POOL", help="A pool file (YAML, JSON) or an old blueprint.")
-]
-Select = Annotated[
-    list[str] | None, typer.Option("--select", help="all, gpu, cpu or energy. [all]")
-]
+PoolFile = Annotated[Path, argument("Pool file (YAML or JSON), or an old blueprint.")]
 
 
-@app.command("show", help="The machines of a pool, as a table.")
-def show(pool: PoolFile, select: Select = None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShowPoolOptions:
+    select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
+    """Machines to show: all, gpu, cpu or energy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertPoolOptions:
+    out: Annotated[Path | None, Option(short="o", metavar="FILE", default="standard output")] = None
+    """File to write."""
+    force: bool = False
+    """Overwrite the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOptions:
+    host: Annotated[tuple[str, ...], Option(metavar="HOST", default="all")] = ()
+    """Install the key only on this machine. Repeatable."""
+    key: Annotated[Path | None, Option(default="the pool's, or ~/.ssh/id_*.pub")] = None
+    """Public key file."""
+    timeout_s: Annotated[float, Field(gt=0), Option(metavar="SECONDS")] = 10.0
+    """Time to wait for a machine."""
+
+
+@command
+def show(pool: PoolFile, /, *, options: ShowPoolOptions) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -31,7 +49,7 @@ def show(pool: PoolFile, select: Select = None) -> None:
     from paceline.cluster.selection import select_hosts
 
     found = load_pool(pool)
-    hosts = select_hosts(found.pool, select or [])
+    hosts = select_hosts(found.pool, options.select)
     print_repairs(found.repairs)
     table = Table(box=None)
     for name in ("host", "user", "port", "cores", "memory", "GPUs", "GFLOP/s", "Mbit/s", "green"):
@@ -53,78 +71,68 @@ def show(pool: PoolFile, select: Select = None) -> None:
             "yes" if host.energy_efficient else "-",
         )
     Console().print(table)
-    chosen = "" if len(hosts) == len(found.pool.hosts) else f" of {len(found.pool.hosts)}"
-    typer.echo(f"{len(hosts)}{chosen} machines, {sum(h.gpu_count for h in hosts)} GPUs")
+    total = "" if len(hosts) == len(found.pool.hosts) else f" of {len(found.pool.hosts)}"
+    print(f"{len(hosts)}{total} machines, {sum(h.gpu_count for h in hosts)} GPUs")
 
 
-@app.command("convert", help="Any form of pool to YAML.")
-def convert(
-    pool: PoolFile,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="The file to write. [standard output]")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
-) -> None:
+@command
+def convert(pool: PoolFile, /, *, options: ConvertPoolOptions) -> None:
     from paceline.cluster.pool_file import load_pool
-    from paceline.errors import UsageError
 
     found = load_pool(pool)
     print_repairs(found.repairs)
-    text = found.pool.to_yaml()
+    text, out = found.pool.to_yaml(), options.out
     if out is None:
-        typer.echo(text, nl=False)
+        print(text, end="")
         return
-    if out.exists() and not force:
-        raise UsageError(f"--out {out} is there already: name another file or give --force")
+    if out.exists() and not options.force:
+        raise UsageError(f"--out {out} already exists; choose another file, or use --force")
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from None
-    typer.echo(f"pool: {out}")
+    print(f"pool: {out}")
 
 
-@app.command("keys", help="Ask for each machine's password once and install a public key instead.")
-def keys(
-    pool: PoolFile,
-    host: Annotated[list[str] | None, typer.Option(help="Only this machine. [all]")] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="The public key. [the pool's, or ~/.ssh/id_*.pub]")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a machine.")] = 10.0,
-) -> None:
+@command
+def keys(pool: PoolFile, /, *, options: KeyOptions) -> int:
     import asyncio
     from getpass import getpass
 
     from paceline.cluster.pool_file import load_pool
     from paceline.cluster.ssh import SshTimeouts
     from paceline.cluster.ssh_keys import UserPrompts, install_key
-    from paceline.errors import HostError, UsageError, suggest_name
 
     found = load_pool(pool)
     names = [each.host for each in found.pool.hosts]
-    for name in host or []:
+    for name in options.host:
         if name not in names:
-            raise UsageError(f"--host {name} is not in the pool: {suggest_name(name, names)}")
-    asked = UserPrompts(
-        password=getpass,
-        trust=lambda text: typer.confirm(f"{text}: is that right?"),
-        print_line=typer.echo,
-    )
-    failed: list[HostError] = []
+            raise UsageError(f"--host {name} is not in the pool; {suggest_name(name, names)}")
+    prompts = UserPrompts(password=getpass, trust=confirm, print_line=print)
+    timeouts = SshTimeouts(connect_s=options.timeout_s)
+    failed = False
     for each in found.pool.hosts:
-        if host and each.host not in host:
+        if options.host and each.host not in options.host:
             continue
         try:
-            done = asyncio.run(install_key(each, key, asked, SshTimeouts(connect_s=timeout)))
-            typer.echo(f"{each.host} {done}")
+            outcome = asyncio.run(install_key(each, options.key, prompts, timeouts))
+            print(f"{each.host} {outcome}")
         except HostError as error:
-            failed.append(error)
-            typer.echo(str(error), err=True)
-    if failed:
-        raise typer.Exit(1)
+            failed = True
+            print(error, file=sys.stderr)
+    return 1 if failed else 0
+
+
+def confirm(question: str) -> bool:
+    """Asks on the terminal; anything but y or yes is a no, and so is the end of the input."""
+    try:
+        answer = input(f"{question}: is that right? [y/N]: ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
 
 
 def print_repairs(repairs: tuple[str, ...]) -> None:
-    """What an old blueprint needed, beside the output proper."""
+    """Prints what was corrected in an old blueprint, to stderr."""
     for repair in repairs:
-        typer.echo(f"repaired: {repair}", err=True)
+        print(f"repaired: {repair}", file=sys.stderr)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from pydantic import Field
+
+from paceline.cli.commands import argument, command
+from paceline.errors import UsageError
+from paceline.options import Option
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    top: Annotated[int, Field(ge=1)] = 20
+    """Number of operators to show."""
+    csv: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write all operators to a CSV file."""
+
+
+@command
 def profile(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR [DIR]", help="One run, or two side by side.")
-    ],
-    top: Annotated[int, typer.Option(help="Operators to show.")] = 20,
-    table: Annotated[Path | None, typer.Option("--csv", help="Write all of them there.")] = None,
+    *folders: Annotated[Path, argument("One run folder, or two to compare.")],
+    options: ProfileOptions,
 ) -> None:
     from rich.console import Console
 
-    from paceline.errors import UsageError
     from paceline.report.operator_profile import make_table, read_profile, write_csv
 
-    if len(folders) > 2:
-        raise UsageError(f"{len(folders)} runs were named: name one, or two to put side by side")
-    if top < 1:
-        raise UsageError(f"--top is {top}: at least 1 is needed")
+    if len(folders) not in (1, 2):
+        raise UsageError(f"one or two run folders are required, got {len(folders)}")
     profiles = [read_profile(folder) for folder in folders]
-    Console().print(make_table(profiles, top))
-    if table is not None:
-        write_csv(profiles, table)
-        typer.echo(f"written: {table}")
+    Console().print(make_table(profiles, options.top))
+    if options.csv is not None:
+        write_csv(profiles, options.csv)
+        print(f"written: {options.csv}")

@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from pydantic import Field
 
+from paceline.cli.commands import argument, command
 from paceline.errors import UsageError
+from paceline.options import Option
 
 
-def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders.")],
-    out: Annotated[
-        list[Path] | None,
-        typer.Option("-o", "--out", help="FILE.html or FILE.md; may be repeated. [report.html]"),
-    ] = None,
-    title: Annotated[str, typer.Option(help="The report's title.")] = "Paceline report",
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    out: Annotated[tuple[Path, ...], Option(short="o", metavar="FILE")] = (Path("report.html"),)
+    """File to write, .html or .md. Repeatable."""
+    title: str = "Paceline report"
+    """Title of the report."""
     target: Annotated[
         float | None,
-        typer.Option(help="A validation accuracy, 0 to 1, to time. [what all runs reached]"),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="published: the studies' figures beside these.")
-    ] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="A folder for every picture as SVG and PNG.")
-    ] = None,
-    tables: Annotated[
-        Path | None, typer.Option(help="A folder for every table as CSV and LaTeX.")
-    ] = None,
+        Field(gt=0, le=1),
+        Option(metavar="ACCURACY", default="highest that all runs reached"),
+    ] = None
+    """Validation accuracy for the time-to-accuracy comparison, 0 to 1."""
+    against: Literal["published"] | None = None
+    """Show the results of published studies next to these runs."""
+    figures: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Write every chart as SVG and PNG to this directory."""
+    tables: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Write every table as CSV and LaTeX to this directory."""
+
+
+@command
+def report(
+    *folders: Annotated[Path, argument("Run folders, or directories of run folders.")],
+    options: ReportOptions,
 ) -> None:
     from paceline.report.writer import write_report_files
 
-    if target is not None and not 0 < target <= 1:
-        raise UsageError(f"--target is {target:g}: an accuracy above 0 and up to 1 is needed")
-    if against not in (None, "published"):
-        raise UsageError(f"--against is {against!r}: known: published")
+    if not folders:
+        raise UsageError("a run folder is required, for example `paceline report runs/first`")
     for path in write_report_files(
-        folders,
-        out or [Path("report.html")],
-        title=title,
-        target=target,
-        published=against == "published",
-        figures=figures,
-        tables=tables,
+        list(folders),
+        list(options.out),
+        title=options.title,
+        target=options.target,
+        published=options.against == "published",
+        figures=options.figures,
+        tables=options.tables,
     ):
-        typer.echo(f"report: {path}")
+        print(f"report: {path}")

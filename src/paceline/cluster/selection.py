@@ -25,10 +25,12 @@ def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
     requested = list(dict.fromkeys(words)) or ["all"]
     for word in requested:
         if word not in SELECTIONS and not (word == PLANNED and len(requested) > 1):
-            raise UsageError(f"--select {word} is unknown: {suggest_name(word, SELECTIONS)}")
+            raise UsageError(f"unknown --select {word!r}; {suggest_name(word, SELECTIONS)}")
     if len(requested) > 1:
         selects = " and --select ".join(requested)
-        raise UsageError(f"--select {selects} cannot be combined; use one of them")
+        raise UsageError(
+            f"--select {selects} cannot be combined: a run uses one selection; remove one of them"
+        )
     is_selected, rule = SELECTIONS[requested[0]]
     chosen = tuple(host for host in pool.hosts if is_selected(host))
     if not chosen:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.run import (
-    DEFAULT_TIMEOUT_S,
-    RunOptions,
-    check_sizes,
-    new_run_name,
-    run_training,
-)
+from paceline.launch.run import RunOptions, check_sizes, new_run_name, run_training
+from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.report.comparison import write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
@@ -42,25 +38,39 @@ def compare(
     A run that fails or diverges is kept and counted; the others still run. `single` always runs
     on one worker.
     """
-    folder = Path(out) if out is not None else Path("runs") / new_run_name("compare")
-    chosen = [parse_strategy(s) for s in strategies]
-    resolved = job.resolve() if isinstance(job, JobRef) else job
-    resolved.check()
-    if seeds < 1:
-        raise UsageError(f"--seeds is {seeds}: at least one is needed")
-    for strategy in chosen:
-        check_sizes(resolved.batch, strategy, strategy.worker_count(workers))
-    if (folder / "comparison.json").exists() and not force:
-        raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
-    # All options are checked before the first run.
     options = RunOptions(
-        out=folder,
+        out=Path(out) if out is not None else Path("runs") / new_run_name("compare"),
         workers=workers,
         threads=threads,
         timeout_s=timeout_s,
         slowdowns=troubles,
         force=force,
     )
+    return compare_strategies(job, strategies, options, seeds=seeds, progress=progress)
+
+
+def compare_strategies(
+    job: Job | JobRef,
+    strategies: Sequence[Strategy | str],
+    options: RunOptions,
+    *,
+    seeds: int = 1,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Runs the comparison of `compare` with the given run options; `out` is its folder."""
+    folder, workers, force = options.out, options.workers, options.force
+    chosen = [parse_strategy(s) for s in strategies]
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    if seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, got {seeds}")
+    for strategy in chosen:
+        check_sizes(resolved.batch, strategy, strategy.worker_count(workers))
+    if (folder / "comparison.json").exists() and not force:
+        raise UsageError(
+            f"--out {folder} already contains a comparison; choose a new directory, or use "
+            "--force to overwrite it"
+        )
     # Every worker of every strategy gets the same threads, the only one of `single` too.
     options = dataclasses.replace(options, threads=options.threads_each)
     clear_runs(folder)

@@ -14,7 +14,9 @@ from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import clear_runs
 from paceline.launch.matrix_file import Matrix, MatrixCell, iterate_jobs, list_cells
-from paceline.launch.run import DEFAULT_TIMEOUT_S, RunOptions, run_training, usable_cores
+from paceline.launch.run import RunOptions, run_training, usable_cores
+from paceline.launch.settings import ProcessSettings
+from paceline.options import field_values
 from paceline.report.comparison import compare_tasks
 from paceline.report.matrix_progress import MatrixProgress
 from paceline.specs.strategy import Strategy
@@ -27,14 +29,12 @@ AGAIN = ("cancelled",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixOptions:
-    """How to run a matrix, apart from what is in it."""
+class MatrixOptions(ProcessSettings):
+    """How to run a matrix, as opposed to what it contains."""
 
     out: Path
     given: dict[str, Any]
     """Fields of every job that replace the file's, `data_dir` above all."""
-    threads: int | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
     retry: bool = False
     """Make runs again that failed or diverged before."""
     force: bool = False
@@ -118,10 +118,9 @@ def run_cell(
     folder = RunFolder(options.out / cell.name)
     half_done = any(folder.checkpoints.glob("[0-9]*/state.json")) and not folder.result.exists()
     mine = RunOptions(
+        **{**field_values(options, ProcessSettings), "threads": threads},
         out=folder.path,
         workers=cell.workers,
-        threads=threads,
-        timeout_s=options.timeout_s,
         resume=half_done,
         force=not half_done,
         labels=cell.labels,

@@ -25,7 +25,9 @@ from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.launcher import Launcher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
+from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import RunOutcome, Supervisor
+from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
@@ -35,55 +37,31 @@ from paceline.telemetry.event_log import CollectivesNotice, EventLog, OnEvent, i
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 
-LEAST_TIMEOUT_S = 2.0
-DEFAULT_TIMEOUT_S = 300.0
-"""Longest time a worker may spend in one phase of a step, or in starting up."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How to run, apart from what and by which strategy."""
+class RunOptions(RunSettings):
+    """Run settings together with what only a program can give: folders, launcher, callbacks."""
 
     out: Path
     workers: int = 2
-    threads: int | None = None
-    pin: bool = False
-    """Keep each worker to cores of its own."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    resume: bool = False
-    force: bool = False
     slowdowns: tuple[InjectedSlowdown, ...] = ()
     from_checkpoint: Path | None = None
-    """A checkpoint of another run of the same job to begin from; its time counts along."""
+    """Checkpoint of another run of the same job to start from; its elapsed time is included."""
     keep_checkpoints: int = 2
     predicted: dict[str, Any] | None = None
-    """`step_s`, `seconds` and `seconds_interval` that a plan expects; put beside what came out."""
+    """`step_s`, `seconds` and `seconds_interval` as planned, to compare with the measurement."""
     launcher: Launcher = field(default_factory=LocalLauncher)
-    """Where and how processes are started; child processes of this one if nothing is said."""
+    """Starts the processes; by default as child processes of this one."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What a report calls this run: `task`, what it is compared within, and `arm`, its name."""
-    telemetry: bool = True
-    """Steps one by one, vitals each second, verdicts; without it only totals are recorded."""
-    profile_epoch: int | None = None
-    """From 1: the epoch whose operators are timed."""
-    metrics_port: int | None = None
-    """Where to serve metrics while the run goes on, on loopback; 0 for any port."""
+    """Labels in reports: `task`, the comparison that the run belongs to, and `arm`, its name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the command that started the run, recorded in run.json."""
     on_event: OnEvent = ignore_notice
 
     def __post_init__(self) -> None:
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise UsageError(f"--metrics-port is {self.metrics_port}: 0 to 65535 are ports")
-        if self.metrics_port is not None and not self.telemetry:
-            raise UsageError("--metrics-port needs what --no-telemetry leaves out: give one")
+        super().__post_init__()
         if self.workers < 1:
-            raise UsageError(f"--workers is {self.workers}: at least one is needed")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}: at least one is needed")
-        if self.timeout_s < LEAST_TIMEOUT_S:
-            raise UsageError(
-                f"--timeout is {self.timeout_s:g}: at least {LEAST_TIMEOUT_S:g} s are needed, "
-                "because workers are heard once a second"
-            )
+            raise UsageError(f"--workers must be at least 1, got {self.workers}")
 
     @property
     def threads_each(self) -> int:
@@ -195,6 +173,12 @@ def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
     return facts
 
 
+def job_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a job from the facts that `describe_job` returned."""
+    names = [each.field for each in option_fields(Job)]
+    return {name: facts[name] for name in names if name in facts}
+
+
 def job_reference(job: Job | JobRef, resolved: Job) -> JobRef | None:
     """A job that can be named again; None for one that holds live objects."""
     if isinstance(job, JobRef):
@@ -274,6 +258,13 @@ def _run(
         "troubles": [t.to_plain() for t in options.slowdowns],
         "predicted": options.predicted,
         "job": facts,
+        "settings": {
+            **job_settings(facts),
+            **settings_to_plain(options, RunSettings),
+            "strategy": str(plan.strategy),
+            "workers": options.workers,
+            **options.settings,
+        },
         "labels": dict(options.labels),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),

@@ -28,7 +28,8 @@ def resolve_cluster(
     sources = [cluster is not None, calibrate is not None, probe]
     if sum(sources) != 1:
         raise UsageError(
-            "say which machines: one of --cluster FILE, --cluster N, --calibrate RUN or --probe"
+            "exactly one of --cluster, --calibrate and --probe is required: it defines the "
+            "simulated machines"
         )
     if cluster is not None:
         pool = read_cluster(cluster)
@@ -40,7 +41,7 @@ def resolve_cluster(
         from paceline.twin.machine_probe import probe_machine
 
         if workers is not None and workers < 1:
-            raise UsageError(f"--workers is {workers}: at least one is needed")
+            raise UsageError(f"--workers must be at least 1, got {workers}")
         pool = probe_machine(job().resolve(), workers or 2)
     return apply_what_if(pool, without=without, bandwidth=bandwidth)
 
@@ -55,7 +56,7 @@ def read_cluster(text: str) -> Pool:
         if text in shipped:
             return read_pool(shipped[text])
         raise UsageError(
-            f"--cluster {text}: no such file, not a number of machines, and not one of "
+            f"--cluster {text} was not found; use a pool file, a number of machines, or one of "
             f"{', '.join(sorted(shipped))}"
         )
     return read_pool(path)
@@ -64,11 +65,11 @@ def read_cluster(text: str) -> Pool:
 def apply_what_if(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
     """What if: without these workers, with every exchange so many times faster."""
     if not 0 < bandwidth < float("inf"):
-        raise UsageError(f"--bandwidth is {bandwidth:g}: a number above 0 is needed")
+        raise UsageError(f"--bandwidth must be a number greater than 0, got {bandwidth:g}")
     places = len(pool.slots)
     for worker in without:
         if not 0 <= worker < places:
-            raise UsageError(f"--without {worker}: there are workers 0 to {places - 1}")
+            raise UsageError(f"--without must be a worker from 0 to {places - 1}, got {worker}")
     hosts, first = [], 0
     for host in pool.hosts:
         mine = range(first, first + host.workers)
@@ -78,7 +79,7 @@ def apply_what_if(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float
             link = _faster(host.link, bandwidth) if host.link is not None else None
             hosts.append(host.model_copy(update={"workers": left, "link": link}))
     if not hosts:
-        raise UsageError("--without leaves no machine: at least one is needed")
+        raise UsageError("--without removes every worker; keep at least one")
     return pool.model_copy(
         update={
             "hosts": tuple(hosts),

@@ -40,7 +40,10 @@ def compare_twins(
         check_sizes(resolved.batch, strategy, workers)
         check_servers(strategy, workers)
     if (folder / "comparison.json").exists() and not options.force:
-        raise UsageError(f"--out {folder} holds another comparison: name a new folder, or --force")
+        raise UsageError(
+            f"--out {folder} already contains a comparison; choose a new directory, or use "
+            "--force to overwrite it"
+        )
     clear_runs(folder)
     results = []
     for seed in range(resolved.seed, resolved.seed + seeds):

@@ -16,6 +16,7 @@ from paceline.launch.run import (
     check_sizes,
     describe_job,
     job_reference,
+    job_settings,
     make_plan,
     raise_unless_done,
     read_coordinator_state,
@@ -47,7 +48,7 @@ class TwinOptions:
     out: Path
     pool: Pool
     workers: int | None = None
-    """As many as the pool has places for, unless told."""
+    """Default: one per slot of the pool."""
     depth: str = "learn"
     slowdowns: tuple[InjectedSlowdown, ...] = ()
     threads: int | None = None
@@ -55,17 +56,20 @@ class TwinOptions:
     start_from: Path | None = None
     keep_checkpoints: int = 2
     labels: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the command that started the run, recorded in run.json."""
     show: OnEvent = ignore_notice
 
     def __post_init__(self) -> None:
         if self.depth not in DEPTHS:
-            raise UsageError(f"--depth is {self.depth!r}: known: {', '.join(DEPTHS)}")
+            raise UsageError(f"--depth must be {' or '.join(DEPTHS)}, got {self.depth!r}")
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}: at least one is needed")
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
         places = len(self.pool.slots)
         if self.workers is not None and not 1 <= self.workers <= places:
             raise UsageError(
-                f"--workers is {self.workers}, but the cluster has places for 1 to {places}"
+                f"--workers must be 1 to {places}, got {self.workers}: "
+                f"the cluster has {places} worker slots"
             )
 
     @property
@@ -98,13 +102,22 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     )
     troubles = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
+    facts = describe_job(resolved, job_reference(job, resolved))
     config = {
         "format": 1,
         "strategy": str(strategy),
         "workers": workers,
         "servers": plan.servers,
         "troubles": [t.to_plain() for t in troubles],
-        "job": describe_job(resolved, job_reference(job, resolved)),
+        "job": facts,
+        "settings": {
+            **job_settings(facts),
+            "strategy": str(strategy),
+            "workers": workers,
+            "threads": options.threads,
+            "depth": options.depth,
+            **options.settings,
+        },
         "labels": dict(options.labels),
         "versions": versions(),
         "virtual": True,
@@ -163,6 +176,7 @@ def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], di
                 start_from=options.from_checkpoint,
                 keep_checkpoints=options.keep_checkpoints,
                 labels=options.labels,
+                settings=options.settings,
                 show=options.on_event,
             ),
         )

@@ -1,0 +1,132 @@
+"""Settings of a run: how to run a job, as opposed to what to train. Each field is an option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from paceline.errors import UsageError
+from paceline.options import PLACEMENT, RUN, SLOWDOWNS, Option
+from paceline.specs.slowdown import InjectedSlowdown, parse_slowdown
+
+MIN_TIMEOUT_S = 2.0
+DEFAULT_TIMEOUT_S = 300.0
+
+
+def parse_profile_epoch(value: object) -> object:
+    """Returns the epoch of `epoch=N`; other values are returned as they are."""
+    if not isinstance(value, str):
+        return value
+    name, _, number = value.partition("=")
+    if name.strip() != "epoch" or not number.strip().isdigit() or int(number) < 1:
+        raise ValueError(f"must be epoch=N with N of at least 1, got {value!r}")
+    return int(number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """Settings of the processes of a run, which apply equally to several runs of a comparison."""
+
+    option_group: ClassVar[str] = RUN
+
+    threads: Annotated[int | None, Option(default="cores / workers")] = None
+    """Threads per worker."""
+    pin: bool = False
+    """Pin each worker to its own CPU cores."""
+    timeout_s: Annotated[float, Option(metavar="SECONDS")] = DEFAULT_TIMEOUT_S
+    """Stop the run if a worker makes no progress for this long."""
+    telemetry: bool = True
+    """Record single steps, resource usage and bottlenecks; without it only totals."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        if self.timeout_s < MIN_TIMEOUT_S:
+            raise UsageError(
+                f"--timeout must be at least {MIN_TIMEOUT_S:g} s, got {self.timeout_s:g}: "
+                "workers report once per second"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(ProcessSettings):
+    """Settings of a single run."""
+
+    profile_epoch: Annotated[
+        int | None,
+        BeforeValidator(parse_profile_epoch),
+        Field(ge=1),
+        Option(name="profile", metavar="epoch=N"),
+    ] = None
+    """Profile the operators of one epoch, counted from 1."""
+    metrics_port: Annotated[int | None, Field(ge=0, le=65535), Option(metavar="PORT")] = None
+    """Serve Prometheus metrics on this localhost port; 0 picks a free port."""
+    resume: bool = False
+    """Resume from the latest checkpoint in --out."""
+    force: bool = False
+    """Overwrite an existing run in --out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise UsageError(f"--metrics-port must be 0 to 65535, got {self.metrics_port}")
+        if self.metrics_port is not None and not self.telemetry:
+            raise UsageError(
+                "--metrics-port and --no-telemetry cannot be combined: metrics are computed from "
+                "telemetry; remove one of them"
+            )
+        if self.resume and self.force:
+            raise UsageError(
+                "--resume and --force cannot be combined: resume the run, or overwrite it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowdownSettings:
+    """Slowdowns that are injected into workers, to study strategies under unequal speed."""
+
+    option_group: ClassVar[str] = SLOWDOWNS
+
+    slow: Annotated[tuple[str, ...], Option(metavar="worker=K,factor=F")] = ()
+    """Slow a worker down; optionally from=EPOCH,to=EPOCH. cores=C limits it to a fraction of a
+    core instead. Repeatable."""
+    delay: Annotated[tuple[str, ...], Option(metavar="worker=K,ms=M")] = ()
+    """Delay a worker's communication; optionally from=EPOCH,to=EPOCH. Repeatable."""
+
+    def parse(self, workers: int) -> tuple[InjectedSlowdown, ...]:
+        """Returns the slowdowns of a run with this many workers; raises SpecError."""
+        return (
+            *(parse_slowdown("slow", text, workers) for text in self.slow),
+            *(parse_slowdown("delay", text, workers) for text in self.delay),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    """Where a job runs: on this machine, on the machines of a pool, or on an engine."""
+
+    option_group: ClassVar[str] = PLACEMENT
+
+    pool: Annotated[Path | None, Option(metavar="POOL")] = None
+    """Pool file: train on these machines over SSH."""
+    select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
+    """Machines of the pool to use: all, gpu, cpu, energy, or auto (chosen by the planner)."""
+    objective: Annotated[str | None, Option(default="time")] = None
+    """Objective of a planned run: time, energy, cost, or a mix such as 'time=0.7,energy=0.3'."""
+    servers_on: Annotated[str | None, Option(metavar="HOST", default="chosen by the planner")] = (
+        None
+    )
+    """Machine that runs the parameter servers."""
+    project: Annotated[Path | None, Option(metavar="DIR", default="that of the job file")] = None
+    """Project directory to copy to the machines."""
+    venv: bool = False
+    """Create a virtual environment from requirements.txt on the machines."""
+    engine: Annotated[str | None, Option(metavar="ray|spark")] = None
+    """Run on a Ray or Spark cluster instead of a pool."""
+    address: Annotated[str | None, Option(default="the local cluster")] = None
+    """Address of the Ray cluster, for example 10.0.0.1:6379."""
+    master: Annotated[str | None, Option(metavar="URL", default="Spark's configuration")] = None
+    """Spark master, for example spark://10.0.0.1:7077."""
