@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline  # paceline
+from paceline.data import digits  # bundled data: 1,797 images of 8x8 pixels
 
 
 def main() -> None:
@@ -25,9 +25,8 @@ def main() -> None:
     epochs = parser.parse_args().epochs
 
     torch.manual_seed(0)
-    digits = load_digits()
-    inputs = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    targets = torch.tensor(digits.target)
+    images, labels = digits.read()
+    inputs, targets = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     train, test = TensorDataset(inputs[:1500], targets[:1500]), (inputs[1500:], targets[1500:])
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

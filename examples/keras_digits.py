@@ -6,12 +6,13 @@ paceline launch examples/keras_digits.py --strategy allreduce --workers 2  # the
 
 import keras
 from keras import layers
-from sklearn.datasets import load_digits
 
-digits = load_digits()
-images = digits.images.astype("float32")[..., None] / 16
-x_train, y_train = images[:1500], digits.target[:1500]
-x_test, y_test = images[1500:], digits.target[1500:]
+from paceline.data.digits import read  # bundled data: 1,797 images of 8x8 pixels
+
+images, labels = read()
+images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
+x_train, y_train = images[:1500], labels[:1500]
+x_test, y_test = images[1500:], labels[1500:]
 
 model = keras.Sequential(
     [

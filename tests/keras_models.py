@@ -15,7 +15,8 @@ os.environ["KERAS_BACKEND"] = "torch"
 import keras
 import numpy as np
 from keras import layers
-from sklearn.datasets import load_digits
+
+from paceline.data import digits
 
 CLASSES = 10
 
@@ -104,24 +105,24 @@ def main(name: str, strategy: str, out: str) -> None:
     import paceline.keras
 
     keras.utils.set_random_seed(0)
-    digits = load_digits()
-    images = digits.images.astype("float32")[..., None] / 16
+    images, labels = digits.read()
+    images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
     model = MODELS[name]()
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
     job = paceline.keras.job(
         model,
         images[:600],
-        digits.target[:600],
+        labels[:600],
         batch_size=50,
         epochs=3,
-        validation_data=(images[600:800], digits.target[600:800]),
+        validation_data=(images[600:800], labels[600:800]),
     )
     workers = 1 if strategy == "single" else 2
     result = paceline.train(job, strategy, workers, out=out)
     trained = paceline.keras.load(out)
     predicted = trained.predict(images[600:800], verbose=0).argmax(1)
-    right = float(np.mean(predicted == digits.target[600:800]))
+    right = float(np.mean(predicted == labels[600:800]))
     print(result["status"], result["samples"], result["val_acc"], right)
 
 

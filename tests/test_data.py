@@ -186,14 +186,22 @@ def test_digits() -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
     from paceline.data import digits
 
     images, labels = digits.read()
-    bunch = load_digits()
-    np.testing.assert_array_equal(images[:, 0], bunch.images)
-    np.testing.assert_array_equal(labels, bunch.target)
+    assert (images.dtype, labels.dtype) == (np.uint8, np.int64)
+    # Of load_digits() in scikit-learn 1.9.1: images as uint8, then the target as int64.
+    expected = "65e5b4619795efb40c1082f4c350c049e4ad552200d369b6ae99e21eef5e72c5"
+    assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == expected
+
+
+def test_an_installation_without_the_digits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data import digits
+
+    monkeypatch.setattr(digits, "FILE", Path("nowhere/digits.npz"))
+    with pytest.raises(DataError) as caught:
+        data.locate("digits")
+    assert str(caught.value) == "digits: nowhere/digits.npz was not found; reinstall Paceline"
 
 
 def test_split_is_fixed_and_a_partition() -> None:

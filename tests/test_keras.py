@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
 
 from conftest import Finished, RunCli, read_result
 
@@ -23,6 +22,7 @@ keras = pytest.importorskip(
     reason="Keras is not installed (pip install 'paceline[keras]'): nothing of it is tested",
 )
 
+from paceline.data import digits as bundled_digits  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.keras import jobs  # noqa: E402
 from paceline.keras.fit_data import make_fit_data  # noqa: E402
@@ -134,15 +134,15 @@ def small_model(**compiled: Any) -> Any:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    found = load_digits()
-    images = (found.images * 255 / 16).astype("uint8")
+    images, labels = bundled_digits.read()
+    images = (images[:, 0] * 255.0 / 16).astype("uint8")
     path = tmp_path / "digits.npz"
     np.savez(
         path,
         x_train=images[:1000],
-        y_train=found.target[:1000],
+        y_train=labels[:1000],
         x_test=images[1000:1300],
-        y_test=found.target[1000:1300],
+        y_test=labels[1000:1300],
     )
     return path
 

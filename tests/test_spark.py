@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sklearn.datasets import load_digits
 
 import spark_cluster
 from conftest import RunCli, read_result, wait_until
+from paceline.data import digits
 from paceline.errors import RunFailed, UsageError
 from paceline.spark.engine import summarize_spark_error
 from paceline.spark.job_archive import pack_job, read_job
@@ -65,10 +65,10 @@ def frame(session: Any) -> Any:
     """The digits: images as vectors and as arrays, labels as numbers."""
     from pyspark.ml.linalg import Vectors
 
-    found = load_digits()
+    images, labels = digits.read()
     rows = [
         (Vectors.dense(image / 16), [float(v) / 16 for v in image], int(label), index % 5 == 0)
-        for index, (image, label) in enumerate(zip(found.data, found.target, strict=True))
+        for index, (image, label) in enumerate(zip(images.reshape(-1, 64), labels, strict=True))
     ]
     columns = ["features", "image", "label", "held"]
     return session.createDataFrame(rows, columns).repartition(3).cache()
@@ -278,11 +278,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import sparks
+import spark_cluster
 from paceline.errors import RunFailed
 from paceline.spark import PacelineEstimator
 
-cluster = sparks.Cluster(Path(sys.argv[1]), sys.argv[2])
+cluster = spark_cluster.Cluster(Path(sys.argv[1]), sys.argv[2])
 session = cluster.open_session()
 print(session.sparkContext.applicationId, flush=True)
 numbers = np.random.default_rng(0).random((400, 16))
@@ -436,12 +436,12 @@ BARE = """
 import sys
 from pathlib import Path
 
-import sparks
+import spark_cluster
 from paceline.errors import PacelineError
 from paceline.spark import PacelineEstimator
 
 place = Path(sys.argv[1])
-with sparks.run_cluster(place / "cluster") as cluster:
+with spark_cluster.run_cluster(place / "cluster") as cluster:
     session = cluster.open_session()
     rows = session.range(64).selectExpr(
         "array_repeat(cast(id as double), 64) as features", "cast(id % 10 as int) as label"

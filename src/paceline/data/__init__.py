@@ -54,7 +54,7 @@ def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
 
     Checks existence, size and first bytes only, so that a run fails before a process is started;
     `load` finds what only a full read shows (checksums, truncated gzip streams). Returns no file
-    for `digits`, which comes with scikit-learn. Raises UsageError for an unknown name and DataError
+    for `digits`, which is part of the package. Raises UsageError for an unknown name and DataError
     for a file that is missing or does not match its name.
     """
     from paceline.data import named_datasets

@@ -36,7 +36,7 @@ class PublishedFile:
 ENTRIES: dict[str, DatasetInfo] = {
     entry.name: entry
     for entry in (
-        DatasetInfo("digits", "image", "scikit-learn.org (embedded in scikit-learn)"),
+        DatasetInfo("digits", "image", "archive.ics.uci.edu/dataset/80 (part of the package)"),
         DatasetInfo("mnist", "image", "yann.lecun.com/exdb/mnist"),
         DatasetInfo("fashion-mnist", "image", "github.com/zalandoresearch/fashion-mnist"),
         DatasetInfo("kmnist", "image", "codh.rois.ac.jp/kmnist"),
