@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check packages stores peers delays bench bench-quick soak clean
+.PHONY: demo test test-all check docs packages stores peers delays bench bench-quick soak clean
 
 demo: $(VENV)/.package            ## set everything up and show the product on embedded data
 	$(BIN)/paceline demo
@@ -15,11 +15,14 @@ test: check packages              ## lint, types and the quick tests (minutes)
 test-all: check packages stores   ## every test, the long ones and those on real data included
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.tools
+check: $(VENV)/.tools docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/lint_english.py
+
+docs: $(VENV)/.tools              ## build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
 	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000
@@ -56,7 +59,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) --editable '.[dev,ssh,s3,hdfs,sftp,http,images,keras,spark,ray,figures,tensorboard]'
+	$(PIP) --editable '.[dev,docs,ssh,s3,hdfs,sftp,http,images,keras,spark,ray,figures,tensorboard]'
 	touch $@
 
 clean:

@@ -90,7 +90,6 @@ PENDING: dict[str, int] = {
     "CHANGELOG.md": 16,
     "CONTRIBUTING.md": 7,
     "Makefile": 2,
-    "README.md": 29,
     "bench": 109,
     "docs": 669,
     "docs/decisions": 29,
