@@ -93,7 +93,6 @@ PENDING: dict[str, int] = {
     "bench": 109,
     "docs": 669,
     "docs/decisions": 29,
-    "docs/strategies": 96,
     "docs/studies": 265,
     "examples": 4,
     "src/paceline/cli": 58,
