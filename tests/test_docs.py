@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.specs.strategy import parse_strategies
+from paceline.strategies.registry import parse_strategies
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
