@@ -83,17 +83,18 @@ RULES: dict[str, tuple[str, str]] = {
 # Files in which a pattern matches correct English.
 ALLOWED: dict[tuple[str, str], str] = {
     ("tools/lint_english.py", "*"): "the patterns themselves",
+    ("docs/run-folder.md", "story"): "`troubles` is a key of run.json",
+    ("docs/run-folder.md", "parted by"): "`beside` is a field of the event `server`",
+    ("docs/slowdowns.md", "story"): "`troubles` is a key of run.json",
+    ("docs/speed.md", "parted by"): "names of result files",
 }
 
 # Matches that remain to be rewritten. Lower the numbers as packages are converted.
 PENDING: dict[str, int] = {
-    "CHANGELOG.md": 16,
-    "CONTRIBUTING.md": 7,
     "Makefile": 2,
     "bench": 109,
-    "docs": 669,
-    "docs/decisions": 29,
-    "docs/studies": 265,
+    "docs": 13,
+    "docs/studies": 24,
     "examples": 4,
     "src/paceline/cli": 58,
     "src/paceline/comm": 102,
