@@ -286,12 +286,12 @@ def assert_mistake(finished: Finished, *words: str) -> None:
         ),
         (("--dtype", "float8"), ("--dtype must be 'float32' or 'float64', got 'float8'",)),
         (("--device", "gpu"), ("--device must be 'auto', 'cpu' or 'cuda', got 'gpu'",)),
-        (("--until", "val_acc"), ("--until", "val_acc>=0.97")),
+        (("--until", "val_acc"), ("--until 'val_acc' is not a condition", "val_acc>=0.97")),
         (("--until", "accuracy>=0.9"), ("'accuracy'",)),
         (("--optimizer", "sdg"), ("did you mean 'sgd'",)),
         (("--optimizer", "sgd(momentum=2)"), ("momentum", "at most 1")),
         (("--schedule", "cosin"), ("did you mean 'cosine'",)),
-        (("--schedule", "milestones"), ("without marks",)),
+        (("--schedule", "milestones"), ("milestones requires epochs",)),
         (("--checkpoint-every", "50%"), ("epoch(1)",)),
         (
             ("--learning-rate", 0.1),
@@ -325,6 +325,9 @@ def test_mistake_is_one_line_and_nothing_is_written(
     [
         (("train",), ("--out is required",)),
         (("tarin",), ("unknown command 'tarin'; did you mean 'train'?",)),
+        (("nothing",), ("unknown command 'nothing'; choose from demo, train, compare,",)),
+        (("--vers",), ("unknown option --vers; did you mean --version?",)),
+        (("launch", "x.py", "--foo"), ("unknown option --foo; run `paceline launch --help`",)),
         (("compare", "--strategies", "single; pss", "--out", "run"), ("did you mean 'ps'",)),
         (("compare", "--strategies", ";", "--out", "run"), ("--strategies is empty",)),
         (

@@ -207,7 +207,7 @@ def test_script_that_exits(run_cli: RunCli, script: Path) -> None:
 def test_mistakes_before_anything_starts(run_cli: RunCli, script: Path) -> None:
     out = script.parent / "run"
     for args, words in (
-        ((script.parent / "nothing.py",), "nothing.py does not exist"),
+        ((script.parent / "nothing.py",), "nothing.py was not found"),
         ((script, "--workers", 0), "--workers must be at least 1, got 0"),
         ((script, "--strategy", "single", "--workers", 2), "one worker, not 2"),
         ((script, "--strategy", "alreduce"), "did you mean 'allreduce'"),

@@ -180,7 +180,7 @@ def test_project_is_found_around_the_script(tmp_path: Path) -> None:
     folder = fill(tmp_path / "p", {"pyproject.toml": "", "src/deep/train.py": ""})
     assert find_project(folder / "src/deep/train.py", None) == folder
     assert find_project(folder / "src/deep/train.py", folder / "src") == folder / "src"
-    with pytest.raises(UsageError, match="does not exist: name a Python file"):
+    with pytest.raises(UsageError, match="was not found"):
         find_project(folder / "none.py", None)
     (tmp_path / "lone").mkdir()
     with pytest.raises(UsageError, match="does not lie in --project"):
@@ -376,7 +376,7 @@ def test_options_that_cannot_be_combined(run_cli: RunCli, tmp_path: Path) -> Non
     done = run_cli("launch", "p/none.py", "--pool", pool)
     assert (done.code, done.last_line) == (
         2,
-        "paceline: script p/none.py does not exist: name a Python file",
+        "paceline: script p/none.py was not found; use the path of a Python file",
     )
     assert not (tmp_path / "runs").exists()
 

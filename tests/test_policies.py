@@ -310,15 +310,16 @@ def test_what_needs_more_workers_than_there_are_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "complaint"),
     [
-        ("slow", "worker=0", "factor=... or cores=... is missing"),
-        ("slow", "worker=5,factor=2", "workers 0 to 1"),
+        ("slow", "worker=0", "one of factor=... and cores=... is required"),
+        ("slow", "worker=5,factor=2", "worker must be 0 to 1"),
         ("slow", "worker=0,factor=0.5", "at least 1"),
         ("slow", "worker=0,factr=2", "did you mean 'factor'"),
-        ("delay", "worker=0,ms=x", "not a number"),
-        ("delay", "worker=0,ms=1,from=3,to=2", "must lie before"),
-        ("slow", "worker=0,cores=0", "above 0"),
-        ("slow", "worker=0,cores=0.5,factor=2", "one too many"),
+        ("delay", "worker=0,ms=x", "ms must be a number, got 'x'"),
+        ("delay", "worker=0,ms=1,from=3,to=2", "must be before"),
+        ("slow", "worker=0,cores=0", "greater than 0"),
+        ("slow", "worker=0,cores=0.5,factor=2", "one of factor=... and cores=... is required"),
         ("delay", "worker=0,cores=0.5", "unknown"),
+        ("slow", "fast", "'fast' has no value; use worker=0,factor=3"),
     ],
 )
 def test_bad_trouble_is_refused(kind: str, text: str, complaint: str) -> None:

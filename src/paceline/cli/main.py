@@ -75,8 +75,9 @@ def make_app() -> App:
         app.command(f"paceline.cli.{name}:{name}", name=name, help=summary, sort_key=place)
     for place, (name, (summary, parts)) in enumerate(SUBCOMMANDS.items(), len(COMMANDS)):
         group = App(name=name, help=summary, sort_key=place)
-        for part, text in parts.items():
-            group.command(f"paceline.cli.{name}:{part}", name=part, help=text)
+        for number, (part, text) in enumerate(parts.items()):
+            target = f"paceline.cli.{name}:{part}"
+            group.command(target, name=part, help=text, sort_key=number)
         app.command(group)
     return app
 

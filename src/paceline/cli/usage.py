@@ -60,14 +60,14 @@ def describe_error(error: CycloptsError) -> str:
         case UnknownOptionError():
             given = (error.token.keyword or error.token.value).partition("=")[0]
             known = [name for each in error.argument_collection for name in each.names]
-            close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
-            if close:
-                return f"unknown option {given}; did you mean {close[0]}?"
-            return f"unknown option {given}; run `{command} --help` for a list"
+            return _describe_unknown_option(given, known, command)
         case UnknownCommandError():
             given = (error.unused_tokens or [""])[0]
-            known = [name for name in (error.app or []) if not name.startswith("-")]
-            close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+            names = list(error.app or [])
+            if given.startswith("-"):
+                return _describe_unknown_option(given, names, command)
+            known = [name for name in names if not name.startswith("-")]
+            close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
             return f"unknown command {given!r}; {hint}"
         case MissingArgumentError() if error.argument is not None:
@@ -80,6 +80,15 @@ def describe_error(error: CycloptsError) -> str:
             return f"unexpected argument {unused!r}; run `{command} --help` for the usage"
         case _:
             return " ".join(str(error).split())
+
+
+def _describe_unknown_option(given: str, names: list[str], command: str) -> str:
+    """Suggests the nearest option; dashes do not count as similarity."""
+    options = {name.lstrip("-"): name for name in names if name.startswith("--")}
+    close = difflib.get_close_matches(given.lstrip("-"), options, n=1, cutoff=0.6)
+    if close:
+        return f"unknown option {given}; did you mean {options[close[0]]}?"
+    return f"unknown option {given}; run `{command} --help` for a list"
 
 
 def _label(entry: HelpEntry) -> str:

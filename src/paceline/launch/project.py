@@ -50,7 +50,7 @@ class Project:
 def find_project(script: Path, folder: Path | None) -> Path:
     """The folder to copy: as told, else the nearest around the script that looks like a project."""
     if not script.is_file():
-        raise UsageError(f"script {script} does not exist: name a Python file")
+        raise UsageError(f"script {script} was not found; use the path of a Python file")
     script = script.resolve()
     if folder is not None:
         if not folder.is_dir():

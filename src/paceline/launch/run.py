@@ -207,7 +207,7 @@ def run_local_script(
     """Run a user's own loop on local processes."""
     started_wall_s = time.time()
     if not script.is_file():
-        raise UsageError(f"script {script} does not exist: name a Python file")
+        raise UsageError(f"script {script} was not found; use the path of a Python file")
     strategy.check_workers(options.workers)
     plan = RunSpec(strategy=strategy, workers=options.workers, custom_loop=True)
     facts = {"model": script.stem, "data": "own loop", "seed": 0, "script": str(script)}

@@ -1,4 +1,4 @@
-"""How a spec class is read from text and written back: one table of converters a class."""
+"""Parses and formats spec classes; each class declares one converter per field."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Converter = Callable[[Value, str], Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """A frozen description with a word; fields carry a `read` converter in their metadata."""
+    """Frozen description with a name; fields have a `read` converter in their metadata."""
 
     name: ClassVar[str] = ""
     positional: ClassVar[bool] = False
-    """Written as `ssp(3)` and not as `ssp(bound=3)`."""
+    """Formatted as `ssp(3)`, not as `ssp(bound=3)`."""
 
     def __str__(self) -> str:
         return format_expression(self.to_call())
 
     def to_call(self) -> Call:
-        """Only what differs from the defaults is written, by name as a rule."""
+        """Returns a call with the fields that differ from their defaults, usually by name."""
         fields = dataclasses.fields(self)
         changed = [f.name for f in fields if getattr(self, f.name) != f.default]
         if self.positional and changed:
             names = [f.name for f in fields]
-            told = names[: names.index(changed[-1]) + 1]
-            args = tuple(to_value(getattr(self, name)) for name in told)
+            written = names[: names.index(changed[-1]) + 1]
+            args = tuple(to_value(getattr(self, name)) for name in written)
             return Call(self.name, args, (), bare=False)
         named = tuple((name, to_value(getattr(self, name))) for name in changed)
         return Call(self.name, (), named, bare=not named)
@@ -44,16 +44,16 @@ class Spec:
         order = list(fields)
         if len(call.args) > len(order):
             raise SpecError(
-                f"{format_expression(call)}: {cls.name} takes at most {len(order)} values "
+                f"{format_expression(call)}: {cls.name} accepts at most {len(order)} values "
                 f"({', '.join(order)})"
                 if order
-                else f"{format_expression(call)}: {cls.name} takes no values"
+                else f"{format_expression(call)}: {cls.name} accepts no values"
             )
         given: dict[str, Value] = dict(zip(order, call.args, strict=False))
         for name, value in call.named:
             if name not in fields:
-                hint = suggest_name(name, order) if order else "it takes none"
-                raise SpecError(f"{cls.name} has no option {name!r}: {hint}")
+                hint = suggest_name(name, order) if order else "it has no options"
+                raise SpecError(f"{cls.name} has no option {name!r}; {hint}")
             if name in given:
                 raise SpecError(f"{format_expression(call)}: {name} is given twice")
             given[name] = value
@@ -82,23 +82,25 @@ def to_value(value: Any) -> Value:
 
 
 def spec_from_call(value: Value, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
-    """Build the spec that a word or call names."""
+    """Builds the spec that a name or call refers to; raises SpecError."""
     if not isinstance(value, Call):
-        raise SpecError(f"{format_expression(value)!r} is not {what}: {suggest_name('', known)}")
+        raise SpecError(
+            f"{format_expression(value)!r} is not the name of a {what}; {suggest_name('', known)}"
+        )
     if value.name not in known:
-        raise SpecError(f"unknown {what} {value.name!r}: {suggest_name(value.name, known)}")
+        raise SpecError(f"unknown {what} {value.name!r}; {suggest_name(value.name, known)}")
     built: SpecT = known[value.name].from_call(value)
     return built
 
 
 def parse_spec(text: str, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
     if not text.strip():
-        raise SpecError(f"an empty {what}: {suggest_name('', known)}")
+        raise SpecError(f"the {what} is empty; {suggest_name('', known)}")
     return spec_from_call(parse_expression(text), known, what)
 
 
 def spec_field(read: Converter, default: Any = dataclasses.MISSING) -> Any:
-    """A spec field with its converter."""
+    """Returns a dataclass field with its converter."""
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata={"read": read})
     return dataclasses.field(default=default, metadata={"read": read})
@@ -107,7 +109,7 @@ def spec_field(read: Converter, default: Any = dataclasses.MISSING) -> Any:
 def int_field(low: int, high: int | None = None) -> Converter:
     def read(value: Value, where: str) -> int:
         if not isinstance(value, int):
-            raise SpecError(f"{where} is {format_expression(value)}: a whole number is needed")
+            raise SpecError(f"{where} must be a whole number, got {format_expression(value)}")
         return check_range(value, where, low, high)
 
     return read
@@ -116,14 +118,14 @@ def int_field(low: int, high: int | None = None) -> Converter:
 def float_field(
     low: float | None = None, high: float | None = None, *, above: bool = False
 ) -> Converter:
-    """A number in [low, high]; `above` excludes `low` itself."""
+    """Returns a converter for numbers in [low, high]; `above` excludes `low` itself."""
 
     def read(value: Value, where: str) -> float:
         number = as_number(value)
         if number is None:
-            raise SpecError(f"{where} is {format_expression(value)}: a number is needed")
+            raise SpecError(f"{where} must be a number, got {format_expression(value)}")
         if above and low is not None and number == low:
-            raise SpecError(f"{where} is {format_expression(value)}: it must be above {low:g}")
+            raise SpecError(f"{where} must be greater than {low:g}, got {format_expression(value)}")
         return check_range(number, where, low, high)
 
     return read
@@ -145,31 +147,33 @@ NumberT = TypeVar("NumberT", int, float)
 
 def check_range(value: NumberT, where: str, low: float | None, high: float | None) -> NumberT:
     if isinstance(value, float) and math.isnan(value):
-        raise SpecError(f"{where} is NaN: a number is needed")
+        raise SpecError(f"{where} must be a number, got NaN")
     if low is not None and value < low:
-        raise SpecError(f"{where} is {value}: it must be at least {low:g}")
+        raise SpecError(f"{where} must be at least {low:g}, got {value}")
     if high is not None and value > high:
-        raise SpecError(f"{where} is {value}: it must be at most {high:g}")
+        raise SpecError(f"{where} must be at most {high:g}, got {value}")
     return value
 
 
 def bool_field(value: Value, where: str) -> bool:
     if isinstance(value, Call) and value.bare and value.name in ("true", "false"):
         return value.name == "true"
-    raise SpecError(f"{where} is {format_expression(value)}: write true or false")
+    raise SpecError(f"{where} must be true or false, got {format_expression(value)}")
 
 
 def choice_field(*words: str) -> Converter:
     def read(value: Value, where: str) -> str:
         if isinstance(value, Call) and value.bare and value.name in words:
             return value.name
-        raise SpecError(f"{where} is {format_expression(value)}: write one of {', '.join(words)}")
+        raise SpecError(
+            f"{where} must be one of {', '.join(words)}, got {format_expression(value)}"
+        )
 
     return read
 
 
 def numbers_field(read_one: Converter) -> Converter:
-    """A tuple of numbers, or one number as a tuple of one."""
+    """Returns a converter for a tuple of numbers; a single number becomes a tuple of one."""
 
     def read(value: Value, where: str) -> tuple[Any, ...]:
         parts = value if isinstance(value, tuple) else (value,)

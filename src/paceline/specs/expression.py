@@ -1,4 +1,4 @@
-"""The little language of specs: `name(value, key=value)`, read safely and never evaluated.
+"""Expression syntax of specs: `name(value, key=value)`, parsed and never evaluated.
 
     switch(allreduce, ps(servers=2), at=50%)      sgd(momentum=0.9)      milestones(80, 130)
 
@@ -17,14 +17,14 @@ from paceline.errors import SpecError
 
 @dataclass(frozen=True)
 class Percent:
-    """`50%`, kept apart from the number 50."""
+    """`50%`, distinct from the number 50."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Call:
-    """A name with its arguments; `bare` when it was written without parentheses."""
+    """Name with its arguments; `bare` if it was written without parentheses."""
 
     name: str
     args: tuple[Value, ...] = ()
@@ -35,7 +35,7 @@ class Call:
 Value = Call | int | float | Percent | tuple["Value", ...]
 
 _TOKEN = re.compile(
-    # A schedule's name begins with a digit; names of layers have dots inside.
+    # The schedule 1f1b begins with a digit; names of layers contain dots.
     r"\s*(?:(?P<word>1f1b|[A-Za-z_][A-Za-z0-9_\-]*(?:\.[A-Za-z0-9_\-]+)*)"
     r"|(?P<number>[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)|(?P<mark>[(),=%]))"
 )
@@ -44,9 +44,11 @@ _MAX_DEPTH = 20
 
 
 def parse_expression(text: str) -> Value:
-    """Read one expression; raises SpecError that shows where reading stopped."""
+    """Parses one expression; raises SpecError with the position of the problem."""
     if len(text) > _MAX_LENGTH:
-        raise SpecError(f"an expression of {len(text)} characters: at most {_MAX_LENGTH} are read")
+        raise SpecError(
+            f"an expression must have at most {_MAX_LENGTH} characters, got {len(text)}"
+        )
     reader = _ExpressionParser(text)
     value = reader.value(0)
     reader.expect_end()
@@ -61,7 +63,7 @@ class _ExpressionParser:
         while text[position:].strip():
             match = _TOKEN.match(text, position)
             if match is None:
-                self.fail(position, "not part of the language")
+                self.fail(position, "unexpected character")
             assert match.lastgroup is not None
             kind = match.lastgroup
             self.tokens.append((kind, match[kind], match.start(kind)))
@@ -70,8 +72,8 @@ class _ExpressionParser:
 
     def fail(self, position: int, why: str) -> NoReturn:
         found = self.text[position:].strip()
-        place = f"at {found[:20]!r}" if found else "at its end"
-        raise SpecError(f"cannot read {self.text!r} {place}: {why}; write name(value, key=value)")
+        place = f"at {found[:20]!r}" if found else "at the end"
+        raise SpecError(f"cannot parse {self.text!r} {place}: {why}; use name(value, key=value)")
 
     def peek(self, ahead: int = 0) -> tuple[str, str, int]:
         spot = self.index + ahead
@@ -85,12 +87,12 @@ class _ExpressionParser:
     def expect_end(self) -> None:
         kind, _, position = self.peek()
         if kind != "end":
-            self.fail(position, "nothing more was expected")
+            self.fail(position, "the expression should end here")
 
     def value(self, depth: int) -> Value:
         kind, text, position = self.next()
         if depth > _MAX_DEPTH:
-            self.fail(position, f"nested deeper than {_MAX_DEPTH}")
+            self.fail(position, f"nested more than {_MAX_DEPTH} levels deep")
         if kind == "number":
             return self.number(text)
         if kind == "word":
@@ -102,9 +104,9 @@ class _ExpressionParser:
         if text == "(":
             args, named = self.arguments(depth)
             if named:
-                self.fail(position, "a tuple has no names")
+                self.fail(position, "a tuple cannot have named values")
             return args
-        self.fail(position, "a value was expected")
+        self.fail(position, "expected a value")
 
     def number(self, text: str) -> Value:
         if self.peek()[1] == "%":
@@ -124,19 +126,19 @@ class _ExpressionParser:
                 named.append((name, self.value(depth + 1)))
             else:
                 if named:
-                    self.fail(self.peek()[2], "a value without a name after one with a name")
+                    self.fail(self.peek()[2], "unnamed values must come before named ones")
                 args.append(self.value(depth + 1))
             _, mark, position = self.peek()
             if mark == ",":
                 self.next()
             elif mark != ")":
-                self.fail(position, "a comma or a closing parenthesis is missing")
+                self.fail(position, "expected a comma or a closing parenthesis")
         self.next()
         return tuple(args), tuple(named)
 
 
 def format_expression(value: Value | bool | str) -> str:
-    """The text that `parse` reads back to the same value."""
+    """Returns the text that `parse_expression` parses back to the same value."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Keras's optimizers as data, with Keras's names for their options; `paceline.keras` writes them.
+"""Specs of Keras optimizers, with the option names of Keras; `paceline.keras` creates them.
 
 Their formulas differ from those of torch's optimizers of the same name.
 """
@@ -18,7 +18,7 @@ _eps = float_field(0.0, above=True)
 
 @dataclass(frozen=True)
 class KerasOptimizerSpec(OptimizerSpec):
-    """Options of all of them; 0 stands for Keras's None."""
+    """Options of every Keras optimizer; 0 stands for None in Keras."""
 
     weight_decay: float = spec_field(_from_zero, 0.0)
     clipnorm: float = spec_field(_from_zero, 0.0)

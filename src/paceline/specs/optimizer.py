@@ -1,4 +1,4 @@
-"""Optimizers as data: names and options as torch.optim has them, the learning rate kept apart."""
+"""Optimizer specs with the names and options of torch.optim, without the learning rate."""
 
 from __future__ import annotations
 

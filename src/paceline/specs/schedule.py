@@ -12,14 +12,14 @@ from paceline.specs.base import Spec, float_field, parse_spec, spec_field
 from paceline.specs.expression import Call, Percent, Value, format_expression
 
 Mark = float | Percent
-"""A place in a run: a number of epochs, or a percentage of the run."""
+"""Point in a run: a number of epochs, or a percentage of the run."""
 
 
 def _read_mark(value: Value, where: str) -> Mark:
     if isinstance(value, Percent):
         if not 0 <= value.value <= 100:
             raise SpecError(
-                f"{where} is {format_expression(value)}: a share of the run lies within 0..100%"
+                f"{where} must be 0% to 100% of the run, got {format_expression(value)}"
             )
         return value
     number: float = float_field(0.0)(value, where)
@@ -41,7 +41,7 @@ class Schedule(Spec):
     warmup: Mark
 
     def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
-        """The factor for an update that begins after `samples` samples of `total`."""
+        """Returns the factor for an update that begins after `samples` samples of `total`."""
         ramp = _mark_samples(self.warmup, per_epoch, total)
         if samples < ramp:
             # The first update already moves: a rate of zero would waste it.
@@ -52,7 +52,7 @@ class Schedule(Spec):
         raise NotImplementedError
 
     def drops(self, *, per_epoch: int, total: int) -> list[float]:
-        """Sample counts at which the rate falls all at once."""
+        """Returns the sample counts at which the learning rate drops."""
         return []
 
 
@@ -67,7 +67,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine from 1 down to `floor`, from the end of the warm-up to the end of the run."""
+    """Half a cosine from 1 to `floor`, from the end of the warm-up to the end of the run."""
 
     name: ClassVar[str] = "cosine"
     warmup: Mark = spec_field(_read_mark, 0.0)
@@ -82,7 +82,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Milestones(Schedule):
-    """Times `factor` at each mark: `milestones(80, 130)` in epochs, `milestones(50%, 75%)`."""
+    """Multiplies by `factor` at each mark: `milestones(80, 130)` (epochs), `milestones(50%)`."""
 
     name: ClassVar[str] = "milestones"
     marks: tuple[Mark, ...] = spec_field(_read_marks, ())
@@ -91,7 +91,7 @@ class Milestones(Schedule):
 
     def __post_init__(self) -> None:
         if not self.marks:
-            raise SpecError("milestones without marks: write milestones(80, 130), in epochs")
+            raise SpecError("milestones requires epochs, for example milestones(80, 130)")
 
     @classmethod
     def from_call(cls, call: Call) -> Milestones:

@@ -21,25 +21,29 @@ _FORM = re.compile(r"\s*([A-Za-z_]+)\s*(>=|<=|>|<)\s*([-+0-9.eE]+)\s*")
 
 @dataclass(frozen=True)
 class StopCondition:
+    """Comparison of a metric with a number."""
+
     metric: str
     sign: str
     value: float
 
-    def is_met(self, figure: float | None) -> bool:
-        return figure is not None and _COMPARE[self.sign](figure, self.value)
+    def is_met(self, metric: float | None) -> bool:
+        """Returns False for a metric that was not measured."""
+        return metric is not None and _COMPARE[self.sign](metric, self.value)
 
     def __str__(self) -> str:
         return f"{self.metric}{self.sign}{self.value:g}"
 
 
 def parse_stop_condition(text: str) -> StopCondition:
+    """Parses the value of --until; raises SpecError."""
     match = _FORM.fullmatch(text)
     try:
         value = float(match[3]) if match else 0.0
     except ValueError:
         match = None
     if match is None:
-        raise SpecError(f'--until {text!r}: write a figure, a sign and a number, "val_acc>=0.97"')
+        raise SpecError(f"--until {text!r} is not a condition; use for example 'val_acc>=0.97'")
     if match[1] not in METRICS:
-        raise SpecError(f"--until: unknown figure {match[1]!r}: {suggest_name(match[1], METRICS)}")
+        raise SpecError(f"--until: unknown metric {match[1]!r}; {suggest_name(match[1], METRICS)}")
     return StopCondition(match[1], match[2], value)
