@@ -1,4 +1,4 @@
-"""The wire format and its greeting, over real sockets; a parameter server's manners."""
+"""The wire format and the handshake over real sockets; how a parameter server treats its peers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from paceline.comm.shm.segment import shm_domain_id
 from paceline.comm.wire import Channel, pack
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
+from paceline.protocol.handshake import HELLO, MAGIC, VERSION, Role, make_proof
 from paceline.protocol.messages import ApplyUpdate, GradientRef, Message, ServerReady, StopServer
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.sampler import ServerCounters
@@ -102,7 +103,7 @@ def test_any_header_is_read_or_refused(header: bytes) -> None:
         head_bytes, body_bytes = wire.unpack_header(header, max_body=1000)
     except WireError:
         return
-    assert header[:4] == wire.MAGIC
+    assert header[:4] == MAGIC
     assert head_bytes <= wire.MAX_HEAD
     assert body_bytes <= 1000
 
@@ -122,7 +123,7 @@ def test_any_head_is_read_or_refused(packed: bytes) -> None:
 
 
 def with_header(
-    magic: bytes = wire.MAGIC, version: int = wire.VERSION, head: int = 1, body: int = 0
+    magic: bytes = MAGIC, version: int = VERSION, head: int = 1, body: int = 0
 ) -> bytes:
     return wire.HEADER.pack(magic, version, head, body)
 
@@ -130,7 +131,7 @@ def with_header(
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (with_header(magic=b"HTTP"), "does not speak"),
+        (with_header(magic=b"HTTP"), "does not use"),
         (with_header(version=9), "wire format 9"),
         (with_header(head=wire.MAX_HEAD + 1), str(wire.MAX_HEAD + 1)),
         (with_header(body=101), "101"),
@@ -152,7 +153,7 @@ def test_bad_header_is_refused_before_anything_is_allocated(
 
 
 def test_head_too_large_is_not_sent() -> None:
-    with pytest.raises(WireError, match="at most"):
+    with pytest.raises(WireError, match="message head too large"):
         wire.pack_head(b"x" * (wire.MAX_HEAD + 1))
 
 
@@ -169,7 +170,7 @@ def test_message_cut_off_is_a_lost_peer(cut: int) -> None:
 def test_silence_is_a_deadline() -> None:
     with (
         channels(timeout_s=0.05) as (_, two),
-        pytest.raises(DeadlineExceeded, match=r"nothing from the second for 0\.05 s"),
+        pytest.raises(DeadlineExceeded, match=r"received nothing from the second for 0\.05 s"),
     ):
         two.receive()
 
@@ -177,7 +178,7 @@ def test_silence_is_a_deadline() -> None:
 def test_nobody_there_is_told_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(PeerLost, match=f"no connection to server 7 at 127.0.0.1:{port}"):
+    with pytest.raises(PeerLost, match=f"could not connect to server 7 at 127.0.0.1:{port}"):
         Channel.connect("127.0.0.1", port, token=TOKEN, peer="server 7", timeout_s=0.1)
 
 
@@ -209,112 +210,67 @@ def test_any_message_is_read_or_refused(value: Any) -> None:
         pass
 
 
-# ---- the greeting ----------------------------------------------------------------------------
+# ---- the handshake over a channel; `test_handshake.py` has its cases -----------------------
 
 
-def greet(client: str, server: str) -> tuple[Any, Any]:
-    """Both sides of a greeting with these tokens: what became of each."""
+def authenticate(client: str, server: str) -> tuple[Any, Any]:
+    """Both sides of a handshake with these tokens: what each returned or raised."""
 
     with channels(timeout_s=2.0) as (one, two):
 
-        def attempt(channel: Channel, token: str, mine: str, theirs: str) -> Any:
+        def attempt(channel: Channel, role: Role, token: str) -> Any:
             try:
-                channel.greet(token, mine, theirs)
+                channel.authenticate(role, token)
             finally:
                 channel.close()
 
         return tuple(  # type: ignore[return-value]
-            together(
-                lambda: attempt(one, client, "client", "server"),
-                lambda: attempt(two, server, "server", "client"),
-            )
+            together(lambda: attempt(one, "client", client), lambda: attempt(two, "server", server))
         )
 
 
-def test_greeting_with_the_token() -> None:
-    assert greet(TOKEN, TOKEN) == (None, None)
+def test_channels_with_the_token_authenticate() -> None:
+    assert authenticate(TOKEN, TOKEN) == (None, None)
 
 
 def test_client_without_the_token_is_refused_and_learns_nothing() -> None:
-    client, server = greet("another token", TOKEN)
+    client, server = authenticate("another token", TOKEN)
     assert isinstance(server, WireError)
     assert "token" in str(server)
-    # The server says no word to it: the connection just ends.
+    # The server sends nothing to it: the connection just ends.
     assert isinstance(client, PeerLost)
 
 
 def test_server_without_the_token_is_refused() -> None:
-    """A server that skips its own check and answers anyway: the client does not trust it."""
+    """A server that skips its own check and answers anyway is not trusted by the client."""
     with sockets() as (one, two):
-        greeting, nonce = wire.make_greeting()
-        two.sendall(greeting + wire.prove("another token", "server", b"x" * 32, nonce))
+        hello = HELLO.pack(MAGIC, VERSION, b"n" * 32)
+        two.sendall(hello + make_proof("another token", "server", received=b"x" * 32, sent=hello))
         with pytest.raises(WireError, match="token"):
-            Channel(one, "the coordinator", WAIT_S).greet(TOKEN, "client", "server")
+            Channel(one, "the coordinator", WAIT_S).authenticate("client", TOKEN)
 
 
-def test_reflected_greeting_is_refused_by_the_client() -> None:
-    """A server that sends back all it hears does not know the token."""
+def test_reflected_hello_is_refused_over_a_channel() -> None:
     with sockets() as (one, two):
 
         def echo() -> None:
-            for size in (wire.HELLO.size, wire.PROOF_BYTES):
-                two.sendall(two.recv(size, socket.MSG_WAITALL))
+            two.sendall(two.recv(HELLO.size, socket.MSG_WAITALL))
 
         def call() -> None:
-            Channel(one, "the coordinator", WAIT_S).greet(TOKEN, "client", "server")
+            Channel(one, "the coordinator", WAIT_S).authenticate("client", TOKEN)
 
         _, outcome = together(echo, call)
         assert isinstance(outcome, WireError)
 
 
-def test_reflected_greeting_is_refused_by_the_server() -> None:
-    """Nor does a client that sends the server's own nonce, and a proof made by a server."""
-    with sockets() as (one, two):
-
-        def echo() -> None:
-            greeting = one.recv(wire.HELLO.size, socket.MSG_WAITALL)
-            nonce = wire.read_greeting(greeting)
-            one.sendall(greeting + wire.prove(TOKEN, "server", nonce, nonce))
-
-        def serve() -> None:
-            Channel.accept(two, token=TOKEN, peer="stranger", timeout_s=WAIT_S)
-
-        _, outcome = together(echo, serve)
-        assert isinstance(outcome, WireError)
-
-
 def test_replayed_proof_is_refused() -> None:
-    """What one connection has proved is worth nothing on the next."""
-    mine, theirs = b"m" * 32, b"t" * 32
-    proof = wire.prove(TOKEN, "client", theirs, mine)
-    wire.check_proof(proof, TOKEN, "client", mine, theirs)
-    with pytest.raises(WireError):
-        wire.check_proof(proof, TOKEN, "client", mine, b"n" * 32)
-    with pytest.raises(WireError):
-        wire.check_proof(proof, TOKEN, "server", mine, theirs)
+    """A proof made for one connection is not accepted on the next."""
+    mine = b"m" * 32
+    proof = make_proof(TOKEN, "client", received=b"t" * 32, sent=mine)
     with sockets() as (one, two):
-        one.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, mine) + proof)
+        one.sendall(HELLO.pack(MAGIC, VERSION, mine) + proof)
         with pytest.raises(WireError, match="token"):
             Channel.accept(two, token=TOKEN, peer="stranger", timeout_s=WAIT_S)
-
-
-@pytest.mark.parametrize(
-    ("greeting", "words"),
-    [
-        (
-            wire.HELLO.pack(wire.MAGIC, wire.VERSION + 1, b"n" * 32),
-            f"wire format {wire.VERSION + 1}",
-        ),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"." * 40, "does not speak"),
-    ],
-    ids=["version", "browser"],
-)
-def test_wrong_greeting_is_refused_on_both_sides(greeting: bytes, words: str) -> None:
-    for mine, theirs in (("client", "server"), ("server", "client")):
-        with sockets() as (one, two):
-            one.sendall(greeting)
-            with pytest.raises(WireError, match=words):
-                Channel(two, "stranger", WAIT_S).greet(TOKEN, mine, theirs)
 
 
 # ---- a parameter server ----------------------------------------------------------------------

@@ -1,17 +1,14 @@
-"""The wire format: a fixed header, a small msgpack head, raw bytes behind it. No pickle.
+"""The wire format: a fixed header, a small msgpack head, then raw bytes. No pickle.
 
     magic "PCLN" | version u8 | reserved u8 x3 | head length u32 | body length u64 | head | body
 
 Sizes are checked before anything is allocated. Before the first message both sides prove that
-they know the run's token (`greet`): each sends a nonce and answers the other's with an HMAC, so
-the token itself never crosses the wire.
+they have the run's token (`protocol/handshake.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
+import secrets
 import select
 import socket
 import struct
@@ -21,14 +18,18 @@ from typing import Any
 import msgpack
 
 from paceline.errors import DeadlineExceeded, PeerLost, WireError
+from paceline.protocol.handshake import (
+    MAGIC,
+    NONCE_BYTES,
+    VERSION,
+    Handshake,
+    Role,
+    check_format,
+)
 
-VERSION = 2
-MAGIC = b"PCLN"
 HEADER = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 64 << 20
 MAX_BODY = 1 << 40
-HELLO = struct.Struct("<4sB3x32s")
-PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 10.0
 
 
@@ -38,23 +39,21 @@ def pack(head: Any) -> bytes:
 
 
 def pack_head(head: Any, body_bytes: int = 0) -> bytes:
-    """Header and head of a message whose body, if any, follows separately."""
+    """Header and head of a message; the body, if any, is sent separately."""
     packed = pack(head)
     if len(packed) > MAX_HEAD:
-        raise WireError(f"a message head of {len(packed)} bytes: at most {MAX_HEAD} are sent")
+        raise WireError(f"message head too large: {len(packed)} bytes, the limit is {MAX_HEAD}")
     return HEADER.pack(MAGIC, VERSION, len(packed), body_bytes) + packed
 
 
 def unpack_header(header: bytes, max_body: int) -> tuple[int, int]:
-    """Lengths of head and body; anything not in the format, or too large, is refused here."""
+    """Lengths of head and body. Raises WireError for another format or too large a message."""
     magic, version, head_bytes, body_bytes = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise WireError(f"a peer that does not speak Paceline's wire format (sent {magic!r})")
-    if version != VERSION:
-        raise WireError(f"a peer with wire format {version}, this side has {VERSION}")
+    check_format(magic, version)
     if head_bytes > MAX_HEAD or body_bytes > max_body:
         raise WireError(
-            f"a message of {head_bytes}+{body_bytes} bytes: at most {MAX_HEAD}+{max_body} expected"
+            f"message too large: {head_bytes}+{body_bytes} bytes, the limit here is "
+            f"{MAX_HEAD}+{max_body}"
         )
     return head_bytes, body_bytes
 
@@ -63,33 +62,12 @@ def unpack_head(packed: bytes | bytearray) -> Any:
     try:
         return msgpack.unpackb(packed, raw=False, strict_map_key=False)
     except (ValueError, TypeError) as error:  # TypeError: a map with a list for a key.
-        raise WireError(f"a message head that is not msgpack ({error})") from None
+        raise WireError(f"malformed message head: not msgpack ({error})") from None
 
 
-def make_greeting() -> tuple[bytes, bytes]:
-    nonce = os.urandom(32)
-    return HELLO.pack(MAGIC, VERSION, nonce), nonce
-
-
-def read_greeting(greeting: bytes) -> bytes:
-    magic, version, nonce = HELLO.unpack(greeting)
-    if magic != MAGIC:
-        raise WireError(f"a peer that does not speak Paceline's wire format (sent {magic!r})")
-    if version != VERSION:
-        raise WireError(f"a peer with wire format {version}, this side has {VERSION}")
-    assert isinstance(nonce, bytes)
-    return nonce
-
-
-def prove(token: str, role: str, theirs: bytes, mine: bytes) -> bytes:
-    """Proof of the token over both nonces; the role keeps a proof from being sent back."""
-    return hmac.new(token.encode(), role.encode() + theirs + mine, hashlib.sha256).digest()
-
-
-def check_proof(proof: bytes, token: str, role: str, theirs: bytes, mine: bytes) -> None:
-    # The peer computed it with the two nonces the other way round.
-    if not hmac.compare_digest(proof, prove(token, role, mine, theirs)):
-        raise WireError("a peer that does not know this run's token")
+def begin_handshake(role: Role, token: str) -> Handshake:
+    """A handshake with a fresh nonce."""
+    return Handshake(role, token, secrets.token_bytes(NONCE_BYTES))
 
 
 class Channel:
@@ -101,7 +79,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.bytes_sent = 0
         self.bytes_received = 0
-        """Bodies alone, in both directions."""
+        """Bodies only, in both directions."""
         sock.settimeout(timeout_s)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,7 +90,7 @@ class Channel:
 
     @classmethod
     def connect(cls, host: str, port: int, *, token: str, peer: str, timeout_s: float) -> Channel:
-        """Connect and greet; retries until the deadline, for a peer that is still starting."""
+        """Connects and authenticates; retries until the deadline, as the peer may be starting."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -120,36 +98,35 @@ class Channel:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise PeerLost(f"no connection to {peer} at {host}:{port} ({error})") from None
+                    raise PeerLost(
+                        f"could not connect to {peer} at {host}:{port} ({error})"
+                    ) from None
                 time.sleep(0.02)
         channel = cls(sock, peer, timeout_s)
-        channel.greet(token, "client", "server")
+        channel.authenticate("client", token)
         return channel
 
     @classmethod
     def accept(cls, sock: socket.socket, *, token: str, peer: str, timeout_s: float) -> Channel:
-        """Greet a peer that connected; raises WireError if it does not know the token."""
+        """Authenticates a peer that connected; raises WireError if it does not have the token."""
         channel = cls(sock, peer, min(timeout_s, HANDSHAKE_TIMEOUT_S))
-        channel.greet(token, "server", "client")
+        channel.authenticate("server", token)
         channel.set_timeout(timeout_s)
         return channel
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long a peer may be silent from now on."""
+        """Sets how long the peer may be silent from now on."""
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
-    def greet(self, token: str, my_role: str, their_role: str) -> None:
-        greeting, mine = make_greeting()
-        self._send_all(greeting)
-        theirs = read_greeting(bytes(self._receive(HELLO.size)))
-        if my_role == "client":
-            # The client proves itself first: a server answers nobody it does not know.
-            self._send_all(prove(token, my_role, theirs, mine))
-            check_proof(bytes(self._receive(PROOF_BYTES)), token, their_role, theirs, mine)
-        else:
-            check_proof(bytes(self._receive(PROOF_BYTES)), token, their_role, theirs, mine)
-            self._send_all(prove(token, my_role, theirs, mine))
+    def authenticate(self, role: Role, token: str) -> None:
+        """Performs the handshake; raises WireError if the peer does not have the token."""
+        handshake = begin_handshake(role, token)
+        self._send_all(handshake.start())
+        while not handshake.done:
+            reply = handshake.feed(self._receive(handshake.bytes_needed))
+            if reply:
+                self._send_all(reply)
 
     def send(self, head: Any, *body: memoryview) -> None:
         total = sum(part.nbytes for part in body)
@@ -163,10 +140,10 @@ class Channel:
         return head, self._receive(body_bytes)
 
     def receive_head(self, *, max_body: int, patient: bool = False) -> tuple[Any, int]:
-        """The head, and how many body bytes must be fetched next with `receive_into`.
+        """The head, and the number of body bytes to fetch next with `receive_into`.
 
-        `patient` is for a side that is merely idle: nothing need come until it is asked for, so
-        the deadline counts only from the first byte. A peer that goes away still ends the wait.
+        `patient` is for an idle side: the deadline counts from the first byte of the message.
+        A peer that closes the connection still ends the wait.
         """
         if patient:
             select.select([self._sock], [], [])
@@ -175,7 +152,7 @@ class Channel:
         return unpack_head(self._receive(head_bytes)), body_bytes
 
     def has_input(self) -> bool:
-        """Something is there to be received."""
+        """Whether bytes can be received without waiting."""
         return bool(select.select([self._sock], [], [], 0)[0])
 
     def receive_into(self, target: memoryview) -> None:
@@ -185,10 +162,10 @@ class Channel:
                 count = self._sock.recv_into(target[got:])
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"nothing from {self.peer} for {self.timeout_s:g} s"
+                    f"received nothing from {self.peer} for {self.timeout_s:g} s"
                 ) from None
             except OSError as error:
-                raise PeerLost(f"the connection to {self.peer} broke ({error})") from None
+                raise PeerLost(f"lost the connection to {self.peer} ({error})") from None
             if count == 0:
                 raise PeerLost(f"{self.peer} closed the connection")
             got += count
@@ -203,12 +180,14 @@ class Channel:
         try:
             self._sock.sendall(data)
         except TimeoutError:
-            raise DeadlineExceeded(f"{self.peer} took nothing for {self.timeout_s:g} s") from None
+            raise DeadlineExceeded(
+                f"{self.peer} accepted no data for {self.timeout_s:g} s"
+            ) from None
         except OSError as error:
-            raise PeerLost(f"the connection to {self.peer} broke ({error})") from None
+            raise PeerLost(f"lost the connection to {self.peer} ({error})") from None
 
     def close(self) -> None:
-        # shutdown wakes a thread that is blocked in recv; close alone would not.
+        # shutdown wakes a thread blocked in recv; close alone does not.
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,7 +1,7 @@
-"""The coordinator's ear: control connections of all processes, and the rendezvous store.
+"""Control connections of all processes to the coordinator, and the rendezvous store.
 
-Runs inside the supervisor's event loop. A peer is listened to only after it has proved that it
-knows the run's token; one that does not follow the format is dropped.
+Runs in the supervisor's event loop. Messages are accepted only from peers that have proved that
+they have the run's token; a peer that does not follow the format is disconnected.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from typing import Any
 from paceline.comm.wire import (
     HANDSHAKE_TIMEOUT_S,
     HEADER,
-    HELLO,
-    PROOF_BYTES,
-    check_proof,
-    make_greeting,
+    begin_handshake,
     pack_head,
-    prove,
-    read_greeting,
     unpack_head,
     unpack_header,
 )
@@ -30,7 +25,7 @@ MAX_STORE_BYTES = 1 << 20
 
 
 class Hub:
-    """Accepts connections; tells `on_message(who, message)` and `on_gone(who)`."""
+    """Accepts connections; calls `on_message(who, message)` and `on_gone(who)`."""
 
     def __init__(
         self,
@@ -54,7 +49,7 @@ class Hub:
         return port
 
     def send(self, who: str, message: Message) -> None:
-        """Send to a member; one that is gone is reported by `on_gone`, not here."""
+        """Sends to a member; a lost member is reported by `on_gone`, not here."""
         peer = self.members.get(who)
         if peer is not None:
             peer.send(message_to_wire(message))
@@ -68,15 +63,15 @@ class Hub:
 
 
 class HubConnection(asyncio.Protocol):
-    """One connection: greeting, then who it is, then messages."""
+    """One connection: handshake, then the introduction of the peer, then messages."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._buffer = bytearray()
-        self._take: Callable[[], bool] = self._take_greeting
+        self._take: Callable[[], bool] = self._take_handshake
         self._transport: asyncio.Transport | None = None
         self._address = "?"
-        self._mine = self._theirs = b""
+        self._handshake = begin_handshake("server", hub.token)
         self.who: str | None = None
         self.role = ""
 
@@ -84,14 +79,13 @@ class HubConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._address = str((transport.get_extra_info("peername") or "?")[0])
-        greeting, self._mine = make_greeting()
-        transport.write(greeting)
+        transport.write(self._handshake.start())
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self._drop_unauthenticated)
 
     def _drop_unauthenticated(self) -> None:
         if self.who is None:
-            self._hub.on_refused(f"{self._address}: it did not introduce itself")
+            self._hub.on_refused(f"{self._address}: the peer did not identify itself in time")
             self.drop()
 
     def data_received(self, data: bytes) -> None:
@@ -105,7 +99,7 @@ class HubConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
-        # A refused second member of the same name must not take the first one with it.
+        # A refused second member of the same name must not remove the first.
         if self.who is not None and self._hub.members.get(self.who) is self:
             del self._hub.members[self.who]
             self._hub.on_gone(self.who)
@@ -118,18 +112,16 @@ class HubConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(pack_head(head))
 
-    # Each of these takes one thing from the buffer; False means that more bytes are needed.
+    # Each of these consumes one item of the buffer; False means that more bytes are needed.
 
-    def _take_greeting(self) -> bool:
-        need = HELLO.size + PROOF_BYTES
-        if len(self._buffer) < need:
-            return False
-        self._theirs = read_greeting(bytes(self._buffer[: HELLO.size]))
-        proof = bytes(self._buffer[HELLO.size : need])
-        del self._buffer[:need]
-        check_proof(proof, self._hub.token, "client", self._theirs, self._mine)
+    def _take_handshake(self) -> bool:
         assert self._transport is not None
-        self._transport.write(prove(self._hub.token, "server", self._theirs, self._mine))
+        received = bytes(self._buffer)
+        self._buffer.clear()
+        self._transport.write(self._handshake.feed(received))
+        if not self._handshake.done:
+            return False
+        self._buffer += self._handshake.remainder
         self._take = self._take_introduction
         return True
 
@@ -138,13 +130,13 @@ class HubConnection(asyncio.Protocol):
         if head is None:
             return False
         if not isinstance(head, dict) or not isinstance(head.get("who"), str):
-            raise WireError("a peer that does not say who it is")
+            raise WireError("malformed introduction: the peer did not send its name")
         self.who, self.role = head["who"], str(head.get("role"))
         if self.role == "store":
             self._take = self._take_store_call
             return True
         if self.who in self._hub.members:
-            raise WireError(f"a second {self.who}")
+            raise WireError(f"{self.who} is connected already")
         self._hub.members[self.who] = self
         self._take = self._take_message
         return True
@@ -162,7 +154,7 @@ class HubConnection(asyncio.Protocol):
         if head is None:
             return False
         if not isinstance(head, list) or not head or not isinstance(head[0], str):
-            raise WireError("a store call that is none")
+            raise WireError("malformed store call")
         self._hub.store.serve(head[0], head[1:], lambda *reply: self.send(list(reply)))
         return True
 
@@ -182,7 +174,7 @@ Reply = Callable[[str, Any], None]
 
 
 class RendezvousStore:
-    """Keys and values for rendezvous; `get` waits until the key is there."""
+    """Keys and values for rendezvous; `get` waits until the key is set."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -199,7 +191,7 @@ class RendezvousStore:
             "count": self._count,
         }
         if operation not in handlers:
-            raise WireError(f"a store cannot {operation!r}")
+            raise WireError(f"store: unknown operation {operation!r}")
         try:
             handlers[operation](reply, *args)
         except (TypeError, ValueError) as error:
@@ -207,7 +199,7 @@ class RendezvousStore:
 
     def _put(self, key: str, value: bytes) -> None:
         if len(value) > MAX_STORE_BYTES:
-            raise WireError(f"store: a value of {len(value)} bytes")
+            raise WireError(f"store: value of {len(value)} bytes exceeds {MAX_STORE_BYTES}")
         self._values[key] = value
         for waiting, timer in self._waiting.pop(key, []):
             timer.cancel()
@@ -226,7 +218,7 @@ class RendezvousStore:
 
     def _give_up(self, key: str, reply: Reply) -> None:
         self._waiting[key] = [w for w in self._waiting.get(key, []) if w[0] is not reply]
-        reply("timeout", f"nobody set {key!r} in time")
+        reply("timeout", f"{key!r} was not set in time")
 
     def _add(self, reply: Reply, key: str, amount: int) -> None:
         value = int(self._values.get(key, b"0")) + amount

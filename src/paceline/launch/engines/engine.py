@@ -15,13 +15,8 @@ from paceline.cluster.shell import BOOT, ProgramStreams, Shell
 from paceline.comm.wire import (
     HANDSHAKE_TIMEOUT_S,
     HEADER,
-    HELLO,
-    PROOF_BYTES,
-    check_proof,
-    make_greeting,
+    begin_handshake,
     pack_head,
-    prove,
-    read_greeting,
     unpack_head,
     unpack_header,
 )
@@ -179,7 +174,7 @@ class HostAgentListener:
         shell = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await self._greet(reader, writer)
+                await self._authenticate(reader, writer)
                 hello = await _read(reader)
             index = int(hello["index"])
             if not 0 <= index < len(self._shells) or self._shells[index] is not None:
@@ -196,13 +191,13 @@ class HostAgentListener:
             writer.close()
             self._serving.discard(task)
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greeting, mine = make_greeting()
-        writer.write(greeting)
-        theirs = read_greeting(await reader.readexactly(HELLO.size))
-        proof = await reader.readexactly(PROOF_BYTES)
-        check_proof(proof, self.token, "client", theirs, mine)
-        writer.write(prove(self.token, "server", theirs, mine))
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        handshake = begin_handshake("server", self.token)
+        writer.write(handshake.start())
+        while not handshake.done:
+            writer.write(handshake.feed(await reader.readexactly(handshake.bytes_needed)))
 
     async def close(self) -> None:
         for shell in self._shells:
