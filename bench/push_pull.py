@@ -128,7 +128,15 @@ def exchange(
     control: Any = Numbered(connection)
     nobody: Any = None
     around = WorkerContext(
-        rank, size, replica, nobody, control, PhaseClock(time.time()), token, WAIT_S, (address,)
+        rank=rank,
+        size=size,
+        replica=replica,
+        group=nobody,
+        control=control,
+        clock=PhaseClock(time.time()),
+        token=token,
+        timeout_s=WAIT_S,
+        servers=(address,),
     )
     runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), around)  # type: ignore[arg-type]
     alone = way == "tcp alone"

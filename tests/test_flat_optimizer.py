@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.flat_layout import ELEMENTWISE
-from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment, can_flatten
+from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
+from paceline.strategies.optimizer_traits import ELEMENTWISE_TYPES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
@@ -90,7 +90,7 @@ def assert_same(one: Pieces, two: Pieces) -> None:
             torch.testing.assert_close(value, b[slot], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
+@pytest.mark.parametrize("kind", sorted(kind.__name__ for kind in ELEMENTWISE_TYPES))
 @settings(max_examples=15, deadline=None)
 @given(plan=st.lists(st.booleans(), min_size=1, max_size=6))
 def test_rows_do_what_pieces_do(kind: str, plan: list[bool]) -> None:
@@ -132,16 +132,7 @@ def test_what_is_remembered_is_kept_once() -> None:
     assert slots[0].untyped_storage().data_ptr() == slots[1].untyped_storage().data_ptr()
 
 
-def test_only_optimizers_that_treat_numbers_one_by_one() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    assert can_flatten(torch.optim.SGD([parameter], lr=0.1))
-    assert not can_flatten(Mine([parameter], lr=0.1))
-    assert not can_flatten(torch.optim.SGD([parameter], lr=0.1, fused=True))
-    assert not can_flatten(torch.optim.Adafactor([parameter], lr=0.1))
+def test_scalars_are_not_flattened() -> None:
     single = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([single], lr=0.1)
     row = FlatSegment(torch.nn.Parameter(torch.ones(1)), [(single, 0)], 0)

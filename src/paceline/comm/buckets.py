@@ -128,7 +128,7 @@ class GradientExchange:
         *,
         in_backward: bool,
         codec: Codec | None = None,
-        before_send: Callable[[], None] = lambda: None,
+        on_bucket_ready: Callable[[], None] | None = None,
         shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
     ) -> None:
@@ -138,7 +138,7 @@ class GradientExchange:
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
         self._group = group
-        self._on_bucket_ready = before_send
+        self._on_bucket_ready = on_bucket_ready
         named = [[(n, by_name[n]) for n in names] for names in layout]
         self._shared: SharedMemoryAllReduce | None = None
         if shared is not None:
@@ -227,7 +227,8 @@ class GradientExchange:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         bucket.finalize()
-        self._on_bucket_ready()
+        if self._on_bucket_ready is not None:
+            self._on_bucket_ready()
         self.uncompressed_bytes += bucket.flat.numel() * bucket.flat.element_size()
         if self._shared is not None:
             self._shared.mark_filled()

@@ -1,7 +1,7 @@
-"""How a model's parameters lie in one flat buffer, and how servers divide it among themselves.
+"""Layout of a model's parameters in one flat buffer, and its division among servers.
 
-Parameters are cut anywhere between two elements when the optimizer works element by element;
-otherwise only between parameters.
+An element-wise optimizer lets a parameter be split between any two elements; otherwise shards
+begin and end between parameters. The caller decides which (`strategies/optimizer_traits.py`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,7 @@ import torch
 
 ALIGN_BYTES = 64
 MIN_SHARD_BYTES = 64 << 10
-"""Smaller shards cost more in messages than they save: further servers stay empty."""
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Adamax"}
-)
-"""torch.optim classes whose update of an element depends on that element alone."""
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state can be cut anywhere; an optimizer of our own says so itself."""
-    said = getattr(optimizer, "elementwise", None)
-    return type(optimizer).__name__ in ELEMENTWISE if said is None else bool(said)
+"""Smaller shards cost more in messages than they save: the remaining servers stay empty."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ def as_memoryview(tensor: torch.Tensor) -> memoryview:
 
 
 class FlatLayout:
-    """Where each parameter lies in the flat buffer, and which shard holds which bytes."""
+    """The offset of each parameter in the flat buffer, and the bytes of each shard."""
 
     def __init__(
         self, parameters: list[torch.nn.Parameter], servers: int, *, elementwise: bool
@@ -86,7 +75,7 @@ class FlatLayout:
                     if until > start:
                         stop = min(count, until)
                         break
-                    shard += 1  # What is left of this shard is less than a line of cache.
+                    shard += 1  # Less than a cache line is left in this shard.
                 pieces[shard].append(
                     ParameterSlice(index, start, stop, offset + start * item, (stop - start) * item)
                 )
@@ -96,7 +85,7 @@ class FlatLayout:
     def shapes_of(self, shard: ShardLayout) -> list[tuple[int, ...]]:
         """Shapes that cover a shard's bytes from end to end, the padding between them included.
 
-        A parameter that lies in the shard as a whole keeps its shape, a part of one is flat.
+        A parameter that is entirely in the shard keeps its shape; a part of one is flat.
         """
         shapes: list[tuple[int, ...]] = []
         if not shard.slices:
@@ -115,7 +104,7 @@ class FlatLayout:
         return torch.zeros(self.total_bytes, dtype=torch.uint8)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in a buffer, in their own types and shapes."""
+        """Views of a buffer, one per parameter, with its dtype and shape."""
         found = []
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             size = parameter.numel() * parameter.element_size()

@@ -79,7 +79,7 @@ class FitSession:
             )
         replica = Replica(self._module, self._torch, clip=self._translated.clip)
         context = self._context = session.join_group(replica)
-        session.start_heartbeat(context)
+        session.start_heartbeat()
         self._check_same_data(context)
         session.seed_worker(self._seed)
         self._module.set_worker(session.rank)
@@ -93,7 +93,9 @@ class FitSession:
             save=save,
             save_model=lambda distant: session.files.save_model(self._module, distant),
         )
-        client = self._client = session.make_client(context, state, callbacks, self._source.samples)
+        client = self._client = session.make_client(
+            context, state, callbacks, samples=self._source.samples
+        )
         splits = ("val",) if self._validation is not None else ()
         session.control.send(
             WorkerReady(

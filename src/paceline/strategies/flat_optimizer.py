@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.flat_layout import ELEMENTWISE
+from paceline.strategies.optimizer_traits import optimizer_traits
 
 
 @dataclass
@@ -26,16 +26,6 @@ class FlatSegment:
     pieces: list[tuple[torch.nn.Parameter, int]]
     """And where each begins."""
     group: int
-
-
-def can_flatten(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer does to a row what it would do to the pieces of it, to the last bit.
-
-    torch's fused kernels do not: they treat the last few numbers of a tensor apart.
-    """
-    kind = type(optimizer)
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") and not fused
 
 
 class FlatOptimizer:
@@ -58,8 +48,9 @@ class FlatOptimizer:
         cls, optimizer: torch.optim.Optimizer, rows: Sequence[FlatSegment]
     ) -> FlatOptimizer | None:
         """With what the pieces' optimizer remembers; None where pieces of a row differ in it."""
-        # A single number cannot be told from a count that its optimizer keeps beside it.
-        if not can_flatten(optimizer) or any(p.dim() == 0 for row in rows for p, _ in row.pieces):
+        # The slot of a scalar cannot be distinguished from a step count that is kept next to it.
+        scalar = any(piece.dim() == 0 for row in rows for piece, _ in row.pieces)
+        if scalar or not optimizer_traits(optimizer).flattenable:
             return None
         made = cls(optimizer, rows)
         for row in rows:

@@ -68,9 +68,21 @@ class TrainStep:
         return self.lease.samples / self.lease.batch
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class CommReport:
+    """How a runner exchanges gradients or weights, and why, for `result.json`."""
+
+    backend: str
+    """`shared`, `partly shared` or `network`."""
+    reason: str
+
+    def to_plain(self) -> dict[str, str]:
+        return {"way": self.backend, "why": self.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a runner works with; `servers` and `groups` change from phase to phase."""
+    """What a runner works with; `servers` and `groups` are those of the current phase."""
 
     rank: int
     size: int
@@ -82,10 +94,8 @@ class WorkerContext:
     timeout_s: float
     servers: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
-    collectives: dict[str, str] | None = None
-    """How gradients were last summed, and why so: `way` and `why`."""
-    on_bucket_ready: Callable[[], None] = lambda: None
-    """Called when gradients computed so far are about to leave in the middle of backward."""
+    on_bucket_ready: Callable[[], None] | None = None
+    """Called before gradients are sent in the middle of backward; None without slowdowns."""
 
 
 class Runner(ABC):
@@ -196,6 +206,14 @@ class Runner(ABC):
     def uncompressed_bytes(self) -> int:
         """What it would have been without a codec."""
         return self.bytes_sent
+
+    def comm_report(self) -> CommReport | None:
+        """The backend that this runner chose; None if there was nothing to choose."""
+        return None
+
+    def optimizer_path(self) -> str | None:
+        """How the optimizer's work is divided, and why, for the log; None if it is not divided."""
+        return None
 
     def model_part(self) -> dict[str, object] | None:
         """Which part of the model this worker had, where it had not all of it."""

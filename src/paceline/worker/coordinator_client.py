@@ -1,13 +1,13 @@
-"""The worker's side of the coordinator's sequence: work comes out, everything else is seen to.
+"""The worker's side of the conversation with the coordinator.
 
-A training loop iterates over `Agent.work()` and calls `begin` and `finish` around each step.
-Between steps the agent settles, evaluates, saves and changes strategy when it is told to.
+A training loop iterates over `CoordinatorClient.steps()` and calls `begin` and `finish` around
+each step. Between steps the client synchronizes, evaluates, saves and changes the strategy, as
+the coordinator requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,7 +26,6 @@ from paceline.protocol.messages import (
     Evaluate,
     Evaluated,
     FinishRun,
-    Heartbeat,
     Lease,
     LeaseGranted,
     LossDiverged,
@@ -42,12 +41,18 @@ from paceline.protocol.messages import (
     WorkerFinished,
     split_batch,
 )
-from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.state import RemoteTensor, Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
-from paceline.strategies.runner import INNER_PREFIX, Batch, LossOf, Runner, TrainStep, WorkerContext
-from paceline.telemetry.events import PHASES
+from paceline.strategies.runner import (
+    INNER_PREFIX,
+    Batch,
+    CommReport,
+    LossOf,
+    Runner,
+    TrainStep,
+    WorkerContext,
+)
 from paceline.telemetry.phase_clock import (
     BACKWARD,
     COMM,
@@ -65,47 +70,68 @@ from paceline.telemetry.phase_clock import (
 from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.evaluation import EvalShard, Predict
 from paceline.worker.malloc import trim_malloc
+from paceline.worker.slowdown import SlowdownInjector
 
 REPORT_S = 0.5
-HEARTBEAT_S = 1.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopCallbacks:
-    """What a loop can do for the coordinator besides steps."""
+    """What a training loop does for the coordinator besides steps."""
 
     evaluate: Callable[[str, EvalShard, Predict], tuple[float, int | None, int]] | None
     save: Callable[[str, TrainState], str]
     save_model: Callable[[Mapping[str, RemoteTensor]], None]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopHooks:
+    """Observers of a training loop, each optional."""
+
+    on_leases_known: Callable[[list[Lease]], None] = lambda leases: None
+    """Receives leases well before their steps begin, to prefetch their rows."""
+    on_quiesce: Callable[[], None] = lambda: None
+    """Called when no more steps come until the coordinator continues."""
+    on_close: Callable[[], None] = lambda: None
+    """Called before a runner's connections are closed: their bytes are counted up to then."""
+    input_stats: Callable[[], dict[str, Any]] = dict
+    """Returns the totals of the input pipeline, for the worker's report."""
+
+
 class CoordinatorClient:
-    """One worker's conversation with the coordinator, from the first Enter to Finish."""
+    """One worker's conversation with the coordinator, from the first EnterPhase to FinishRun."""
 
     def __init__(
         self,
         *,
         strategy: Strategy,
-        around: WorkerContext,
+        context: WorkerContext,
         state: TrainState,
-        duties: LoopCallbacks,
+        callbacks: LoopCallbacks,
+        hooks: LoopHooks,
         recorder: StepRecorder,
         stages: PhaseClock,
+        initial_step: int,
+        samples_per_epoch: int,
+        slowdown: SlowdownInjector | None,
     ) -> None:
         self._phases = strategy.phases
-        self._context = around
-        self._control = around.control
-        self._clock = around.clock
+        self._context = context
+        self._control = context.control
+        self._clock = context.clock
         self._stages = stages
-        self._callbacks = duties
+        self._callbacks = callbacks
+        self._hooks = hooks
         self._recorder = recorder
+        self._slowdown = slowdown
+        self._samples_per_epoch = samples_per_epoch
+        self._step = initial_step
         self._state: Section | None = state.shared
         self._initial_local_state = (
-            state.workers[around.rank] if around.rank < len(state.workers) else None
+            state.workers[context.rank] if context.rank < len(state.workers) else None
         )
         self._runner: Runner | None = None
-        self._rank, self._size = around.rank, around.size
-        self.step = 0
+        self._rank, self._size = context.rank, context.size
         self._samples_since_settle = 0
         self._sum = StepStats(0, 0, 0.0, 0)
         self._report_due = 0.0
@@ -114,35 +140,31 @@ class CoordinatorClient:
         self._losses = DivergenceDetector()
         self._bytes_sent = self._bytes_before = self._bytes_received = 0
         self._rollback_state: tuple[Section, Section] | None = None
-        """State and own section to fall back on, while a switch is on trial."""
+        """Global and local state to return to, while a switch is on trial."""
         self._diverged = False
         self._part: dict[str, object] | None = None
+        self._comm_report: CommReport | None = None
+        self._optimizer_path: str | None = None
         self._local_state = Section()
-        """What runners remember for this worker alone, kept through phases that do not use it."""
+        """State of this worker alone, kept through phases that do not use it."""
         self._times_ns = (0, 0)
-        self.slowdown: tuple[InjectedSlowdown, ...] = ()
-        self._slowness: ActiveSlowdown | None = None
-        """Of this step, where there are troubles at all."""
-        self._late = False
-        self._suffered_until = (0.0, 0.0)
-        around.on_bucket_ready = self._suffer
-        self.samples_per_epoch = 1
-        self.on_leases_known: Callable[[list[Lease]], None] = lambda leases: None
-        """Told of leases well before they are worked on."""
-        self.input_stats: Callable[[], dict[str, Any]] = dict
-        self.on_quiesce: Callable[[], None] = lambda: None
-        """Called when no more steps come until the coordinator says so."""
-        self.on_close: Callable[[], None] = lambda: None
-        """Called before a runner's connections are closed: their bytes are counted up to then."""
-        self.finished = False
+        self._finished = False
         self._between_epochs = False
         self._strategy_text = ""
+
+    @property
+    def step(self) -> int:
+        """Steps of this worker so far, those before a resume included."""
+        return self._step
 
     # ---- the loop's side ----------------------------------------------------------------------
 
     def steps(self) -> Iterator[TrainStep | EpochEnd]:
-        """Leases as Work; EpochOver between epochs (going on means wanting another one)."""
-        while not self.finished:
+        """Yields one TrainStep per lease, and EpochEnd between epochs.
+
+        Iterating further after EpochEnd asks for another epoch.
+        """
+        while not self._finished:
             self._clock.enter(WAIT)
             message = self._control.receive()
             self._clock.enter(OTHER)
@@ -160,35 +182,32 @@ class CoordinatorClient:
                 self._handle(message)
 
     def finish_custom_loop(self) -> None:
-        """A user's own loop is over: say so, and see the run to its end."""
-        if self.finished:
+        """Reports that a user's own loop has ended, and handles messages until the run ends."""
+        if self._finished:
             return
         if not self._between_epochs:
             raise UsageError(
-                "the loop ended in the middle of an epoch: iterate the loader to its end"
+                "the loop ended in the middle of an epoch; iterate the loader to its end"
             )
         self._control.send(EpochEndReply(self._rank, more=False))
         for _ in self.steps():
-            raise PacelineError("work was handed out after the loop had ended")
+            raise PacelineError("received a lease after the loop had ended")
 
     def export_state(self) -> Section:
-        """The whole global state; between epochs only, when all workers are settled."""
+        """The whole global state; only between epochs, when all workers are synchronized."""
         assert self._runner is not None
         return self._runner.export_state()
 
     def begin(self, work: TrainStep) -> None:
-        """Weights are made ready; the forward pass comes next."""
+        """Prepares the weights; the forward pass comes next."""
         assert self._runner is not None
         self._runner.begin_step(work)
         if self._entered_at is not None:
             pause_s = self._settle_s + time.perf_counter() - self._entered_at
             self._control.send(TrainingResumed(self._rank, pause_s))
             self._entered_at = None
-        if self.slowdown:
-            epoch = work.lease.epoch + work.lease.start / self.samples_per_epoch
-            self._slowness = ActiveSlowdown.of(self.slowdown, self._rank, epoch)
-            self._late = self._slowness.delay_s == 0.0
-            self._suffered_until = (time.perf_counter(), time.thread_time())
+        if self._slowdown is not None:
+            self._slowdown.begin_step(work.lease.epoch + work.lease.start / self._samples_per_epoch)
 
     def rows_for(self, lease: Lease) -> Lease:
         """The rows that this worker needs for a lease."""
@@ -196,14 +215,15 @@ class CoordinatorClient:
         return self._runner.rows_for(lease)
 
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
-        """Forward and backward, as the strategy has them."""
+        """Runs forward and backward as the strategy defines them."""
         assert self._runner is not None
         return self._runner.forward_backward(work, batch, loss_of)
 
     def finish(self, work: TrainStep, measured: StepStats) -> None:
-        """Gradients are there: exchange, update, record, report."""
+        """Exchanges gradients, updates the weights, and records the step."""
         assert self._runner is not None
-        self._suffer()
+        if self._slowdown is not None:
+            self._slowdown.apply()
         self._clock.enter(OTHER)
         busy_s, comm_s = self._times_since()
         work.measured = dataclasses.replace(
@@ -212,11 +232,11 @@ class CoordinatorClient:
         if measured.loss_sum is not None and measured.samples:
             self._check_loss(measured.loss_sum / measured.samples)
         if self._diverged and not self._runner.communicates_in_backward:
-            # The trial is lost and will be undone; until then this worker changes nothing.
+            # The trial will be rolled back; until then this worker changes nothing.
             self._context.replica.optimizer.zero_grad(set_to_none=False)
         self._runner.finish_step(work)
         self._clock.enter(OTHER)
-        self.step += 1
+        self._step += 1
         self._samples_since_settle += work.lease.samples
         loss = None
         if measured.loss_sum is not None and measured.samples:
@@ -225,7 +245,7 @@ class CoordinatorClient:
 
     def _planned_steps(self, plan: PlannedSteps) -> Iterator[TrainStep]:
         leases = self._cut_leases(plan)
-        self.on_leases_known([lease for lease in leases if lease.samples])
+        self._hooks.on_leases_known([lease for lease in leases if lease.samples])
         for lease in leases:
             work = TrainStep(lease, self.step)
             yield work
@@ -266,32 +286,12 @@ class CoordinatorClient:
         self._report_due = time.monotonic() + REPORT_S
 
     def _times_since(self) -> tuple[float, float]:
-        """Seconds of computing and of exchanging since the last call."""
+        """Seconds of compute and of communication since the last call."""
         total_ns = self._clock.total_ns
         busy_ns = total_ns[INPUT] + total_ns[FORWARD] + total_ns[BACKWARD]
         now = (busy_ns, total_ns[COMM])
         before, self._times_ns = self._times_ns, now
         return (now[0] - before[0]) / 1e9, (now[1] - before[1]) / 1e9
-
-    def _suffer(self) -> None:
-        """Trouble on purpose: computing has taken longer, and a step's first exchange is late.
-
-        Before gradients leave, as on a machine that is slow by itself; none are held back when
-        what is computed has been suffered for already.
-        """
-        slowness = self._slowness
-        if slowness is None:
-            return
-        began, busy_until = self._suffered_until
-        elapsed_s = time.perf_counter() - began
-        wall_s = slowness.wall_s(elapsed_s, time.thread_time() - busy_until)
-        time.sleep(max(0.0, wall_s - elapsed_s))
-        if not self._late:
-            self._clock.enter(COMM)
-            time.sleep(slowness.delay_s)
-            self._clock.enter(BACKWARD)
-            self._late = True
-        self._suffered_until = (time.perf_counter(), time.thread_time())
 
     def _check_loss(self, loss: float) -> None:
         why = self._losses.check(loss)
@@ -316,7 +316,7 @@ class CoordinatorClient:
         elif isinstance(message, FinishRun):
             self._finish(message)
         else:
-            raise PacelineError(f"a worker cannot take a {type(message).__name__} message")
+            raise PacelineError(f"a worker cannot handle a {type(message).__name__} message")
         self._clock.enter(OTHER)
         self._stages.enter(TRAIN)
 
@@ -327,16 +327,17 @@ class CoordinatorClient:
             self._local_state = self._initial_local_state
         if self._runner is not None:
             self._state = self._runner.export_state()
-            # A server must not be given new state while somebody still reads the old.
+            # A server must not receive new state while any worker still reads the old.
             self._context.group.barrier()
             self._save_local_state()
             self._close_runner()
             self._drop_inner_state()
             self._snapshot_or_restore(message)
         assert self._state is not None
-        self._context.servers = message.servers
-        self._context.groups = message.groups
-        self._runner = make_runner(self._phases[message.phase], self._context)
+        context = dataclasses.replace(self._context, servers=message.servers, groups=message.groups)
+        self._runner = make_runner(self._phases[message.phase], context)
+        self._comm_report = self._runner.comm_report() or self._comm_report
+        self._log_optimizer_path(self._runner)
         self._runner.import_state(self._state)
         strategy = str(self._phases[message.phase])
         if self._local_state.plain.get("strategy", strategy) != strategy:
@@ -350,6 +351,13 @@ class CoordinatorClient:
         else:
             trim_malloc()
         self._control.send(PhaseEntered(self._rank))
+
+    def _log_optimizer_path(self, runner: Runner) -> None:
+        """Logs how the optimizer's work is divided, once per run unless a switch changes it."""
+        path = runner.optimizer_path()
+        if path is not None and path != self._optimizer_path and self._rank == 0:
+            print(f"optimizer: {path}", flush=True)
+        self._optimizer_path = path or self._optimizer_path
 
     def _snapshot_or_restore(self, message: EnterPhase) -> None:
         assert self._state is not None
@@ -368,9 +376,9 @@ class CoordinatorClient:
         self._local_state = Section(kept)
 
     def _sync_weights(self, version: int) -> None:
-        """Bring this replica to the newest weights; all replicas are equal afterwards."""
+        """Brings this replica to the latest weights; all replicas are equal afterwards."""
         assert self._runner is not None
-        self.on_quiesce()
+        self._hooks.on_quiesce()
         began = time.perf_counter()
         self._clock.enter(COMM)
         self._runner.sync_weights(version)
@@ -422,12 +430,12 @@ class CoordinatorClient:
                     self._callbacks.save_model({k.partition("/")[2]: d for k, d in distant.items()})
         self._close_runner()
         self._recorder.flush(final=True)
-        self.finished = True
+        self._finished = True
         self._control.send(WorkerFinished(self._rank, self.totals()))
 
     def _close_runner(self) -> None:
         if self._runner is not None:
-            self.on_close()
+            self._hooks.on_close()
             self._part = self._runner.model_part() or self._part
             self._bytes_sent += self._runner.bytes_sent
             self._bytes_before += self._runner.uncompressed_bytes
@@ -445,10 +453,10 @@ class CoordinatorClient:
             "parameter_bytes": sum(
                 p.numel() * p.element_size() for _, p in self._context.replica.trained
             ),
-            "collectives": self._context.collectives,
+            "collectives": self._comm_report.to_plain() if self._comm_report else None,
             "part": self._part,
             "peak_rss_bytes": peak_rss_bytes(),
-            "input": self.input_stats(),
+            "input": self._hooks.input_stats(),
             "steps": self.step,
         }
 
@@ -457,28 +465,3 @@ def peak_rss_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class HeartbeatThread(threading.Thread):
-    """Tells the coordinator every second what the worker is doing; ends the process without it."""
-
-    def __init__(self, around: WorkerContext, on_lost: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
-        self._around = around
-        self._on_lost = on_lost
-        self._stop = threading.Event()
-        self.step: Callable[[], int] = lambda: 0
-
-    def run(self) -> None:
-        clock = self._around.clock
-        while not self._stop.wait(HEARTBEAT_S):
-            beat = Heartbeat(self._around.rank, self.step(), PHASES[clock.current], clock.changes)
-            try:
-                self._around.control.send(beat)
-            except PacelineError:
-                if not self._stop.is_set():
-                    self._on_lost()
-                return
-
-    def stop(self) -> None:
-        self._stop.set()

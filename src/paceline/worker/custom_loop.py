@@ -53,7 +53,7 @@ def prepare(
     session = _session
     replica = Replica(model, optimizer, reduce_in_backward=True)
     around = session.join_group(replica)
-    session.start_heartbeat(around)
+    session.start_heartbeat()
     session.seed_worker(torch.initial_seed() % 2**31)
     state = session.broadcast_state(around)
 
@@ -65,7 +65,7 @@ def prepare(
         save=save,
         save_model=lambda distant: session.files.save_model(model, distant),
     )
-    agent = session.make_client(around, state, duties, len(dataset))
+    agent = session.make_client(around, state, duties, samples=len(dataset))
     session.control.send(WorkerReady(session.rank, len(dataset), batch, epochs, ()))
     global _loader
     leased = _loader = LeasedLoader(loader, agent, session)

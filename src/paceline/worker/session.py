@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import runpy
 import socket
@@ -19,7 +20,6 @@ from paceline.comm.state_exchange import broadcast_section
 from paceline.errors import CheckpointError, StateError, UsageError
 from paceline.job import Job
 from paceline.protocol.messages import Lease, WorkerReady
-from paceline.specs.slowdown import InjectedSlowdown
 from paceline.state import (
     Section,
     TrainState,
@@ -38,8 +38,9 @@ from paceline.telemetry.sampler import StepCounters
 from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.assignment import Assignment
 from paceline.worker.batch_loader import BatchLoader
-from paceline.worker.coordinator_client import CoordinatorClient, HeartbeatThread, LoopCallbacks
+from paceline.worker.coordinator_client import CoordinatorClient, LoopCallbacks, LoopHooks
 from paceline.worker.evaluation import EvalShard, Predict, evaluate_shard
+from paceline.worker.heartbeat import HeartbeatThread
 from paceline.worker.import_hooks import install_import_hook
 from paceline.worker.job_builder import (
     Loss,
@@ -52,6 +53,7 @@ from paceline.worker.job_builder import (
 from paceline.worker.memory_check import check_memory
 from paceline.worker.profiler import EpochProfiler
 from paceline.worker.run_files import open_run_files
+from paceline.worker.slowdown import SlowdownInjector
 from paceline.worker.spawn import unpack_live
 from paceline.worker.telemetry_reporter import TelemetryReporter
 from paceline.worker.training_loop import run_training_loop
@@ -73,6 +75,7 @@ class Session:
         self.clock = PhaseClock(self.files.began_wall_s)
         self.stages = PhaseClock(self.files.began_wall_s, STAGES)
         torch.set_num_threads(assignment.threads)
+        self.slowdown = SlowdownInjector.for_worker(assignment.slowdowns, self.rank, self.clock)
         self.counters = StepCounters()
         self.telemetry = TelemetryReporter(
             assignment, control, self.files.events, self.clock, self.counters
@@ -94,18 +97,22 @@ class Session:
         self._heartbeat: HeartbeatThread | None = None
 
     def join_group(self, replica: Replica) -> WorkerContext:
-        """Meet the other workers."""
-        told = self.assignment
+        """Waits for the other workers and forms the process group."""
+        assignment = self.assignment
         store = None
         if self.size > 1:
             store = StoreClient(
-                told.host, told.port, token=told.token, who=told.process_name, timeout_s=self.wait_s
+                assignment.host,
+                assignment.port,
+                token=assignment.token,
+                who=assignment.process_name,
+                timeout_s=self.wait_s,
             )
         group = CollectiveGroup.init(
             store,
             rank=self.rank,
             size=self.size,
-            address=told.bind or self.control.local_address,
+            address=assignment.bind or self.control.local_address,
             timeout_s=self.wait_s,
         )
         self.context = WorkerContext(
@@ -115,45 +122,59 @@ class Session:
             group=group,
             control=self.control,
             clock=self.clock,
-            token=told.token,
+            token=assignment.token,
             timeout_s=self.wait_s,
+            on_bucket_ready=self.slowdown.apply if self.slowdown is not None else None,
         )
         return self.context
 
-    def start_heartbeat(self, around: WorkerContext) -> None:
-        self._heartbeat = HeartbeatThread(around, on_lost=lambda: os._exit(1))
-        self._heartbeat.step = lambda: self.agent.step if self.agent is not None else 0
+    def start_heartbeat(self) -> None:
+        self._heartbeat = HeartbeatThread(
+            rank=self.rank,
+            control=self.control,
+            clock=self.clock,
+            step=lambda: self.agent.step if self.agent is not None else 0,
+            on_lost=lambda: os._exit(1),
+        )
         self._heartbeat.start()
 
     def make_client(
-        self, around: WorkerContext, state: TrainState, duties: LoopCallbacks, samples: int
+        self,
+        context: WorkerContext,
+        state: TrainState,
+        callbacks: LoopCallbacks,
+        *,
+        samples: int,
+        hooks: LoopHooks | None = None,
     ) -> CoordinatorClient:
-        agent = CoordinatorClient(
-            strategy=parse_strategy(self.assignment.strategy),
-            around=around,
-            state=state,
-            duties=duties,
-            recorder=StepRecorder(
-                self.files.events if self.assignment.telemetry else None,
-                self.clock,
-                self._steps_before(state),
-                self.counters,
-            ),
-            stages=self.stages,
-        )
-        agent.on_close = self.telemetry.sample_now
-        agent.samples_per_epoch = samples
-        agent.slowdown = tuple(InjectedSlowdown.from_plain(t) for t in self.assignment.slowdowns)
+        """The client that trains from `state`; restores this worker's random state with it."""
+        initial_step = 0
         if self.rank < len(state.workers):
             own = state.workers[self.rank]
             torch.set_rng_state(own.tensors["rng/torch"])
-            agent.step = int(own.plain["step"])
-        self.agent = agent
+            initial_step = int(own.plain["step"])
+        self.agent = CoordinatorClient(
+            strategy=parse_strategy(self.assignment.strategy),
+            context=context,
+            state=state,
+            callbacks=callbacks,
+            hooks=dataclasses.replace(hooks or LoopHooks(), on_close=self.telemetry.sample_now),
+            recorder=StepRecorder(
+                self.files.events if self.assignment.telemetry else None,
+                self.clock,
+                initial_step,
+                self.counters,
+            ),
+            stages=self.stages,
+            initial_step=initial_step,
+            samples_per_epoch=samples,
+            slowdown=self.slowdown,
+        )
         self.stages.enter(TRAIN)
-        return agent
+        return self.agent
 
-    def make_profiler(self, agent: CoordinatorClient) -> EpochProfiler | None:
-        """For the epoch that was asked for; it ends when the epoch's steps do."""
+    def make_profiler(self) -> EpochProfiler | None:
+        """For the epoch of `--profile`; its `stop` must be called when the epoch's steps end."""
         epoch = self.assignment.profile_epoch
         if epoch is None:
             return None
@@ -162,17 +183,10 @@ class Session:
             t = round(self.clock.now_s(), 6)
             self.telemetry.report(ProfileWritten(t=t, epoch=epoch, steps=steps, path=path))
 
-        # Only where the folder is at hand: a run elsewhere refuses to profile before it starts.
+        # Runs on other machines, which have no run folder, refuse --profile before they start.
         assert self.assignment.folder is not None
         path = RunFolder(self.assignment.folder).profile(self.assignment.process_name)
-        profiler = EpochProfiler(epoch, path, self.rank, written)
-        agent.on_quiesce = profiler.stop
-        return profiler
-
-    def _steps_before(self, state: TrainState) -> int:
-        if self.rank >= len(state.workers):
-            return 0
-        return int(state.workers[self.rank].plain["step"])
+        return EpochProfiler(epoch, path, self.rank, written)
 
     def broadcast_state(self, around: WorkerContext) -> TrainState:
         """The state to begin from: worker 0's, or its checkpoint's, the same on every worker."""
@@ -270,7 +284,7 @@ def run_worker_job(
     check_memory(parse_strategy(assignment.strategy), model, optimizer, session.size)
     replica = Replica(model, optimizer, clip=job.clip)
     around = session.join_group(replica)
-    session.start_heartbeat(around)
+    session.start_heartbeat()
     session.seed_worker(job.seed)
     set_worker = getattr(model, "set_worker", None)
     if set_worker is not None:
@@ -304,22 +318,22 @@ def run_worker_job(
     if assignment.checkpoint is None:
         session.stages.enter(READ)
         feed.warm_up()
-    agent = session.make_client(around, state, duties, feed.samples)
-    del state  # its tensors are the model's: strategies that split it let go of what they can
-    agent.on_leases_known, agent.input_stats = feed.prefetch, feed.totals
+    profiler = session.make_profiler()
+    hooks = LoopHooks(on_leases_known=feed.prefetch, input_stats=feed.totals)
+    if profiler is not None:
+        hooks = dataclasses.replace(hooks, on_quiesce=profiler.stop)
+    agent = session.make_client(around, state, duties, samples=feed.samples, hooks=hooks)
+    del state  # Its tensors are the model's: strategies that split it free what they can.
     speed = 0.0
     if parse_strategy(assignment.strategy).needs_worker_speeds:
-        # As slow as it will ever be: the groups hold for the whole run.
-        slow = max(
-            (t.factor / t.cores for t in agent.slowdown if t.worker == session.rank), default=1.0
-        )
+        # At its slowest: the groups are fixed for the whole run.
+        slow = session.slowdown.max_factor if session.slowdown is not None else 1.0
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
     control.send(
         WorkerReady(
             session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout
         )
     )
-    profiler = session.make_profiler(agent)
     run_training_loop(job, agent, replica, feed, loss_of, session.clock, profiler)
     feed.close()
     session.close()

@@ -35,6 +35,7 @@ from paceline.state import (
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.allreduce.worker import AllReduceRunner
 from paceline.strategies.model_parallel import reject_compiled, reject_non_cpu
+from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.runner import (
     Batch,
     LossOf,
@@ -72,6 +73,9 @@ class ShardedOptimizerRunner(AllReduceRunner):
         super().__init__(spec, around)
         self._owners = assign_owners(self.replica.trained, around.size)
         self._shared_bytes = 0
+
+    def optimizer_path(self) -> str:
+        return "each parameter is updated by one worker, as a whole"
 
     def _update(self, work: TrainStep) -> None:
         replica, rank = self.replica, self.context.rank
@@ -161,6 +165,10 @@ class FullyShardedRunner(Runner):
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._sent = 0
+
+    def optimizer_path(self) -> str:
+        reason = optimizer_traits(self.replica.optimizer).reason
+        return f"each worker updates its shard of every parameter: {reason}"
 
     def import_state(self, state: Section) -> None:
         """Weights move into shards: the model's own memory is let go."""

@@ -21,24 +21,15 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost
 from paceline.state import Section
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
+from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.runner import Replica, scale_to_norm
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
-
-ONE_BY_ONE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-)
-"""Optimizers that do to a slice of a parameter what they would do to it in the whole."""
 
 
 def can_share_weights(replica: Replica) -> bool:
     """Nobody else touches weights or gradients, and slices of them are as good as the whole."""
     return (
-        type(replica.optimizer) in ONE_BY_ONE
+        optimizer_traits(replica.optimizer).sliceable
         and not replica.reduce_in_backward
         and replica.apply_gradients == replica.optimizer.step
         and all(p.is_contiguous() and p.numel() > 0 for _, p in replica.trained)

@@ -10,7 +10,8 @@ from paceline.errors import PeerLost
 from paceline.state import Section, load_into_model, slots_by_parameter, state_from_model
 from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
 from paceline.strategies.allreduce.spec import AllReduce
-from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
+from paceline.strategies.optimizer_traits import optimizer_traits
+from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext, step_optimizer
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 OVERLAP_EVERY_STEPS = 8
@@ -31,6 +32,7 @@ class AllReduceRunner(Runner):
         self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
         self._common: SharedModelWeights | None = None
+        self._comm_report: CommReport | None = None
         self._count = 0
         """Steps so far, the same on every worker."""
         if around.size > 1 or spec.codec is not None:
@@ -45,7 +47,7 @@ class AllReduceRunner(Runner):
                 self.replica.bucket_layout,
                 in_backward=self.replica.reduce_in_backward,
                 codec=spec.codec,
-                before_send=around.on_bucket_ready,
+                on_bucket_ready=around.on_bucket_ready,
                 shared=chosen.shared,
                 own_pieces=room is not None,
             )
@@ -59,6 +61,15 @@ class AllReduceRunner(Runner):
                     self._exchange.buckets,
                     self.clock,
                 )
+
+    def comm_report(self) -> CommReport | None:
+        return self._comm_report
+
+    def optimizer_path(self) -> str | None:
+        if self._common is not None:
+            reason = optimizer_traits(self.replica.optimizer).reason
+            return f"workers share the weights, and each updates its slices: {reason}"
+        return None if self._exchange is None else "every worker updates all of its weights"
 
     def _choose_backend(self, spec: AllReduce) -> BackendChoice:
         replica = self.replica
@@ -74,7 +85,7 @@ class AllReduceRunner(Runner):
         )
         if spec.via == "auto" and self.context.size > 1:
             replica.comm_backend = chosen.name
-        self.context.collectives = {"way": chosen.name, "why": chosen.reason}
+        self._comm_report = CommReport(backend=chosen.name, reason=chosen.reason)
         return chosen
 
     def _shared_weight_memory(self, chosen: BackendChoice) -> SharedMemoryGroup | None:

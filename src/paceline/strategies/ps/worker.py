@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.comm.codecs import Compressor, from_bytes, to_bytes
-from paceline.comm.flat_layout import FlatLayout, ShardLayout, as_memoryview, is_elementwise
+from paceline.comm.flat_layout import FlatLayout, ShardLayout, as_memoryview
 from paceline.comm.shm.parameters import MailboxSegment, SharedWeightsReader, open_shared_weights
 from paceline.comm.shm.segment import shm_domain_id
 from paceline.comm.wire import MAX_BODY, Channel, pack
@@ -19,8 +19,9 @@ from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
 from paceline.protocol.messages import GradientPushed, ProcessFailing
 from paceline.specs.codec import PowerSgd
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
+from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.runner import Runner, TrainStep, WorkerContext
+from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 
 
@@ -40,11 +41,12 @@ class ParameterServerRunner(Runner):
             )
         self._names = [name for name, _ in self.replica.trained]
         self._parameters = [p for _, p in self.replica.trained]
+        self._traits = optimizer_traits(optimizer)
         self._layout = FlatLayout(
             self._parameters,
             len(around.servers),
             # A part of a matrix is no matrix: powersgd needs them whole.
-            elementwise=is_elementwise(optimizer) and not isinstance(spec.codec, PowerSgd),
+            elementwise=self._traits.elementwise and not isinstance(spec.codec, PowerSgd),
         )
         self._compressors = self._make_compressors()
         self._bytes_before = 0
@@ -85,10 +87,17 @@ class ParameterServerRunner(Runner):
         if spec.via == "shared" and not all(shared):
             raise UsageError(f"ps(via=shared): {why}: leave via out")
         way = "shared" if all(shared) else "partly shared" if any(shared) else "network"
-        around.collectives = {"way": way, "why": why}
+        self._comm_report = CommReport(backend=way, reason=why)
         if self._background is None and not self._compressors:
             # With an exchange behind the computing both buffers are in use during it.
             self._use_buffers_in_place()
+
+    def comm_report(self) -> CommReport:
+        return self._comm_report
+
+    def optimizer_path(self) -> str:
+        where = "anywhere" if self._traits.elementwise else "only between parameters"
+        return f"servers may split the parameters {where}: {self._traits.reason}"
 
     def _use_buffers_in_place(self) -> None:
         """Gradients go out from where backward leaves them, weights are used where they come in."""
