@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.cluster.pool import Pool
 from paceline.cluster.pool_file import pool_from_mapping
-from paceline.launch.run import usable_cores
+from paceline.launch.environment import usable_cores
 from paceline.telemetry.reader import steps_of_window
 from paceline.telemetry.run_folder import RunFolder, read_events
 from step_probe import COLUMNS, limit, play, probe, read_cells, train, write_cells

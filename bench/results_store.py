@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.run import usable_cores, versions
+from paceline.launch.environment import usable_cores, versions
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.launch.run import RunOptions, run_training
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.protocol.messages import Lease
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.phase_clock import (

@@ -22,7 +22,8 @@ from jobs import (
     synthetic_job,
     train_plainly,
 )
-from paceline.launch.run import RunOptions, run_training
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.protocol.messages import split_batch
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.strategies.registry import parse_strategy, records

@@ -138,11 +138,11 @@ def test_killed_server_is_named(start_cli: StartCli, tmp_path: Path) -> None:
     started = start_training(start_cli, out, "ps(servers=2)", "--model", "mlp-300-100")
     family, servers = started.family(), find_servers(started, out)
     assert len(servers) == 2
-    # The second server is the one beside worker 1.
+    # The second server is the one that worker 1 started.
     victim = psutil.Process(pid_of_worker(out, 1)).children()[0]
     victim.kill()
     finished = started.wait(END_S)
-    line = assert_failed(finished, out, "server 1", "beside worker 1")
+    line = assert_failed(finished, out, "server 1", "started by worker 1")
     updates = re.search(r"after (\d+) updates", line)
     assert updates
     assert int(updates[1]) > 0

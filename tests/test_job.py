@@ -16,7 +16,8 @@ import torch
 
 from paceline.errors import DataError, SpecError, UsageError
 from paceline.job import Job, JobRef, build_job, display_name, refer_to_job
-from paceline.launch.run import RunOptions, plain_fields, run_training, train
+from paceline.launch.run import plain_fields, run_training, train
+from paceline.launch.run_options import RunOptions
 from paceline.plugins import hash_file
 from paceline.specs.optimizer import AdamSpec
 from paceline.specs.point import RunPoint

@@ -258,7 +258,8 @@ DRIVER = """
 import json, resource, sys
 from pathlib import Path
 from paceline.job import Job
-from paceline.launch.run import RunOptions, run_training
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.strategies.registry import parse_strategy
 out = Path(sys.argv[1])
 job = Job(model="resnet8", epochs=4)

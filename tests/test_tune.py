@@ -9,7 +9,7 @@ import pytest
 
 from jobs import Plain, synthetic_job
 from paceline.errors import UsageError
-from paceline.launch.run import RunOptions
+from paceline.launch.run_options import RunOptions
 from paceline.launch.switch_search import search_switch_point
 from paceline.strategies.registry import parse_strategy
 

@@ -75,7 +75,7 @@ def compare(
             '--strategies or --matrix is required, for example --strategies "allreduce; ps"'
         )
     from paceline.launch.compare_runs import compare_strategies
-    from paceline.launch.run import RunOptions
+    from paceline.launch.run_options import RunOptions
     from paceline.strategies.registry import parse_strategies
 
     chosen = parse_strategies(options.strategies)

@@ -30,7 +30,7 @@ class DemoOptions:
 def demo(*, options: DemoOptions) -> int:
     from paceline.job import build_job
     from paceline.launch.compare_runs import compare
-    from paceline.launch.run import new_run_name
+    from paceline.launch.run_options import new_run_name
     from paceline.strategies.registry import parse_strategies
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name("demo")

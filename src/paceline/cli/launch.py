@@ -104,7 +104,7 @@ def launch(
     here: LocalOptions,
     remote: PoolOptions,
 ) -> None:
-    from paceline.launch.run import new_run_name
+    from paceline.launch.run_options import new_run_name
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name(script.stem)
     call = ScriptCall(script=script, args=args, folder=folder)
@@ -128,7 +128,8 @@ def launch(
 
 def launch_here(call: ScriptCall, options: LaunchOptions, here: LocalOptions) -> None:
     """Runs a script with `paceline.prepare()` on processes of this machine."""
-    from paceline.launch.run import RunOptions, run_local_script
+    from paceline.launch.run import run_local_script
+    from paceline.launch.run_options import RunOptions
     from paceline.report.terminal import terminal_reporter
     from paceline.strategies.registry import parse_strategy
 

@@ -44,7 +44,8 @@ def train(
 ) -> None:
     from rich.console import Console
 
-    from paceline.launch.run import RunOptions, run_training
+    from paceline.launch.run import run_training
+    from paceline.launch.run_options import RunOptions
     from paceline.report.html import write_report
     from paceline.report.summary_table import results_table
     from paceline.report.terminal import terminal_reporter

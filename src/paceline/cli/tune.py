@@ -54,7 +54,8 @@ def tune(
     fields: Job,
     slowdowns: SlowdownSettings,
 ) -> None:
-    from paceline.launch.run import RunOptions, run_training
+    from paceline.launch.run import run_training
+    from paceline.launch.run_options import RunOptions
     from paceline.launch.switch_search import Run, search_switch_point
     from paceline.strategies.registry import parse_strategies, parse_strategy
 

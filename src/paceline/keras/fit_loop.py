@@ -28,7 +28,8 @@ from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady, 
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica, WorkerContext
 from paceline.telemetry.phase_clock import BACKWARD, EVAL, FORWARD, INPUT
-from paceline.worker.coordinator_client import CoordinatorClient, LoopCallbacks
+from paceline.worker.coordinator_client import CoordinatorClient
+from paceline.worker.loop_hooks import LoopCallbacks
 from paceline.worker.session import Session
 
 BUILD_ROWS = 2

@@ -10,7 +10,8 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.run import RunOptions, check_sizes, new_run_name, run_training
+from paceline.launch.run import check_sizes, run_training
+from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.report.comparison import write_comparison
 from paceline.report.terminal import terminal_reporter

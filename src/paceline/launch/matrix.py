@@ -13,8 +13,10 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import clear_runs
+from paceline.launch.environment import usable_cores
 from paceline.launch.matrix_file import Matrix, MatrixCell, iterate_jobs, list_cells
-from paceline.launch.run import RunOptions, run_training, usable_cores
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.launch.settings import ProcessSettings
 from paceline.options import field_values
 from paceline.report.comparison import compare_tasks

@@ -4,75 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import platform
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib import metadata
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines.local import LocalLauncher
-from paceline.launch.launcher import Launcher
+from paceline.launch.environment import machine_info, versions
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
+from paceline.launch.resume import find_checkpoint, read_coordinator_state
+from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import RunOutcome, Supervisor
 from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.run_spec import RunSpec
-from paceline.specs.optimizer import parse_optimizer
-from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
-from paceline.telemetry.event_log import CollectivesNotice, EventLog, OnEvent, ignore_notice
+from paceline.telemetry.event_log import CollectivesNotice, EventLog
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(RunSettings):
-    """Run settings together with what only a program can give: folders, launcher, callbacks."""
-
-    out: Path
-    workers: int = 2
-    slowdowns: tuple[InjectedSlowdown, ...] = ()
-    from_checkpoint: Path | None = None
-    """Checkpoint of another run of the same job to start from; its elapsed time is included."""
-    keep_checkpoints: int = 2
-    predicted: dict[str, Any] | None = None
-    """`step_s`, `seconds` and `seconds_interval` as planned, to compare with the measurement."""
-    launcher: Launcher = field(default_factory=LocalLauncher)
-    """Starts the processes; by default as child processes of this one."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in reports: `task`, the comparison that the run belongs to, and `arm`, its name."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the command that started the run, recorded in run.json."""
-    on_event: OnEvent = ignore_notice
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {self.workers}")
-
-    @property
-    def threads_each(self) -> int:
-        """0 where other machines' cores decide."""
-        if self.threads is not None:
-            return self.threads
-        return max(1, usable_cores() // self.workers) if self.launcher.supports_live_objects else 0
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def train(
@@ -116,11 +71,6 @@ def train(
             on_event=show,
         )
         return run_training(job, parse_strategy(strategy), options)
-
-
-def new_run_name(label: str) -> str:
-    word = "".join(c if c.isalnum() else "-" for c in label).strip("-")[:40]
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{word}-{secrets.token_hex(2)}"
 
 
 def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
@@ -391,68 +341,3 @@ def _run_beside(main: Callable[[], Any]) -> Any:
     if "error" in box:
         raise box["error"]
     return box["result"]
-
-
-def find_checkpoint(
-    folder: RunFolder, facts: dict[str, Any]
-) -> tuple[str | None, dict[str, Any] | None]:
-    """The newest checkpoint of a run to resume; raises UsageError when there is nothing to."""
-    if not folder.config.exists():
-        raise UsageError(f"--resume: {folder.path} holds no run: start it without --resume")
-    before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
-    for name in ("model", "data", "batch", "seed", "dtype"):
-        if before.get(name) != facts.get(name):
-            raise UsageError(
-                f"--resume: {folder.path} was run with {name} {before.get(name)!r}, "
-                f"not {facts.get(name)!r}: its checkpoint is of another job"
-            )
-    kind = facts.get("optimizer")
-    if kind and before.get("optimizer") and _word(kind) != _word(before["optimizer"]):
-        raise UsageError(
-            f"--resume: {folder.path} was run with {before['optimizer']}, not {kind}: "
-            "the checkpoint holds another optimizer's state"
-        )
-    whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
-    if not whole:
-        return None, None
-    memory = read_coordinator_state(whole[-1])
-    if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
-        raise UsageError(
-            f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
-            "raise --epochs to train on"
-        )
-    return str(whole[-1].resolve()), memory
-
-
-def _word(optimizer: str) -> str:
-    return parse_optimizer(optimizer).name
-
-
-def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
-    """What the coordinator remembered when a checkpoint was made."""
-    try:
-        head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        memory = head["plain"]["coordinator"]
-        float(memory["elapsed_s"]), int(memory["history"]["epoch"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
-    assert isinstance(memory, dict)
-    return memory
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("paceline", "torch", "numpy", "safetensors"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
-
-
-def machine_info() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "cores": usable_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-    }

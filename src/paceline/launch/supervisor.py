@@ -1,7 +1,7 @@
-"""The supervisor: starts a run's processes, carries out what the coordinator says, ends it all.
+"""The supervisor: starts a run's processes, executes the coordinator's actions, and cleans up.
 
-The first failure ends the run: the process that caused it is named, everything else is killed
-within seconds, and nothing is left behind, whether the run is done, failed or interrupted.
+The first failure ends the run: the process that caused it is named, all others are killed within
+seconds, and no process remains, whether the run is done, failed or interrupted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.failure import (
+    CERTAINTY_BY_BLAME,
+    Certainty,
+    FailureLog,
+    ProcessFailure,
+)
 from paceline.launch.folder_service import FolderService
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.process_logs import ProcessLogs
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.membership import MemberStatus
 from paceline.protocol.messages import (
@@ -37,35 +44,24 @@ from paceline.telemetry.event_log import OnEvent, ProcessOutput
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.run_folder import RunFolder
 from paceline.worker.assignment import Assignment
-from paceline.worker.main import STACKS_BEGIN, STACKS_END
 
 GRACE_S = 1.0
-"""After a failure that may be a consequence, wait this long for its cause to show."""
-TOGETHER_S = 0.2
-"""A worker and the servers beside it go away within this time of each other."""
+"""Wait for the cause of a failure that may be a consequence."""
+CORRELATED_EXIT_S = 0.2
+"""A worker and the servers it started are lost within this time of each other."""
 STARTUP_S = 60.0
-"""Importing torch and meeting the others may take this long, however short the deadline."""
+"""Time for importing torch and joining the group, however short the deadline."""
 STACKS_S = 2.0
-ORDERLY_S = 10.0
-"""How long processes may take to end by themselves when the run is done."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Time for processes to exit by themselves when the run is done."""
 PROGRESS_S = 0.5
 JUDGE_S = 1.0
-
-"""Gets notes for people: kind and facts."""
-
-
-@dataclass
-class ProcessFailure:
-    who: str
-    text: str
-    certainty: int
-    """2: certainly a cause. 1: an exception of its own. 0: probably a consequence."""
-    is_usage_error: bool = False
-    details: str = ""
 
 
 @dataclass
 class RunOutcome:
+    """How a run ended."""
+
     status: str
     error: str | None
     seconds: float
@@ -75,6 +71,8 @@ class RunOutcome:
 
 
 class Supervisor:
+    """Runs one coordinator over real processes."""
+
     def __init__(
         self,
         *,
@@ -111,23 +109,20 @@ class Supervisor:
         self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
         self._processes: list[LaunchedProcess] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        self._failures: list[ProcessFailure] = []
-        self._gone: set[str] = set()
+        self._failures = FailureLog()
         self._end: EndRun | None = None
         self._finished: set[str] = set()
         self._ended = asyncio.Event()
         self._folder_service = FolderService(folder, template.get("checkpoint"))
         self._parents = launcher.place_servers(plan.servers, plan.workers)
-        self._logs: dict[str, IO[str]] = {}
-        self._stacks: dict[str, list[str]] = {}
-        self._stacks_open: set[str] = set()
+        self._logs = ProcessLogs(folder)
         self._progress_due = 0.0
 
     def _now(self) -> float:
         return time.time() - self._began
 
     async def run(self) -> RunOutcome:
-        """Run to the end; always cleans up, also when cancelled (then the status says so)."""
+        """Runs to the end and always cleans up; a cancelled run has the status `cancelled`."""
         self._cancel_on_sigterm()
         try:
             if self._monitor is not None:
@@ -142,18 +137,18 @@ class Supervisor:
         finally:
             await self._clean_up()
         assert self._end is not None
-        chief = self._main_failure()
+        cause = self._failures.cause
         return RunOutcome(
             status=self._end.status,
             error=self._end.error,
             seconds=self._now(),
             coordinator=self._coordinator,
-            is_usage_error=self._end.usage or bool(chief and chief.is_usage_error),
-            details=chief.details if chief else "",
+            is_usage_error=self._end.usage or bool(cause and cause.is_usage_error),
+            details=cause.details if cause else "",
         )
 
     def _cancel_on_sigterm(self) -> None:
-        """A batch system ends a job by SIGTERM: cancelled, with its result written."""
+        """Treats SIGTERM, by which batch systems end a job, as a cancel: the result is written."""
         task = asyncio.current_task()
         if task is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -168,14 +163,20 @@ class Supervisor:
                 self._processes.append(process)
                 self._tasks.append(asyncio.create_task(self._watch(process)))
         except PacelineError as error:
-            usage = isinstance(error, UsageError)
-            details = getattr(error, "details", "")
-            self._fail(ProcessFailure("supervisor", str(error), 2, usage, details=details))
+            self._fail(
+                ProcessFailure(
+                    who="supervisor",
+                    text=str(error),
+                    certainty=Certainty.CAUSE,
+                    is_usage_error=isinstance(error, UsageError),
+                    details=getattr(error, "details", ""),
+                )
+            )
             return
         self._tasks.append(asyncio.create_task(self._watch_deadlines()))
 
     def _assign(self, port: int) -> Iterator[Assignment]:
-        """What each process is told; servers without a worker beside them come first."""
+        """The assignment of each process; servers without a parent worker come first."""
         common = {
             "workers": self._plan.workers,
             "token": self._token,
@@ -202,13 +203,16 @@ class Supervisor:
 
     def _on_message(self, who: str, message: Message) -> None:
         if isinstance(message, ProcessFailing):
-            weight = {"usage": 2, "own": 1, "peer": 0}[message.blame]
             text = f"{self._display_name(who)} failed{self._at_step(who)}: {message.error}"
             if message.blame == "usage":
                 text = message.error
             self._fail(
                 ProcessFailure(
-                    who, text, weight, message.blame == "usage", details=message.traceback
+                    who=who,
+                    text=text,
+                    certainty=CERTAINTY_BY_BLAME[message.blame],
+                    is_usage_error=message.blame == "usage",
+                    details=message.traceback,
                 )
             )
             return
@@ -227,71 +231,53 @@ class Supervisor:
             self._carry_out(self._coordinator.handle(message, self._now()))
             self._show_progress()
         except Exception as error:
-            # Our own fault, or a full disk: no worker must be blamed for it.
+            # A bug of ours, or a full disk: no worker must be blamed for it.
             self._fail_supervisor(error)
 
     def _fail_supervisor(self, error: Exception) -> None:
         text = f"the supervisor failed: {type(error).__name__}: {error}"
         details = "" if isinstance(error, OSError) else traceback.format_exc()
-        self._fail(ProcessFailure("supervisor", text, 2, details=details))
+        self._fail(
+            ProcessFailure(who="supervisor", text=text, certainty=Certainty.CAUSE, details=details)
+        )
 
     def _on_gone(self, who: str) -> None:
-        self._gone.add(who)
+        self._failures.mark_gone(who)
         if self._monitor is not None:
             self._monitor.sample_now()
         if self._ended.is_set() or not who.startswith("server"):
-            return  # A worker's end is told by its process, with its exit status.
-        if not any(f.who == who for f in self._failures):
-            # Its worker may have gone first and taken it along: that shows at once.
-            asyncio.get_running_loop().call_later(TOGETHER_S, self._blame_server, who)
+            return  # A worker's end is reported by its process, with the exit status.
+        if not self._failures.has_failed(who):
+            # Its worker may have exited first and ended it: that is known at once.
+            asyncio.get_running_loop().call_later(CORRELATED_EXIT_S, self._blame_server, who)
 
     def _blame_server(self, who: str) -> None:
         parent = self._parents[int(who.split("-")[1])]
         if parent is None:
-            return  # Its process tells.
-        told = [f.certainty for f in self._failures if f.who == f"worker-{parent}"]
-        weight = 2
-        if f"worker-{parent}" in self._gone:
-            if not told or max(told) > 0:
-                return  # The worker is the cause.
-            weight = 1  # The worker lost a peer: this server, or another that shows soon.
-        self._fail(
-            ProcessFailure(
-                who,
-                f"{self._display_name(who)} (beside worker {parent}) went away without a word "
-                f"after {self._coordinator.history.updates} updates: it was killed or crashed",
-                weight,
-            )
+            return  # Its process reports it.
+        certainty = self._failures.certainty_of_server_loss(parent)
+        if certainty is None:
+            return
+        updates = self._coordinator.history.updates
+        text = (
+            f"{self._display_name(who)} (started by worker {parent}) exited unexpectedly "
+            f"after {updates} updates: it was killed or crashed"
         )
+        self._fail(ProcessFailure(who=who, text=text, certainty=certainty))
 
     def _on_refused(self, text: str) -> None:
-        self._log("supervisor", f"refused a connection from {text}")
+        self._logs.write("supervisor", f"refused a connection from {text}")
 
     def _on_line(self, who: str, line: str) -> None:
-        if line.startswith(STACKS_BEGIN):
-            self._stacks_open.add(who)
-            self._stacks[who] = []
-        elif line.startswith(STACKS_END):
-            self._stacks_open.discard(who)
-        elif who in self._stacks_open:
-            self._stacks[who].append(line)
         try:
-            self._log(who, line)
+            self._logs.add_output(who, line)
         except OSError as error:
             self._fail_supervisor(error)
         if self._show_output:
             self._show(ProcessOutput(process=who, line=line))
 
-    def _log(self, who: str, line: str) -> None:
-        if who not in self._logs:
-            path = self._folder.log(who)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._logs[who] = path.open("a", encoding="utf-8")
-        self._logs[who].write(line + "\n")
-        self._logs[who].flush()
-
     async def _watch_verdicts(self) -> None:
-        """Say what limits the run as soon as it can be told."""
+        """Reports what limits the run as soon as it is known."""
         assert self._monitor is not None
         while True:
             await asyncio.sleep(JUDGE_S)
@@ -299,8 +285,8 @@ class Supervisor:
                 for event in self._monitor.changed_verdicts(self._now()):
                     self._show(event)
             except Exception as error:
-                # A rule that fails must not end a run that goes well.
-                self._log("supervisor", f"verdicts: {type(error).__name__}: {error}")
+                # A rule that fails must not end the run.
+                self._logs.write("supervisor", f"verdicts: {type(error).__name__}: {error}")
 
     # ---- what goes out ------------------------------------------------------------------------
 
@@ -340,34 +326,33 @@ class Supervisor:
         how = await process.wait()
         if self._ended.is_set() or (how is None and process.process_name in self._finished):
             return  # Done before the others: worker 0 may still be saving the model.
-        # Its last words may still be on their way through the control connection.
+        # Its last message may still be in transit on the control connection.
         await asyncio.sleep(0.1)
-        told = [f for f in self._failures if f.who == process.process_name]
-        if self._ended.is_set() or told:
+        if self._ended.is_set() or self._failures.has_failed(process.process_name):
             return
         text = (
             f"{self._display_name(process.process_name)} ({process.location}) ended"
             f"{self._at_step(process.process_name)}: "
             f"{how or 'exit status 0 before the run was over'}"
         )
-        last = self._last_lines(process.process_name)
-        self._fail(ProcessFailure(process.process_name, text, 2, details=last))
+        last = self._logs.last_lines(process.process_name)
+        self._fail(
+            ProcessFailure(
+                who=process.process_name, text=text, certainty=Certainty.CAUSE, details=last
+            )
+        )
 
     def _fail(self, failure: ProcessFailure) -> None:
-        first = not self._failures
-        self._failures.append(failure)
-        if failure.certainty == 2:
+        first = self._failures.add(failure)
+        if failure.certainty == Certainty.CAUSE:
             self._end_with_cause()
         elif first:
             asyncio.get_running_loop().call_later(GRACE_S, self._end_with_cause)
 
     def _end_with_cause(self) -> None:
-        chief = self._main_failure()
-        if chief is not None and not self._ended.is_set():
-            self._carry_out(self._coordinator.stop("failed", chief.text))
-
-    def _main_failure(self) -> ProcessFailure | None:
-        return max(self._failures, key=lambda f: f.certainty, default=None)
+        cause = self._failures.cause
+        if cause is not None and not self._ended.is_set():
+            self._carry_out(self._coordinator.stop("failed", cause.text))
 
     async def _watch_deadlines(self) -> None:
         while True:
@@ -379,15 +364,22 @@ class Supervisor:
             await asyncio.sleep(min(STACKS_S, self._timeout_s))
             stuck = self._find_stuck()
             if not stuck:
-                continue  # It was slow, and goes on.
-            named = ", ".join(f"worker {w} (step {m.step}, {m.phase})" for w, m in stuck)
+                continue  # It was slow, and has continued.
+            names = ", ".join(f"worker {worker}" for worker, _ in stuck)
+            where = ", ".join(f"step {m.step}, in {m.phase}" for _, m in stuck)
             stacks = [
-                f"stacks of worker {w}:\n" + "\n".join(self._stacks.get(f"worker-{w}", ["none"]))
-                for w, _ in stuck
+                f"stacks of worker {w}:\n" + self._logs.stacks(f"worker-{w}") for w, _ in stuck
             ]
-            text = f"{named} made no progress for {self._timeout_s:g} s: stopped at the deadline"
+            text = (
+                f"{names} made no progress for {self._timeout_s:g} s ({where}); the run was stopped"
+            )
             self._fail(
-                ProcessFailure(f"worker-{stuck[0][0]}", text, 2, details="\n\n".join(stacks))
+                ProcessFailure(
+                    who=f"worker-{stuck[0][0]}",
+                    text=text,
+                    certainty=Certainty.CAUSE,
+                    details="\n\n".join(stacks),
+                )
             )
             return
 
@@ -407,21 +399,14 @@ class Supervisor:
             return ""
         return f" at step {self._coordinator.members.last_step(int(who.split('-')[1]))}"
 
-    def _last_lines(self, who: str) -> str:
-        path = self._folder.log(who)
-        if not path.exists():
-            return ""
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-10:])
-
     # ---- the end ------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
-        """The run is done: servers are told, workers know; all get a moment to leave in order."""
+        """Stops the servers of a finished run and waits for all processes to exit."""
         for server in range(self._plan.servers):
             self._hub.send(f"server-{server}", StopServer())
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
-        await asyncio.wait(ends, timeout=ORDERLY_S)
+        await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
 
     async def _clean_up(self) -> None:
         for process in self._processes:
@@ -433,9 +418,8 @@ class Supervisor:
             task.cancel()
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
         if ends:
-            await asyncio.wait(ends, timeout=ORDERLY_S)
+            await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
         await self._launcher.close()
         await asyncio.sleep(0)
         self._folder_service.close()
-        for log in self._logs.values():
-            log.close()
+        self._logs.close()

@@ -14,7 +14,8 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.run import RunOptions, run_training
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
 

@@ -23,7 +23,8 @@ from paceline.job import JobRef
 from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.project import read_project
 from paceline.launch.remote_launcher import ProjectBundle
-from paceline.launch.run import RunOptions, new_run_name, run_training
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.plugins import hash_file
 from paceline.spark.dataframe_export import (
     FEATURES,

@@ -11,17 +11,17 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.environment import versions
+from paceline.launch.resume import read_coordinator_state
 from paceline.launch.run import (
-    RunOptions,
     check_sizes,
     describe_job,
     job_reference,
     job_settings,
     make_plan,
     raise_unless_done,
-    read_coordinator_state,
-    versions,
 )
+from paceline.launch.run_options import RunOptions
 from paceline.launch.supervisor import RunOutcome
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon

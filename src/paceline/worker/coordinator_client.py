@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from paceline.protocol.messages import (
     split_batch,
 )
 from paceline.specs.strategy import Strategy
-from paceline.state import RemoteTensor, Section, TrainState, copy_section
+from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
 from paceline.strategies.runner import (
     INNER_PREFIX,
@@ -68,34 +68,11 @@ from paceline.telemetry.phase_clock import (
     PhaseClock,
 )
 from paceline.telemetry.step_recorder import StepRecorder
-from paceline.worker.evaluation import EvalShard, Predict
+from paceline.worker.loop_hooks import LoopCallbacks, LoopHooks
 from paceline.worker.malloc import trim_malloc
 from paceline.worker.slowdown import SlowdownInjector
 
 REPORT_S = 0.5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopCallbacks:
-    """What a training loop does for the coordinator besides steps."""
-
-    evaluate: Callable[[str, EvalShard, Predict], tuple[float, int | None, int]] | None
-    save: Callable[[str, TrainState], str]
-    save_model: Callable[[Mapping[str, RemoteTensor]], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopHooks:
-    """Observers of a training loop, each optional."""
-
-    on_leases_known: Callable[[list[Lease]], None] = lambda leases: None
-    """Receives leases well before their steps begin, to prefetch their rows."""
-    on_quiesce: Callable[[], None] = lambda: None
-    """Called when no more steps come until the coordinator continues."""
-    on_close: Callable[[], None] = lambda: None
-    """Called before a runner's connections are closed: their bytes are counted up to then."""
-    input_stats: Callable[[], dict[str, Any]] = dict
-    """Returns the totals of the input pipeline, for the worker's report."""
 
 
 class CoordinatorClient:

@@ -22,7 +22,8 @@ from paceline.protocol.messages import EpochEnd, StepStats, WorkerReady
 from paceline.strategies.runner import Replica, TrainStep
 from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT
 from paceline.worker.batch_loader import epoch_order
-from paceline.worker.coordinator_client import CoordinatorClient, LoopCallbacks
+from paceline.worker.coordinator_client import CoordinatorClient
+from paceline.worker.loop_hooks import LoopCallbacks
 from paceline.worker.session import Session
 
 _session: Session | None = None

@@ -38,7 +38,7 @@ from paceline.telemetry.sampler import StepCounters
 from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.assignment import Assignment
 from paceline.worker.batch_loader import BatchLoader
-from paceline.worker.coordinator_client import CoordinatorClient, LoopCallbacks, LoopHooks
+from paceline.worker.coordinator_client import CoordinatorClient
 from paceline.worker.evaluation import EvalShard, Predict, evaluate_shard
 from paceline.worker.heartbeat import HeartbeatThread
 from paceline.worker.import_hooks import install_import_hook
@@ -50,6 +50,7 @@ from paceline.worker.job_builder import (
     choose_device,
     load_job_data,
 )
+from paceline.worker.loop_hooks import LoopCallbacks, LoopHooks
 from paceline.worker.memory_check import check_memory
 from paceline.worker.profiler import EpochProfiler
 from paceline.worker.run_files import open_run_files

@@ -1,0 +1,58 @@
+"""Finds the checkpoint that a run resumes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.specs.optimizer import parse_optimizer
+from paceline.telemetry.run_folder import RunFolder
+
+
+def find_checkpoint(
+    folder: RunFolder, facts: dict[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The newest checkpoint of a run to resume; raises UsageError when there is nothing to."""
+    if not folder.config.exists():
+        raise UsageError(f"--resume: {folder.path} holds no run: start it without --resume")
+    before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
+    for name in ("model", "data", "batch", "seed", "dtype"):
+        if before.get(name) != facts.get(name):
+            raise UsageError(
+                f"--resume: {folder.path} was run with {name} {before.get(name)!r}, "
+                f"not {facts.get(name)!r}: its checkpoint is of another job"
+            )
+    kind = facts.get("optimizer")
+    if kind and before.get("optimizer") and _word(kind) != _word(before["optimizer"]):
+        raise UsageError(
+            f"--resume: {folder.path} was run with {before['optimizer']}, not {kind}: "
+            "the checkpoint holds another optimizer's state"
+        )
+    whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
+    if not whole:
+        return None, None
+    memory = read_coordinator_state(whole[-1])
+    if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
+        raise UsageError(
+            f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
+            "raise --epochs to train on"
+        )
+    return str(whole[-1].resolve()), memory
+
+
+def _word(optimizer: str) -> str:
+    return parse_optimizer(optimizer).name
+
+
+def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
+    """What the coordinator remembered when a checkpoint was made."""
+    try:
+        head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        memory = head["plain"]["coordinator"]
+        float(memory["elapsed_s"]), int(memory["history"]["epoch"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
+    assert isinstance(memory, dict)
+    return memory

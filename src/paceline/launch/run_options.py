@@ -1,0 +1,56 @@
+"""Options of a run that concern neither the job nor the strategy."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.engines.local import LocalLauncher
+from paceline.launch.environment import usable_cores
+from paceline.launch.launcher import Launcher
+from paceline.launch.settings import RunSettings
+from paceline.specs.slowdown import InjectedSlowdown
+from paceline.telemetry.event_log import OnEvent, ignore_notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunSettings):
+    """Run settings together with what only a program can give: folders, launcher, callbacks."""
+
+    out: Path
+    workers: int = 2
+    slowdowns: tuple[InjectedSlowdown, ...] = ()
+    from_checkpoint: Path | None = None
+    """Checkpoint of another run of the same job to start from; its elapsed time is included."""
+    keep_checkpoints: int = 2
+    predicted: dict[str, Any] | None = None
+    """`step_s`, `seconds` and `seconds_interval` as planned, to compare with the measurement."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    """Starts the processes; by default as child processes of this one."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels in reports: `task`, the comparison that the run belongs to, and `arm`, its name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the command that started the run, recorded in run.json."""
+    on_event: OnEvent = ignore_notice
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers < 1:
+            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+
+    @property
+    def threads_each(self) -> int:
+        """0 where other machines' cores decide."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, usable_cores() // self.workers) if self.launcher.supports_live_objects else 0
+
+
+def new_run_name(label: str) -> str:
+    word = "".join(c if c.isalnum() else "-" for c in label).strip("-")[:40]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{word}-{secrets.token_hex(2)}"
