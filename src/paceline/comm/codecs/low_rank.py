@@ -173,20 +173,6 @@ class PowerSgdCoder(Coder):
             deterministic_matmul(p, q, matrix.of(out))
             matrix.q = q.clone()
 
-    def reduce(
-        self,
-        flat: Tensor,
-        all_sum: Callable[[Tensor], None],
-        from_first: Callable[[Tensor], None],
-        feedback: ErrorFeedback | None = None,
-    ) -> None:
-        """Sum over workers in place, with two exchanges (and one to agree on P)."""
-        if feedback is not None:
-            feedback.compensate(flat)
-        first = self.compute_p(flat)
-        all_sum(first)
-        self.finish(flat, first, all_sum, from_first, feedback)
-
     def finish(
         self,
         flat: Tensor,
