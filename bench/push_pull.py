@@ -40,7 +40,7 @@ from paceline.state import Section
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.registry import parse_strategy
-from paceline.strategies.runner import Replica, TrainStep, WorkerContext
+from paceline.strategies.runner import PhaseContext, Replica, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.worker.malloc import tune_malloc
 from results_store import keep
@@ -136,7 +136,7 @@ def exchange(
         clock=PhaseClock(time.time()),
         token=token,
         timeout_s=WAIT_S,
-        servers=(address,),
+        phase=PhaseContext(servers=(address,)),
     )
     runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), around)  # type: ignore[arg-type]
     alone = way == "tcp alone"

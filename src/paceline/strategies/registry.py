@@ -25,7 +25,7 @@ from paceline.specs.expression import Value
 from paceline.specs.strategy import Strategy
 
 if TYPE_CHECKING:
-    from paceline.strategies.runner import Runner, WorkerContext
+    from paceline.strategies.runner import PhaseContext, Runner, WorkerContext
 
 BASELINE = "single"
 """The strategy that others are compared with: one worker, no communication."""
@@ -166,13 +166,13 @@ def make_pace(spec: Strategy, context: PaceContext) -> Pace:
     return make(spec, context)
 
 
-def make_runner(spec: Strategy, context: WorkerContext) -> Runner:
-    """The worker side of `spec`; imports torch."""
+def make_runner(spec: Strategy, context: WorkerContext, phase: PhaseContext) -> Runner:
+    """The worker side of `spec` for one phase of the run; imports torch."""
     worker = _record_of(spec).worker
     assert worker is not None, f"{spec.name} is never active itself"
     path = worker if isinstance(worker, str) else worker[spec.worker_variant(context.size)]
     runner: Callable[[Strategy, WorkerContext], Runner] = _load(path)
-    return runner(spec, context)
+    return runner(spec, dataclasses.replace(context, phase=phase))
 
 
 def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:

@@ -81,8 +81,18 @@ class CommReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseContext:
+    """What changes from phase to phase."""
+
+    servers: tuple[tuple[str, int], ...] = ()
+    """Addresses of the parameter servers."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks of the workers that synchronize with each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a runner works with; `servers` and `groups` are those of the current phase."""
+    """What a runner works with: the same for the whole run, but for `phase`."""
 
     rank: int
     size: int
@@ -92,8 +102,7 @@ class WorkerContext:
     clock: PhaseClock
     token: str
     timeout_s: float
-    servers: tuple[tuple[str, int], ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    phase: PhaseContext = PhaseContext()
     on_bucket_ready: Callable[[], None] | None = None
     """Called before gradients are sent in the middle of backward; None without slowdowns."""
 

@@ -49,6 +49,7 @@ from paceline.strategies.runner import (
     Batch,
     CommReport,
     LossOf,
+    PhaseContext,
     Runner,
     TrainStep,
     WorkerContext,
@@ -311,8 +312,8 @@ class CoordinatorClient:
             self._drop_inner_state()
             self._snapshot_or_restore(message)
         assert self._state is not None
-        context = dataclasses.replace(self._context, servers=message.servers, groups=message.groups)
-        self._runner = make_runner(self._phases[message.phase], context)
+        phase = PhaseContext(servers=message.servers, groups=message.groups)
+        self._runner = make_runner(self._phases[message.phase], self._context, phase)
         self._comm_report = self._runner.comm_report() or self._comm_report
         self._log_optimizer_path(self._runner)
         self._runner.import_state(self._state)

@@ -20,9 +20,9 @@ class GroupedRunner(ParameterServerRunner):
 
     def __init__(self, spec: Grouped, around: WorkerContext) -> None:
         super().__init__(ParameterServer(servers=spec.servers, lr_scale=spec.lr_scale), around)
-        self._mine = next(g for g in around.groups if around.rank in g)
+        self._mine = next(g for g in around.phase.groups if around.rank in g)
         self._leads = self._mine[0] == around.rank
-        self._inner = around.group.new_subgroup(around.groups)
+        self._inner = around.group.new_subgroup(around.phase.groups)
         kinds = {p.dtype for p in self._parameters}
         if len(kinds) > 1:
             raise UsageError("grouped needs parameters of one type: use ps for mixed ones")

@@ -44,7 +44,7 @@ class ParameterServerRunner(Runner):
         self._traits = optimizer_traits(optimizer)
         self._layout = FlatLayout(
             self._parameters,
-            len(around.servers),
+            len(around.phase.servers),
             # A part of a matrix is no matrix: powersgd needs them whole.
             elementwise=self._traits.elementwise and not isinstance(spec.codec, PowerSgd),
         )
@@ -71,7 +71,7 @@ class ParameterServerRunner(Runner):
                 peer=f"server {index}",
                 timeout_s=around.timeout_s,
             )
-            for index, (host, port) in enumerate(around.servers)
+            for index, (host, port) in enumerate(around.phase.servers)
         ]
         self._readers: list[SharedWeightsReader | None] = [None] * len(self._channels)
         """Where weights and gradients pass through memory that a server shares."""
