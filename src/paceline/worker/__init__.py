@@ -1,1 +1,1 @@
-"""What runs inside a worker process: control, training loop, evaluation, own loops."""
+"""Code of a worker process: control, training loop, evaluation, custom loops."""

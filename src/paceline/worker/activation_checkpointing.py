@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 
 def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What stands in a row (Sequential, ModuleList) and has parts itself; the outermost of them."""
+    """The outermost members of a Sequential or ModuleList that have submodules themselves."""
     inside: set[torch.nn.Module] = set()
     blocks = []
     for row in model.modules():

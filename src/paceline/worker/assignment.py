@@ -1,4 +1,4 @@
-"""What a process is told when it is started; it arrives on standard input, never in arguments.
+"""Configuration of a worker or server process, sent over stdin, never in the argument list.
 
 Arguments and environment of a process can be read by others on the machine; the token cannot be
 allowed to leak that way.
@@ -29,22 +29,22 @@ class Assignment(BaseModel):
     """Address of the coordinator."""
     port: int
     bind: str | None = None
-    """Where servers and collectives listen; None is the address that reaches the coordinator."""
+    """Address for servers and collectives; None for the one that reaches the coordinator."""
     threads: int
     """0: as many as the machine's cores allow, which the launcher works out."""
     pin: bool = False
-    """Keep each worker to cores of its own."""
+    """Pin each worker to its own cores."""
     local_rank: tuple[int, int] = (0, 1)
-    """Which of the machine's workers this is, and of how many; the launcher knows."""
+    """Index among the workers of this machine and their number; set by the launcher."""
     timeout_s: float
     folder: str | None
     """The run folder; None where only the supervisor sees it, and keeps what it is sent."""
     started_wall_s: float
-    """When the run began; a resumed run began earlier by what it had taken before."""
+    """Start of the run; earlier for a resumed run, by the time that it had taken before."""
     servers: tuple[int, ...] = ()
     """Servers that this worker starts as its own children."""
     plugins: tuple[Plugin, ...] = ()
-    """What to import before the strategy's text is parsed."""
+    """Modules to import before the strategy text is parsed."""
     job: JobRef | None = None
     checkpoint: str | None = None
     keep_checkpoints: int = 2
@@ -52,7 +52,7 @@ class Assignment(BaseModel):
     script: str | None = None
     script_args: tuple[str, ...] = ()
     telemetry: bool = True
-    """Record steps and take vitals; without it only totals are told."""
+    """Record steps and process metrics; otherwise only totals are reported."""
     profile_epoch: int | None = None
     """From 1: the epoch whose operators are timed."""
     has_live_job: bool = False
@@ -64,7 +64,7 @@ class Assignment(BaseModel):
 
 
 def pack_assignment(assignment: Assignment, live: bytes | None = None) -> bytes:
-    """What to write to a new process's standard input."""
+    """The bytes to write to the stdin of a new process."""
     blocks = [assignment.model_dump_json().encode()] + ([live] if live is not None else [])
     return b"".join(len(block).to_bytes(8, "little") + block for block in blocks)
 

@@ -30,7 +30,7 @@ from paceline.worker.shuffle_windows import ShuffleWindowReader, block_layout_of
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 SHARE = 0.005
-"""Of a step's time, waiting for its batch: more than that, and batches are made ahead."""
+"""Fraction of the step time spent waiting for a batch above which batches are prefetched."""
 MOST_AHEAD = 32
 MOST_AHEAD_BYTES = 64 << 20
 """Batches made ahead take no more memory than this, or hold one batch."""
@@ -46,7 +46,7 @@ def epoch_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 class PrefetchDepth:
-    """How many batches to make ahead: none while nobody waits, more while somebody does."""
+    """Number of batches to prefetch: 0 while the loop never waits, more while it does."""
 
     def __init__(self, fixed: int | None) -> None:
         self.now = fixed or 0
@@ -73,15 +73,15 @@ class PrefetchDepth:
 
 @dataclass
 class InputTimes:
-    """What getting batches has cost since the start."""
+    """Cost of the input pipeline since the start."""
 
     batches: int = 0
     wait_s: float = 0.0
-    """The training loop stood still for want of a batch."""
+    """Time that the training loop waited for a batch."""
     make_s: float = 0.0
     """Joining, scaling and converting rows, in whichever thread."""
     queue: int = 0
-    """Sum, over batches, of how many lay ready when one was asked for."""
+    """Sum, over batches, of the batches that were ready when one was requested."""
 
     def minus(self, other: InputTimes) -> InputTimes:
         return InputTimes(
@@ -105,7 +105,7 @@ class BatchLoader:
         workers: int = 1,
         tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """`tell` hears about once a second what getting batches costs."""
+        """`tell` receives input statistics about once per second."""
         self._table = table if isinstance(table, PipelinedDataset) else PipelinedDataset(table)
         self.samples = len(table)
         self._seed = seed
@@ -201,7 +201,7 @@ class BatchLoader:
         return self._order[lease.lo : lease.hi]
 
     def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """What the last second or so has cost."""
+        """Cost since the last call, about a second ago."""
         self._tell_due = time.monotonic() + WINDOW_S
         now = InputTimes(**vars(self._totals))
         part = now.minus(self._told)

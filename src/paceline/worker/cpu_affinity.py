@@ -1,4 +1,4 @@
-"""Cores of its own for each worker of a machine, so that the kernel does not move them about."""
+"""Pins each worker of a machine to separate cores, so that the kernel does not migrate it."""
 
 from __future__ import annotations
 

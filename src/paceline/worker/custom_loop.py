@@ -1,4 +1,4 @@
-"""For people with their own training loop: three lines around model, optimizer and loader.
+"""Support for custom training loops: three lines around model, optimizer and loader.
 
     import paceline
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, epochs=10)
@@ -32,7 +32,7 @@ _session: Session | None = None
 _loader: LeasedLoader | None = None
 
 SEED = 0
-"""Of the order of samples; the loader's own sampler is not used."""
+"""Seed of the sample order. The loader's own sampler is ignored."""
 
 
 def prepare(

@@ -16,7 +16,7 @@ from paceline.worker.job_builder import Loss
 BATCH = 256
 
 EvalShard = tuple[int, int]
-"""Which part of the rows, and of how many."""
+"""Index of a part of the rows, and the number of parts."""
 Predict = Callable[[torch.Tensor], torch.Tensor | None]
 """The model's outputs; None where another worker has them."""
 

@@ -18,7 +18,7 @@ from typing import Any
 ADAPTERS = {"keras": "paceline.keras.fit_patch:patch_fit"}
 """Called with the module when it has been imported."""
 STAND_INS = {"tensorflow": "paceline.keras.tensorflow_stub:make"}
-"""Where the package itself is not installed: called for a module of that name."""
+"""Called for a module of that name if the package is not installed."""
 PREPARATIONS = {"keras": {"KERAS_BACKEND": "torch"}, "tensorflow": {"KERAS_BACKEND": "torch"}}
 """Environment that must be set before the import."""
 
@@ -102,7 +102,7 @@ class _StubLoader(importlib.abc.Loader):
             found = getattr(found, part)
         if not isinstance(found, ModuleType):
             raise ModuleNotFoundError(f"{self._name} is no module", name=self._name)
-        # A module of its own, so that the one it stands for keeps its name and its spec.
+        # A separate module, so that the one it stands for keeps its name and its spec.
         alias = _Alias(self._name)
         alias.__dict__["_target"] = found
         return alias

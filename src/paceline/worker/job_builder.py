@@ -25,7 +25,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class JobData:
-    """What a worker reads from; `val` and `test` may be missing from a user's own data."""
+    """The tables that a worker reads; a user's own data may lack `val` and `test`."""
 
     train: MapDataset
     val: MapDataset | None

@@ -1,4 +1,4 @@
-"""What a training loop gives to the coordinator client: callbacks it must have, and observers."""
+"""Interface of a training loop to the coordinator client: required callbacks and observers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.worker.evaluation import EvalShard, Predict
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCallbacks:
-    """What a training loop does for the coordinator besides steps."""
+    """Operations that a training loop performs for the coordinator besides steps."""
 
     evaluate: Callable[[str, EvalShard, Predict], tuple[float, int | None, int]] | None
     save: Callable[[str, TrainState], str]

@@ -54,7 +54,7 @@ def main() -> None:
             _wait_for_servers()
         code = 0
     except Diverged:
-        pass  # The coordinator has been told, and ends the run.
+        pass  # The coordinator has received the failure, and ends the run.
     except BaseException as error:
         _report_failure(control, assignment, error)
     sys.stdout.flush()
@@ -95,7 +95,7 @@ def load_plugins(assignment: Assignment) -> None:
 
 
 def _wait_for_servers() -> None:
-    """The run is done and servers have been told: let them say their last words."""
+    """Waits for the servers of a finished run to exit and to write their last events."""
     for child in _children:
         try:
             child.wait(LAST_WORDS_S)
@@ -121,14 +121,14 @@ def _report_failure(
     blame = "usage" if isinstance(error, UsageError) else "own"
     if isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
-    # What is raised on purpose says all in one line; the log has the rest.
+    # Expected errors are complete in one line; the log has the rest.
     details = "" if isinstance(error, PacelineError) or shortage else text
     try:
         control.send(
             ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)
         )
     except PacelineError:
-        pass  # The supervisor is gone: nobody is left to tell.
+        pass  # The supervisor is gone: there is no process to report to.
 
 
 def _watch_parent(commands: IO[bytes], who: str) -> None:

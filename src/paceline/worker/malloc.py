@@ -1,4 +1,4 @@
-"""How this process's memory comes and goes.
+"""glibc malloc settings for worker processes.
 
 A step's gradients and activations are asked for and let go again, every time. Large blocks the C
 library takes from the system and gives back at once, so that the system has to find and clear all
@@ -41,7 +41,7 @@ def tune_malloc() -> bool:
 
 
 def trim_malloc() -> None:
-    """What is free now is not what steps will use again: weights as they were read, say."""
+    """Returns free memory to the system that steps will not use again, such as weights as read."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

@@ -13,7 +13,7 @@ from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.memory_limit import available_memory_bytes
 
 SMALL = 64 << 20
-"""Bytes of weights below which nobody needs to ask."""
+"""Bytes of weights below which the check is skipped."""
 
 
 def check_memory(
@@ -41,7 +41,7 @@ def check_memory(
 
 
 def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, room: float) -> str:
-    """Strategies that would do with so many workers, and with how much."""
+    """Strategies that fit with this many workers, and the memory that each needs."""
     found = []
     templates = [text for record in records().values() for text in record.memory_saving]
     for text in (template.format(workers=workers) for template in templates):
@@ -60,7 +60,7 @@ def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, r
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
-    """What to do about memory that the system refused; None for any other error."""
+    """A remedy for an out-of-memory error; None for any other error."""
     found = re.search(r"tried to allocate (\d+) bytes", str(error))
     if not isinstance(error, MemoryError) and found is None:
         return None

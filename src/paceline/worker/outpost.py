@@ -1,9 +1,8 @@
-"""What an engine runs on its machines for us: calls back, and runs the programs it is told to.
+"""Host agent that an engine runs on its machines: connects to the supervisor and runs programs.
 
-An engine (Ray, Spark, later others) can start a Python function somewhere; that is all that is
-asked of it: `serve(ticket)` in as many places as there are workers. From there on the supervisor
-speaks to the place as it does to a machine over SSH: programs, bytes in, bytes out. When the
-connection ends, or the supervisor falls silent, every program is ended.
+An engine (Ray, Spark) only has to start a Python function, `run_host_agent(ticket)`, once per
+worker. The supervisor then controls the host agent like an SSH host: start programs, stream stdin
+and stdout. When the connection ends, or the supervisor goes quiet, every program is ended.
 """
 
 from __future__ import annotations
@@ -24,32 +23,36 @@ from paceline.errors import PacelineError
 
 BEAT_S = 2.0
 SILENT_S = 10.0
-"""A side that hears nothing from the other for so long gives it up."""
+"""A side that receives nothing for this long considers the other lost."""
 MAX_PART = 1 << 20
 CHUNK = 1 << 16
 CALL_S = 60.0
 NOT_FOUND = 127
-"""The exit status by which shells tell that there is no such program."""
+"""The exit status of shells for a program that does not exist."""
 END_S = 8.0
-"""Programs end themselves when their input does; this is how long they may take."""
+"""Time for programs to exit after their stdin is closed."""
 
 
 def make_agent_ticket(host: str, port: int, token: str, index: int) -> str:
-    """What `serve` needs; it holds a token, so it travels only inside the engine."""
+    """The argument of `run_host_agent`; it holds a token, so it stays inside the engine."""
     return json.dumps({"host": host, "port": port, "token": token, "index": index})
 
 
 def run_host_agent(ticket: str, node: str = "") -> None:
-    """Call the supervisor and do as it says, until it says that all is over or is gone."""
-    told = json.loads(ticket)
+    """Connects to the supervisor and executes its requests until it ends the agent or is lost."""
+    fields = json.loads(ticket)
     channel = Channel.connect(
-        told["host"], told["port"], token=told["token"], peer="the supervisor", timeout_s=CALL_S
+        fields["host"],
+        fields["port"],
+        token=fields["token"],
+        peer="the supervisor",
+        timeout_s=CALL_S,
     )
     channel.set_timeout(SILENT_S)
     outpost = _HostAgent(channel)
     outpost.send(
         {
-            "index": told["index"],
+            "index": fields["index"],
             "address": channel.local_address,
             "hostname": socket.gethostname(),
             "node": node,
@@ -60,7 +63,7 @@ def run_host_agent(ticket: str, node: str = "") -> None:
     try:
         outpost.obey()
     except PacelineError:
-        pass  # The supervisor is gone: whoever asked for the run knows.
+        pass  # The supervisor is gone; the caller of the run knows.
     finally:
         outpost.end()
 
@@ -134,7 +137,7 @@ class _HostAgent:
             aside.join()
             self.send({"id": number, "end": program.wait(), "why": ""})
         except PacelineError:
-            pass  # Nobody listens any more; `end` sees to the rest.
+            pass  # The supervisor is gone; `end` does the rest.
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):

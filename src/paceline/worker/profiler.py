@@ -1,4 +1,4 @@
-"""`--profile epoch=N`: how long each operator took by itself, on this worker, in one epoch."""
+"""`--profile epoch=N`: self time of each operator on this worker, in one epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EpochProfiler:
     def __init__(
         self, epoch: int, path: Path, worker: int, written: Callable[[int, int, str], None]
     ) -> None:
-        """`epoch` counts from 1; `written` is told the epoch, the steps and the file."""
+        """`epoch` counts from 1; `written` receives the epoch, the steps and the file."""
         self._epoch = epoch
         self._path = path
         self._worker = worker

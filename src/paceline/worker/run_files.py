@@ -44,10 +44,10 @@ AGE_ROUNDS = 5
 
 
 class RunFiles(Protocol):
-    """What a worker reads from and writes to the run folder."""
+    """Access of a worker to the run folder."""
 
     began_wall_s: float
-    """When the run began, by this machine's clock."""
+    """Start of the run, by this machine's clock."""
     events: EventSink
 
     def save(self, name: str, state: TrainState) -> str:
@@ -107,11 +107,11 @@ class RemoteRunFiles:
         for _ in range(AGE_ROUNDS):
             asked = time.time()
             answer = self._request(RunClockRequest())
-            heard = time.time()
+            received = time.time()
             assert isinstance(answer, RunClockResponse)
-            took = heard - asked
+            took = received - asked
             if best is None or took < best[0]:
-                best = (took, (asked + heard) / 2 - answer.seconds)
+                best = (took, (asked + received) / 2 - answer.seconds)
         assert best is not None
         return best[1]
 

@@ -1,4 +1,4 @@
-"""A server process: the server of `strategies`, and what is told of it."""
+"""Entry point of a server process, including its telemetry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker gets from its assignment to training: a job, or a user's own script."""
+"""Runs a worker from its assignment to the end of training: a job, or a user's own script."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ from paceline.worker.training_loop import run_training_loop
 
 PROBE_PASSES = 4
 RANK_STRIDE = 1_000_003
-"""Worker k's generators are seeded with seed + k times this; worker 0's go on from the model's."""
+"""Worker k's generators are seeded with seed + k times this; worker 0's continue
+after the model's initialization."""
 
 
 class Session:
-    """The parts of a worker that do not depend on what is trained."""
+    """The parts of a worker that do not depend on the model or the loop."""
 
     def __init__(self, assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
         self.assignment = assignment
@@ -250,10 +251,10 @@ def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
     weights = sorted(k for k in mine.tensors if is_model_tensor(k))
     fresh = len(weights) == len(mine.tensors) and not mine.plain
     facts = Section(plain={"fingerprint": fingerprint_of(mine.tensors), "fresh": fresh})
-    told = broadcast_section(facts if group.rank == 0 else None, group).plain
-    if not told["fresh"]:
+    first = broadcast_section(facts if group.rank == 0 else None, group).plain
+    if not first["fresh"]:
         return broadcast_section(mine, group)
-    if told["fingerprint"] != fingerprint_of(mine.tensors):
+    if first["fingerprint"] != fingerprint_of(mine.tensors):
         raise UsageError(f"worker {group.rank} has built another model than worker 0")
     for name in weights:
         group.broadcast_any_layout(mine.tensors[name])
@@ -272,7 +273,7 @@ def _broadcast_all(sections: list[Section] | None, group: CollectiveGroup) -> li
 def run_worker_job(
     assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
 ) -> None:
-    """Train a job: read, build, meet, train, until the coordinator says that it is done."""
+    """Trains a job: read data, build the model, join the group, train until the run ends."""
     session = Session(assignment, control, wait_s)
     session.stages.enter(READ)
     job = unpack_live(live) if live is not None else _resolve(assignment)
@@ -341,7 +342,7 @@ def run_worker_job(
 
 
 def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: BatchLoader, samples: int) -> float:
-    """Samples a second of a few passes on a copy: the model itself and its generator stay as is."""
+    """Samples per second of a few passes on a copy; the model and its generator do not change."""
     generator = torch.get_rng_state()
     copied = copy.deepcopy(model).train()
     count = min(samples, feed.samples)
@@ -352,7 +353,7 @@ def probe_speed(model: torch.nn.Module, loss_of: Loss, feed: BatchLoader, sample
         loss_of(copied(inputs), targets).backward()  # type: ignore[no-untyped-call]
         times_s.append(time.perf_counter() - began)
     torch.set_rng_state(generator)
-    # The first pass allocates and warms up; the fastest one says what the machine can do.
+    # The first pass allocates and warms up; the fastest one is the speed of the machine.
     return count / min(times_s)
 
 

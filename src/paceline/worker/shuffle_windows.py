@@ -37,7 +37,7 @@ MOST_WINDOWS = 3
 
 
 def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
-    """How the coordinator is to deal out a table; None where all its rows are at hand."""
+    """The block plan of a table for the coordinator; None if all its rows are in memory."""
     blocks = table.blocks
     if blocks is None:
         return None
@@ -65,7 +65,7 @@ class ShuffledRows:
 
 
 class ShuffleWindowReader:
-    """Reads windows before they are wanted, and forgets those that nobody will want again."""
+    """Reads windows ahead of time, and drops those that are not needed again."""
 
     def __init__(
         self, table: StreamingDataset, layout: BlockLayout, *, rank: int, workers: int
@@ -111,7 +111,7 @@ class ShuffleWindowReader:
                 self._begin(key)
 
     def is_near(self, lease: Lease) -> bool:
-        """Whether all rows of a lease are read, or being read."""
+        """True if all rows of a lease have been read or are being read."""
         with self._lock:
             return all(key in self._held for key in self._find(lease.epoch, lease.row_ranges))
 

@@ -37,7 +37,7 @@ class SlowdownInjector:
 
     @property
     def max_factor(self) -> float:
-        """How many times slower the worker will be at its slowest."""
+        """The largest slowdown factor that this worker will have."""
         return max(slowdown.factor / slowdown.cores for slowdown in self._slowdowns)
 
     def begin_step(self, epoch: float) -> None:

@@ -1,4 +1,4 @@
-"""Starting our own child processes: `python -m paceline.worker`, told what to do on stdin."""
+"""Starts child processes: `python -m paceline.worker`, configured over stdin."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unpack_live(data: bytes) -> Any:
 
 
 def start_child(assignment: Assignment) -> subprocess.Popen[bytes]:
-    """Start a server beside this worker; it ends when this process does (its stdin closes)."""
+    """Starts a server as a child of this worker; it ends with this process (its stdin closes)."""
     child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
     assert child.stdin is not None
     child.stdin.write(pack_assignment(assignment))

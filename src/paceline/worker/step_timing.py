@@ -1,4 +1,4 @@
-"""How long a job's training steps take on this machine, by the parts that training itself uses."""
+"""Times a job's training steps on this machine, with the same code as training."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def time_steps(job: Job, tables: JobData, share: int) -> StepTimes:
 def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
     """The same for a job by its fields, as plain data.
 
-    A job that cannot be run here, because its data is missing say, is told under "failed".
+    A job that cannot be run here, because its data is missing say, is reported under "failed".
     """
     try:
         job = refer_to_job(None, fields).resolve()
@@ -108,7 +108,7 @@ def fit_line(medians: dict[int, float]) -> tuple[float, float]:
 
 
 def with_threads(threads: int, job: Job, tables: JobData, share: int) -> StepTimes:
-    """Time with so many threads, and leave torch's own number as it was."""
+    """Times steps with this many threads, and restores torch's setting afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

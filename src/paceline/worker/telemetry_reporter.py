@@ -1,4 +1,4 @@
-"""What a process tells of itself: into its event file, and to the supervisor, who watches live."""
+"""Writes the events of a process to its file, and forwards them to the supervisor."""
 
 from __future__ import annotations
 
