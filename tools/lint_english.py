@@ -97,10 +97,10 @@ PENDING: dict[str, int] = {
     "docs/studies": 24,
     "examples": 4,
     "src/paceline/cli": 58,
-    "src/paceline/comm": 102,
+    "src/paceline/comm": 49,
     "src/paceline/dashboard": 119,
     "src/paceline/job.py": 8,
-    "src/paceline/launch": 128,
+    "src/paceline/launch": 30,
     "src/paceline/plan": 54,
     "src/paceline/protocol": 110,
     "src/paceline/report": 67,
@@ -108,7 +108,7 @@ PENDING: dict[str, int] = {
     "src/paceline/strategies": 152,
     "src/paceline/telemetry": 92,
     "src/paceline/twin": 161,
-    "src/paceline/worker": 118,
+    "src/paceline/worker": 23,
     "tests": 27,
 }
 

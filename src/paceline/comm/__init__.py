@@ -1,1 +1,1 @@
-"""How processes talk: wire format, control connections, collectives, shards of parameters."""
+"""Communication between processes: wire format, control connections, collectives, shards."""

@@ -1,4 +1,4 @@
-"""Which way gradients are summed: through memory that workers of a machine share, or by torch."""
+"""Chooses the backend that sums gradients: shared memory of one machine, or torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_backend(
     """`wanted` is `auto`, `shared` or `network`; `before` what was chosen in this run, if anything.
 
     The way once chosen is kept, because another one adds in another order and differs in the last
-    bits; where it cannot be had any more the other one is taken, and the reason told.
+    bits; if it is no longer available, the other one is used and the reason reported.
     """
     if group.size == 1 or wanted == "network":
         return BackendChoice(None, "")

@@ -1,4 +1,4 @@
-"""Gradients grouped into buckets, each summed over all workers while backward still goes on.
+"""Gradients grouped into buckets, each summed over all workers while backward continues.
 
 The layout is fixed from the first step (and kept in checkpoints), because another grouping adds
 the same numbers in another order and so differs in the last bits.
@@ -98,7 +98,7 @@ class GradientBucket:
                 self.views[index].zero_()
 
     def assign_gradients(self) -> None:
-        """The sums are here: give every parameter that anybody used its gradient."""
+        """Gives every parameter that any worker used its summed gradient."""
         if self.left == 0:
             return
         used = self.flags.tolist()
@@ -132,8 +132,8 @@ class GradientExchange:
         shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
     ) -> None:
-        """With `own_pieces` each worker ends with the sums of its own pieces alone (see
-        SharedSums), and nobody's `grad` is the sum."""
+        """With `own_pieces` each worker gets the sums of its own pieces only (see
+        `SharedMemoryAllReduce`), and no `grad` is the sum."""
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout is of another model")
@@ -169,7 +169,7 @@ class GradientExchange:
         self._timed = False
         self._spans: list[list[int]] = []
         self.overlapped_us: int | None = None
-        """Of the last step: exchange while backward went on; None where it was not timed."""
+        """Exchange of the last step that overlapped with backward; None if it was not timed."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(bucket, index)
@@ -293,7 +293,7 @@ class GradientExchange:
         return sum(c.bytes_sent for c in self._compressed)
 
     def export_residuals(self) -> dict[str, torch.Tensor]:
-        """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
+        """Residuals of the codec per parameter, so that any strategy can continue with them."""
         found: dict[str, torch.Tensor] = {}
         for index, (bucket, summed) in enumerate(zip(self.buckets, self._compressed, strict=False)):
             state = summed.state()

@@ -52,11 +52,11 @@ class CompressedAllReduce:
         else:
             self._way = _GatherReduction(self._compressor, group)
         self.bytes_before = 0
-        """What this worker would have handed to the collectives without a codec."""
+        """Bytes that this worker would have passed to the collectives without a codec."""
 
     @property
     def bytes_sent(self) -> int:
-        """What this worker has handed to the collectives (their traffic depends on the group)."""
+        """Bytes that this worker passed to the collectives (their traffic depends on the group)."""
         return self._way.bytes_sent
 
     def run(self, flat: Tensor) -> None:
@@ -87,7 +87,7 @@ class CompressedAllReduce:
         return self._compressor.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state()` bit for bit; raises StateError for that of another model."""
+        """Continues from `state()` bit for bit; raises StateError for that of another model."""
         self._compressor.load_state(state)
 
 
@@ -115,7 +115,7 @@ class _Reduction(ABC):
         self._work = self.group.all_reduce_async(tensor)
 
     def _begin_gather(self, mine: Tensor) -> list[Tensor]:
-        """Everybody's tensor, all of one size; whole only after `_wait`."""
+        """The tensors of all workers, all of one size; complete only after `_wait`."""
         self._count(mine)
         if self.group.size == 1:
             return [mine]
@@ -151,7 +151,7 @@ class _SumReduction(_Reduction):
 
 
 class _GatherReduction(_Reduction):
-    """Everybody gets every payload, and adds them in the order of the ranks."""
+    """All workers receive every payload, and add them in the order of the ranks."""
 
     def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
         super().__init__(compressor, group)
@@ -179,7 +179,7 @@ class _GatherReduction(_Reduction):
         table, _ = to_bytes(self._payload)
         if self.compressor.coder.fixed_size:
             return [from_bytes(table, body) for body in self._gathered]
-        # The sizes came first; everybody now sends as much as the one with the most.
+        # The sizes came first; all workers now send as much as the largest payload.
         tables = [_resize(table, counts.tolist()) for counts in self._gathered]
         sizes = [sum(size for _, _, size in one) for one in tables]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)

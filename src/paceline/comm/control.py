@@ -44,7 +44,7 @@ class ControlConnection:
 
 
 class StoreClient:
-    """Keys and values kept by the coordinator, for rendezvous; on a connection of its own.
+    """Keys and values kept by the coordinator, for rendezvous; on a separate connection.
 
     torch's own TCPStore listens on all interfaces and knows no token.
     """

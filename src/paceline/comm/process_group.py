@@ -90,7 +90,7 @@ class CollectiveGroup:
         self.rank = rank
         self.size = size
         self._members = members
-        """None is everybody."""
+        """None for all workers."""
         self._timeout: datetime.timedelta | None = None
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
         self._store: CoordinatorStore | None = None
@@ -174,11 +174,11 @@ class CollectiveGroup:
                 why = f"worker {mine[0]} could not make it"
         except OSError as error:
             why = f"{error.strerror} in /dev/shm on worker {self.rank}'s machine"
-        told = self._all_gather_text(f"{prefix}/trouble", why)
+        reasons = self._all_gather_text(f"{prefix}/trouble", why)
         if name and mine[0] == self.rank:
             unlink_segment(name)
-        if any(told):
-            return next(filter(None, told))
+        if any(reasons):
+            return next(filter(None, reasons))
         assert arena is not None
         leaders = None
         if len(together) > 1:
@@ -187,7 +187,7 @@ class CollectiveGroup:
         return SharedMemoryGroup(arena, leaders, len(together))
 
     def _all_gather_text(self, key: str, value: str) -> list[str]:
-        """What each worker says, in their order."""
+        """The texts of all workers, by rank."""
         assert self._store is not None
         self._store.set(f"{key}/{self.rank}", value)
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
@@ -228,7 +228,7 @@ class CollectiveGroup:
                 tensor.detach().copy_(flat)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, all of one shape, in the order of ranks."""
+        """The tensors of all workers, all of one shape, by rank."""
         if self.size == 1:
             return [tensor]
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -251,7 +251,7 @@ class CollectiveGroup:
         self.irecv(tensor, rank, tag).wait()
 
     def barrier(self) -> None:
-        """Wait until everybody is here."""
+        """Waits for all workers."""
         if self.size > 1:
             dist.barrier(group=self._members)
 

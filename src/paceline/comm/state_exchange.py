@@ -9,7 +9,7 @@ from paceline.state import Section
 
 
 def broadcast_section(section: Section | None, group: CollectiveGroup, source: int = 0) -> Section:
-    """`source` gives its section, everybody returns it."""
+    """Returns the section of `source` on all workers."""
     if group.size == 1:
         assert section is not None
         return section

@@ -152,7 +152,7 @@ class Channel:
         return unpack_head(self._receive(head_bytes)), body_bytes
 
     def has_input(self) -> bool:
-        """Whether bytes can be received without waiting."""
+        """True if bytes can be received without waiting."""
         return bool(select.select([self._sock], [], [], 0)[0])
 
     def receive_into(self, target: memoryview) -> None:

@@ -1,1 +1,1 @@
-"""How the processes of a run start and are supervised. Nothing here imports torch."""
+"""Starts and supervises the processes of a run. Nothing here imports torch."""

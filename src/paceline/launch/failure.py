@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Certainty(IntEnum):
-    """How likely a failure is the cause of the run's end."""
+    """Certainty that a failure is the cause of the run's end."""
 
     CONSEQUENCE = 0
     """Probably a consequence: the process lost a peer."""
@@ -60,7 +60,7 @@ class FailureLog:
         return max(self._failures, key=lambda failure: failure.certainty, default=None)
 
     def certainty_of_server_loss(self, parent: int) -> Certainty | None:
-        """How certain it is that a lost server is the cause; None if its parent worker is."""
+        """Certainty that a lost server is the cause; None if its parent worker is."""
         parent_name = f"worker-{parent}"
         if parent_name not in self._gone:
             return Certainty.CAUSE

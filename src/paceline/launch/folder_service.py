@@ -1,4 +1,4 @@
-"""What workers on other machines send for the run folder, written where the supervisor is.
+"""Writes files that workers on other machines send for the run folder.
 
 Nothing that a worker says becomes a path as it is: its own events go by the name that it proved to
 have, files by names that are known.
@@ -37,7 +37,7 @@ SYNC_BYTES = 32 << 20
 from telling the machines that it is still there."""
 FILE = re.compile(r"state\.json|state\.safetensors|worker-\d{1,6}\.safetensors")
 MODELS = {"model": "model.safetensors", KERAS: KERAS}
-"""What is known of a model, and its name in the run folder."""
+"""Files that belong to a model, and their names in the run folder."""
 CHECKPOINT = re.compile(r"\d{1,20}")
 
 
@@ -51,7 +51,7 @@ class FolderService:
         self._open: dict[str, IO[bytes]] = {}
 
     def handle(self, who: str, message: Message, age_s: float) -> tuple[bool, Message | None]:
-        """Whether the message was for this desk, and the answer to it, if any."""
+        """True if the message was handled here, and the reply to it, if any."""
         if isinstance(message, EventLine):
             if who not in self._events:
                 self._events[who] = EventWriter(self._folder.events(who))
@@ -114,7 +114,7 @@ class FolderService:
             return FileResponse(b"", -1)
 
     def close(self) -> None:
-        """What was not finished is dropped, as a process that dies in the middle leaves it."""
+        """Drops unfinished files, as a process that dies while writing would."""
         for path, file in self._open.items():
             file.close()
             self._target_path(path).unlink(missing_ok=True)

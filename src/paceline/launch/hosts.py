@@ -25,11 +25,11 @@ CHUNK_S = 60.0
 """A machine that takes no more of the project for so long is given up."""
 BEAT_S = 2.0
 SILENT_S = 10.0
-"""A keeper that hears nothing for so long ends what it keeps."""
+"""A keeper that receives nothing for this long ends its program."""
 GRACE_S = 3.0
 """From asking a process to end to making it."""
 KEEPER_END_S = 10.0
-"""How long a keeper itself may take to end; it takes GRACE_S and what killing takes."""
+"""Time for a keeper to exit: GRACE_S and the time to kill its program."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RemoteHost:
     """Towards the other machines; on a single one they are the machine's own."""
     ports: list[int] = field(default_factory=list)
     copy_root: str | None = None
-    """Where the project is kept there; None where it runs in place."""
+    """Directory of the project on the host; None if it runs in place."""
     folder: str = ""
     python: str = "python3"
     node: str = ""
@@ -53,7 +53,7 @@ class RemoteHost:
 
     @property
     def title(self) -> str:
-        """For people: the machine, and what an engine calls it."""
+        """Name for messages: the machine, and the engine's name for it."""
         return f"{self.host.host} ({self.node})" if self.node else self.host.host
 
     @property
@@ -80,7 +80,7 @@ async def connect_hosts(
 
 
 def find_python(shell: Shell) -> str:
-    """What the pool names, else python3 of another machine and our own interpreter here."""
+    """The interpreter that the pool names; else python3 on another machine, and ours here."""
     return shell.host.python or ("python3" if shell.address else sys.executable)
 
 
@@ -161,7 +161,7 @@ async def _send(receiver: RemoteProgram, site: RemoteHost, project: Project, pat
     left = size
     with (project.folder / path).open("rb") as file:
         while left:
-            # One that has become shorter is filled up: the hash will not fit, and that is told.
+            # A file that has become shorter is padded: its hash differs, which is reported.
             piece = file.read(min(CHUNK, left)) or bytes(min(CHUNK, left))
             try:
                 async with asyncio.timeout(CHUNK_S):
@@ -209,7 +209,7 @@ async def create_venvs(
 def watchdog_command(
     argv: list[str], env: dict[str, str], cwd: str, lock: str | None, **defaults: str
 ) -> dict[str, Any]:
-    """What a keeper is told."""
+    """The configuration of a keeper."""
     return {
         "argv": argv,
         "env": env,

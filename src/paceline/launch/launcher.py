@@ -1,4 +1,4 @@
-"""What a supervisor needs of whatever starts its processes: the contract of all engines.
+"""The interface between the supervisor and all launchers.
 
 `local.py` keeps it with child processes, `distant.py` with processes on other machines, reached
 over SSH or through an engine that runs there already. Run folder, errors and exit codes are the
@@ -18,14 +18,14 @@ OnLine = Callable[[str, str], None]
 
 
 class LaunchedProcess(Protocol):
-    """A worker with the servers beside it, or a server of its own, wherever it runs."""
+    """A worker with its child servers, or a separate server, on any machine."""
 
     process_name: str
     location: str
-    """For people: its pid here, its machine elsewhere."""
+    """Location for messages: the pid on this machine, or the other machine."""
 
     async def wait(self) -> str | None:
-        """Until it ends: None if in order, else how it ended, in words."""
+        """Waits for the end; returns None for a normal exit, else a description."""
         ...
 
     def request_stacks(self) -> None: ...
@@ -41,12 +41,12 @@ class Launcher(Protocol):
     engine: str
     """One word for run.json: local, ssh, ray, spark."""
     host: str
-    """Where the supervisor listens: an address that all processes reach. Known after `open`."""
+    """Address of the supervisor that all processes can reach. Known after `open`."""
     supports_live_objects: bool
-    """Whether objects of this process can be handed to those that are started."""
+    """True if objects of this process can be passed to the processes it starts."""
 
     def bundle(self, job_file: Path | None, out: Path) -> None:
-        """What must go along with the job; called before anything starts, raises UsageError."""
+        """Collects the files that the job needs before any process starts; raises UsageError."""
         ...
 
     async def open(self, on_line: OnLine) -> None:
@@ -57,7 +57,7 @@ class Launcher(Protocol):
         ...
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
-        """For each server the worker that it is a child of; None for a process of its own."""
+        """The parent worker of each server; None for a separate process."""
         ...
 
     async def start(

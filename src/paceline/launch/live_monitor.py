@@ -16,7 +16,7 @@ from paceline.telemetry.sampler import MetricsDownsampler, Sampler
 
 
 class LiveMonitor:
-    """The supervisor's own vitals, and the record of everybody's."""
+    """The supervisor's own metrics, and the record of those of all processes."""
 
     def __init__(
         self,

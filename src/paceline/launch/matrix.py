@@ -32,7 +32,7 @@ AGAIN = ("cancelled",)
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixOptions(ProcessSettings):
-    """How to run a matrix, as opposed to what it contains."""
+    """Options of running a matrix, apart from its content."""
 
     out: Path
     given: dict[str, Any]
@@ -108,7 +108,7 @@ def run_cells(
                     view.skip(cell.name, kept)
                 results[cell.name] = {**kept, "dir": cell.name}
         finally:
-            # Ctrl-C leaves the comparison of what is there.
+            # Ctrl-C still writes the comparison of the finished runs.
             comparison = compare_tasks(list(results.values()))
             write_json(options.out / "comparison.json", comparison)
     return comparison
@@ -149,7 +149,7 @@ def read_existing_result(path: Path, *, retry: bool) -> dict[str, Any] | None:
 
 
 def check_folder(out: Path, cells: list[MatrixCell]) -> None:
-    """A run that is there already must be the one that the matrix means by its name."""
+    """Raises UsageError if an existing run is not the one that the matrix defines."""
     known = out / "matrix.json"
     if not known.exists():
         if (out / "comparison.json").exists():

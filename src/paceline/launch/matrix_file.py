@@ -31,7 +31,7 @@ class MatrixArm(BaseModel):
 
     strategy: str
     arm: str | None = None
-    """How tables call it; the strategy's text by default."""
+    """Name in tables; the strategy text by default."""
     workers: int | None = Field(default=None, ge=1)
     batch_times: float = Field(default=1.0, gt=0)
     epochs_times: float = Field(default=1.0, gt=0)
@@ -57,7 +57,7 @@ class Matrix(BaseModel):
     title: str = "Matrix"
     about: str = ""
     study: str | None = None
-    """Whose published figures stand beside these runs in `report --against published`."""
+    """Publication to compare with in `report --against published`."""
     job: dict[str, Any] = Field(default_factory=dict)
     work: list[ModelAndData] = Field(default_factory=list)
     models: list[str] = Field(default_factory=list)
@@ -104,7 +104,7 @@ class MatrixCell(BaseModel):
     name: str
     """Its folder."""
     task: str
-    """What it is compared within: model, data and batch as the matrix says them."""
+    """The comparison it belongs to: model, data and batch as the matrix defines them."""
     arm: str
     strategy: str
     workers: int
@@ -247,7 +247,7 @@ def make_cell(
 
 
 def scale_count(count: Any, times: float) -> Any:
-    """A whole number, at least one; what is no number is left for the job to complain about."""
+    """An integer of at least 1; the job refuses other values."""
     return max(1, round(count * times)) if times != 1 and isinstance(count, int) else count
 
 

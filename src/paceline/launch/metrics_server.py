@@ -1,4 +1,4 @@
-"""The metrics of a run that goes on, over HTTP: on loopback, for those who have the token."""
+"""Serves the metrics of a run in progress over HTTP, on loopback, protected by a token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MetricsServer:
             ) from None
         port = self._server.sockets[0].getsockname()[1]
         about = {"url": f"http://{HOST}:{port}/metrics", "token": self._token}
-        # For its owner alone: whoever has the token can read the run's progress.
+        # Readable by its owner only: the token gives access to the run's progress.
         self._path.unlink(missing_ok=True)
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:

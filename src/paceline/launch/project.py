@@ -48,7 +48,7 @@ class Project:
 
 
 def find_project(script: Path, folder: Path | None) -> Path:
-    """The folder to copy: as told, else the nearest around the script that looks like a project."""
+    """The folder to copy: as given, else the nearest project folder around the script."""
     if not script.is_file():
         raise UsageError(f"script {script} was not found; use the path of a Python file")
     script = script.resolve()

@@ -42,14 +42,14 @@ PACKAGES = ("paceline", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectBundle:
-    """What goes along to other machines, and how much is prepared there."""
+    """Files to copy to other machines, and what to prepare there."""
 
     project: Project | None = None
     requirements: Path | None = None
     """Make a virtual environment from it."""
     venv_timeout_s: float = 1200.0
     on_progress: Callable[[str], None] = field(default=lambda line: None)
-    """Gets what happens, for people."""
+    """Receives progress messages for the user."""
 
 
 def bundle_project(
@@ -75,7 +75,7 @@ def bundle_project(
     requirements = found / "requirements.txt" if venv else None
     if requirements is not None and not requirements.is_file():
         raise UsageError(f"--venv: {found} has no requirements.txt to make an environment from")
-    # Earlier runs beside this one stay here too.
+    # Earlier runs next to this one are not copied either.
     project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
     if job_file is not None and job_file.relative_to(found).as_posix() not in project.files:
         raise UsageError(f"job file {job_file} is named in an ignore file of {found}")
@@ -88,7 +88,7 @@ class RemoteLauncher:
     engine = "distant"
     supports_live_objects = False
     threads = 0
-    """Of a worker, where the user has not said; 0: a machine's cores divided by its workers."""
+    """Default threads per worker; 0 for the cores of a machine divided by its workers."""
 
     def __init__(self, luggage: ProjectBundle) -> None:
         self.host = "127.0.0.1"
@@ -108,11 +108,11 @@ class RemoteLauncher:
 
     @property
     def workers(self) -> int:
-        """How many it has places for."""
+        """Number of workers that it places."""
         raise NotImplementedError
 
     def host_index_of(self, assignment: Assignment) -> int:
-        """Which machine a worker, or a server of its own, is started on."""
+        """Index of the machine for a worker or a separate server."""
         raise NotImplementedError
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
@@ -135,7 +135,7 @@ class RemoteLauncher:
     ) -> RemoteProcess:
         assert live is None, "live objects go to child processes only"
         site = self.remote_hosts[self.host_index_of(assignment)]
-        told = assignment.model_copy(
+        placed = assignment.model_copy(
             update={
                 "bind": site.address if len(self.remote_hosts) > 1 else None,
                 "folder": None,
@@ -145,7 +145,7 @@ class RemoteLauncher:
                 "plugins": self._move_plugins(assignment),
             }
         )
-        threads = str(told.threads)
+        threads = str(placed.threads)
         spec = watchdog_command(
             [site.python, "-m", "paceline.worker"],
             {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
@@ -153,8 +153,8 @@ class RemoteLauncher:
             site.lock,
         )
         # Over standard input, as everything: arguments and environment can be read by others.
-        spec["input"] = base64.b64encode(pack_assignment(told)).decode()
-        return RemoteProcess(told.process_name, site, spec, on_line)
+        spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
+        return RemoteProcess(placed.process_name, site, spec, on_line)
 
     def _threads_on(self, site: RemoteHost, assignment: Assignment) -> int:
         """Cores divided by the workers there, where the user has not said how many."""
@@ -164,7 +164,7 @@ class RemoteLauncher:
         return max(1, int(site.facts["cores"]) // here)
 
     def _local_rank(self, site: RemoteHost, assignment: Assignment) -> tuple[int, int]:
-        """Which of the workers there it is, and how many there are."""
+        """Index among the workers of the machine, and their number."""
         others = [
             assignment.model_copy(update={"kind": "worker", "index": rank})
             for rank in range(assignment.workers)

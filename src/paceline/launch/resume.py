@@ -47,7 +47,7 @@ def _word(optimizer: str) -> str:
 
 
 def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
-    """What the coordinator remembered when a checkpoint was made."""
+    """The coordinator's state in a checkpoint."""
     try:
         head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         memory = head["plain"]["coordinator"]

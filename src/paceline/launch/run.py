@@ -1,4 +1,4 @@
-"""One run from beginning to end: check, start, supervise, sum up. The way in for Python callers."""
+"""Runs a job from start to end: check, start, supervise, summarize. The Python entry point."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a job and return its result (what `result.json` holds).
 
-    On processes here, two unless told; with a launcher on other machines, as many as it places.
+    Uses local processes, two by default, or the workers that a launcher places on other machines.
 
     Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
     ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
@@ -74,7 +74,7 @@ def train(
 
 
 def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
-    """The same with everything said; raises as `train` does."""
+    """Trains with explicit options; raises as `train` does."""
     if getattr(current_process(), "_inheriting", False):
         raise UsageError(
             "the script starts training while a worker imports it, to find the job's objects: "
@@ -115,7 +115,7 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
 
 
 def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
-    """What run.json says of a job, and how to find it again."""
+    """The description of a job in run.json, with the reference to load it again."""
     facts = job.describe()
     facts["job_file"] = str(reference.file) if reference and reference.file else None
     if reference is not None:
@@ -130,14 +130,14 @@ def job_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def job_reference(job: Job | JobRef, resolved: Job) -> JobRef | None:
-    """A job that can be named again; None for one that holds live objects."""
+    """A reference to the job; None for one that holds live objects."""
     if isinstance(job, JobRef):
         return job
     return JobRef(fields=plain_fields(resolved)) if resolved.is_plain else None
 
 
 def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
-    """What the coordinator is told of a job, whoever carries it out."""
+    """The run settings of a job for the coordinator, in real and simulated runs."""
     point = job.checkpoint_point
     return RunSpec(
         strategy=strategy,
@@ -259,7 +259,7 @@ def _run(
         return await supervisor.run()
 
     def leave_nothing() -> None:
-        """The user's mistake, found before the first step: nothing half-written stays behind."""
+        """Removes a run that ended by a user error before its first step."""
         writer.close()
         if earlier is not None:
             folder.config.write_bytes(earlier)
@@ -289,7 +289,7 @@ def _run(
 def raise_unless_done(
     result: dict[str, Any], outcome: RunOutcome, folder: RunFolder
 ) -> dict[str, Any]:
-    """The result of a run that is done; raises what its end deserves otherwise."""
+    """The result of a run that is done; raises the error of any other."""
     if outcome.status == "done":
         return result
     if outcome.status == "cancelled":
@@ -315,7 +315,7 @@ def run_async(main: Callable[[], Any]) -> Any:
 
 
 def _run_beside(main: Callable[[], Any]) -> Any:
-    """In a thread with a loop of its own; an interrupt here cancels the run there."""
+    """Runs in a thread with a separate event loop; an interrupt here cancels the run there."""
     box: dict[str, Any] = {}
     ready = threading.Event()
 

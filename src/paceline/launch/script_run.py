@@ -48,7 +48,7 @@ LAST_LINES = 15
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRun:
-    """What to run, where, and how."""
+    """A script, the machines to run it on, and its options."""
 
     script: Path
     args: tuple[str, ...]
@@ -61,14 +61,14 @@ class ScriptRun:
     force: bool = False
     patience: SshTimeouts = field(default_factory=SshTimeouts)
     tell: Callable[[str], None] = field(default=lambda line: None)
-    """Gets what happens, for people."""
+    """Receives progress messages for the user."""
     on_line: Callable[[str, str], None] = field(default=lambda label, line: None)
     """Gets what the script prints, with the name of the task."""
 
 
 @dataclass
 class TaskResult:
-    """How one task ended; `status` is None if its machine was lost."""
+    """The end of one task; `status` is None if its machine was lost."""
 
     task: ScriptTask
     status: int | None
@@ -103,7 +103,7 @@ class ScriptFailed(RunFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedScript:
-    """What is known before any machine is asked."""
+    """The facts known before any machine is contacted."""
 
     project: Project
     script: str
@@ -123,7 +123,7 @@ def prepare_script(run: ScriptRun) -> PreparedScript:
     requirements = folder / "requirements.txt" if run.venv else None
     if requirements is not None and not requirements.is_file():
         raise UsageError(f"--venv: {folder} has no requirements.txt to make an environment from")
-    # Earlier runs beside this one stay here too.
+    # Earlier runs next to this one are not copied either.
     ours = run.out.parent if run.out.parent.name == "runs" else run.out
     project = read_project(folder, leave_out=ours)
     name = script.relative_to(folder).as_posix()

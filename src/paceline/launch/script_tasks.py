@@ -1,4 +1,4 @@
-"""Who does what where: the tasks of a launched script, and what each finds in its environment.
+"""Tasks of a launched script, their machines, and their environment variables.
 
 Both conventions at once: torch's (MASTER_ADDR, RANK, ...) and TensorFlow's (TF_CONFIG). Every
 process has a rank of its own, servers and evaluators too, because all run the same script.
@@ -44,12 +44,12 @@ class ScriptTask:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAddress:
-    """What is known of a task when all machines have been asked."""
+    """A task, after all machines have been contacted."""
 
     address: str
     interface: str | None
     port: int | str
-    """Where a TensorFlow task listens; words in place of a number before it is chosen."""
+    """Port of a TensorFlow task; a placeholder text before it is chosen."""
 
 
 def read_roles(text: str | None) -> dict[str, int] | None:
@@ -110,7 +110,7 @@ def make_environment(
     task: ScriptTask,
     master_port: int | str,
 ) -> dict[str, str]:
-    """What one task finds in its environment; `places` are those of all tasks, by rank."""
+    """Environment variables of one task; `places` are those of all tasks, by rank."""
     place = places[task.rank]
     environment = {
         "MASTER_ADDR": places[0].address,
@@ -132,7 +132,7 @@ def make_environment(
 def make_tf_config(
     tasks: Sequence[ScriptTask], places: Sequence[TaskAddress], task: ScriptTask
 ) -> str:
-    """An evaluator is told of the cluster but is no part of it, as TensorFlow has it."""
+    """An evaluator knows the cluster but is not part of it, as in TensorFlow."""
     cluster: dict[str, list[str]] = {}
     for other in tasks:
         if other.role != "evaluator":

@@ -60,7 +60,7 @@ JUDGE_S = 1.0
 
 @dataclass
 class RunOutcome:
-    """How a run ended."""
+    """The end of a run: status, error and the coordinator's final state."""
 
     status: str
     error: str | None

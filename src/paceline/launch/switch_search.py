@@ -26,7 +26,7 @@ Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class SwitchTrial:
-    """What came of one share of the run under the first strategy."""
+    """The result of one fraction of the run under the first strategy."""
 
     share: float
     strategy: str

@@ -1,4 +1,4 @@
-"""From a spec to its coder, and to a coder that remembers what it left out."""
+"""Builds the coder of a spec, and a compressor that keeps its residual."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Compressor:
         return payload
 
     def state(self) -> dict[str, Tensor]:
-        """Named tensors (copies) with which another compressor goes on bit for bit."""
+        """Named tensors (copies) from which another compressor continues bit for bit."""
         kept = self.coder.state()
         if self.feedback is not None:
             kept[RESIDUAL] = self.feedback.export()

@@ -1,4 +1,4 @@
-"""What every codec is made of: the interface, and the checks on what it is given."""
+"""The interface of all codecs, and the checks of their input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Coder(ABC):
 
     @abstractmethod
     def max_payload_bytes(self, numel: int) -> int:
-        """No payload of so many elements is larger: what a receiver needs to make room for."""
+        """Upper bound of the payload for this many elements: the buffer that a receiver needs."""
 
     @abstractmethod
     def _encode(self, flat: Tensor) -> Payload: ...
@@ -76,7 +76,7 @@ class Coder(ABC):
     def _decode(self, payload: Payload, out: Tensor) -> None: ...
 
     def state(self) -> dict[str, Tensor]:
-        """What the coder remembers from one message to the next, beside the residual."""
+        """State that the coder keeps between messages, apart from the residual."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

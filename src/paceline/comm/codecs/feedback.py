@@ -1,4 +1,4 @@
-"""Error feedback: what a message leaves out is kept and added to the next one."""
+"""Error feedback: the part that a message omits is added to the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.comm.codecs.coder import check_tensor
 
 
 class ErrorFeedback:
-    """What the messages of one flat buffer have left out so far."""
+    """The residual of one flat buffer: what its messages have omitted so far."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.residual = torch.zeros(numel, dtype=dtype)

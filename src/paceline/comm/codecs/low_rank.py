@@ -132,10 +132,10 @@ class PowerSgdCoder(Coder):
                 deterministic_matmul(part, q, out[start : start + size].view(shape))
             start += size
 
-    # ---- the sum over workers, in steps so that the first exchange can go on meanwhile ----
+    # ---- the sum over workers, in steps so that the first exchange can overlap ----
 
     def compute_p(self, flat: Tensor) -> Tensor:
-        """What is summed first: all that is sent as it is, then every M Qᵀ."""
+        """The operand of the first sum: all that is sent uncompressed, then every M Qᵀ."""
         self._check_numel(flat)
         check_finite(flat)
         parts = [flat[start:stop] for start, stop in self._plain]
@@ -151,14 +151,14 @@ class PowerSgdCoder(Coder):
             p.copy_(orthonormal(p))
 
     def compute_q(self, flat: Tensor, first: Tensor) -> Tensor:
-        """What is summed second: every Pᵀ M."""
+        """The operand of the second sum: every Pᵀ M."""
         ps = self._split(self.p_matrices(first), [m.p_shape for m in self._matrices])
         return torch.cat(
             [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
         )
 
     def update_residual(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
-        """What this worker's gradient has beyond what it put into the sum, into `residual`."""
+        """Writes into `residual` the part of the gradient that is not in the sum."""
         residual.zero_()
         for matrix, p, q in self._factors(first, own):
             torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
@@ -181,7 +181,7 @@ class PowerSgdCoder(Coder):
         from_first: Callable[[Tensor], None],
         feedback: ErrorFeedback | None,
     ) -> None:
-        """What follows the first sum.
+        """Completes the reduction after the first sum.
 
         Factorizations differ in the last bits between processors and thread counts: all workers
         take the first one's P, or their sums would drift apart.

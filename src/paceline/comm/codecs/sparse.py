@@ -68,7 +68,7 @@ class SparseCoder(Coder):
 
 
 class TopKCoder(SparseCoder):
-    """topk: so many elements of the largest magnitude; of equal ones those that come first."""
+    """topk: the k elements of the largest magnitude; the first of equal ones."""
 
     def __init__(self, dtype: torch.dtype, ratio: float) -> None:
         super().__init__(dtype)
@@ -142,7 +142,7 @@ def topk_indices(flat: Tensor, count: int) -> Tensor:
 def _find_candidates(flat: Tensor, count: int) -> Tensor | None:
     if flat.numel() < 4 * SAMPLE:
         return None
-    # An odd stride does not keep step with the columns of a matrix.
+    # A stride that is not even does not align with the columns of a matrix.
     sample = flat[:: flat.numel() // SAMPLE | 1].abs()
     expected = count / flat.numel() * sample.numel()
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)

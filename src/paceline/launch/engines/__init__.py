@@ -1,1 +1,1 @@
-"""Where processes are started: on this machine, over SSH, by an engine."""
+"""Launchers of processes: on this machine, over SSH, by an engine."""

@@ -27,13 +27,13 @@ from paceline.worker.assignment import Assignment
 from paceline.worker.outpost import BEAT_S, MAX_PART, SILENT_S, make_agent_ticket
 
 STARTUP_TIMEOUT_S = 120.0
-"""How long an engine may take to start its places, unless told otherwise."""
+"""Default time for an engine to start its host agents."""
 CLOSE_S = 12.0
 """Programs of a place may take some seconds to end; then the place itself goes."""
 
 
 class Engine(Protocol):
-    """Whatever can run a Python function in several places at the same time."""
+    """Runs a Python function in several places at the same time."""
 
     name: str
     """One word for run.json and messages: ray, spark."""

@@ -50,7 +50,7 @@ class SshLauncher(RemoteLauncher):
         return [self._seat(server) for server in range(servers)]
 
     def _seat(self, server: int) -> int | None:
-        """Beside a worker of its machine, or alone on a machine without workers."""
+        """A worker of its machine as parent; None on a machine without workers."""
         site = self._find_server_site(server)
         beside = [rank for rank, place in enumerate(self._seats) if place == site]
         return beside[server // len(self._server_sites) % len(beside)] if beside else None
