@@ -19,6 +19,7 @@ from conftest import RunCli, read_result
 from paceline import models
 from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost, equal_machines
 from paceline.cluster.pool_file import pool_from_mapping
+from paceline.codecs.registry import parse_codec
 from paceline.comm.buckets import plan_layout
 from paceline.errors import Diverged, RunFailed, UsageError
 from paceline.job import Job
@@ -35,7 +36,6 @@ from paceline.plan.cost_model import (
 )
 from paceline.protocol.messages import Lease
 from paceline.protocol.run_spec import RunSpec
-from paceline.specs.codec import parse_codec
 from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.codecs.registry import CodecRecord, register_codec
     from paceline.job import Job
     from paceline.launch.compare_runs import compare
     from paceline.launch.run import train
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 # Names are imported on first use, so that `import paceline` and `paceline --help` stay instant.
 _WHERE = {
     "AllReduce": "paceline.strategies.allreduce.spec",
+    "CodecRecord": "paceline.codecs.registry",
     "Job": "paceline.job",
     "ParameterServer": "paceline.strategies.ps.spec",
     "Single": "paceline.strategies.single.spec",
@@ -32,12 +34,14 @@ _WHERE = {
     "log": "paceline.worker.custom_loop",
     "prepare": "paceline.worker.custom_loop",
     "rank": "paceline.worker.custom_loop",
+    "register_codec": "paceline.codecs.registry",
     "register_strategy": "paceline.strategies.registry",
     "train": "paceline.launch.run",
 }
 
 __all__ = [
     "AllReduce",
+    "CodecRecord",
     "Job",
     "ParameterServer",
     "Single",
@@ -48,6 +52,7 @@ __all__ = [
     "log",
     "prepare",
     "rank",
+    "register_codec",
     "register_strategy",
     "train",
 ]

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from paceline.codecs.spec import Codec
 from paceline.comm.compressed_allreduce import CompressedAllReduce
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce
 from paceline.errors import StateError, UsageError
-from paceline.specs.codec import Codec
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket, so that the exchange begins early in the backward pass."""

@@ -14,19 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.codecs import (
-    Compressor,
-    Payload,
-    PowerSgdCoder,
-    Shape,
-    check_finite,
-    from_bytes,
-    to_bytes,
-)
+from paceline.codecs.base import Payload, Shape, check_finite
+from paceline.codecs.compressor import Compressor
+from paceline.codecs.payload import from_bytes, to_bytes
+from paceline.codecs.powersgd import PowerSgdCoder
+from paceline.codecs.spec import Codec
 from paceline.comm.flat_layout import as_byte_tensor
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import UsageError
-from paceline.specs.codec import Codec
 
 
 class CompressedAllReduce:
@@ -43,21 +38,15 @@ class CompressedAllReduce:
     ) -> None:
         self._compressor = Compressor(spec, shapes, dtype)
         self._flat: Tensor | None = None
-        self._way: _Reduction
-        coder = self._compressor.coder
-        if spec.summable:
-            self._way = _SumReduction(self._compressor, group)
-        elif isinstance(coder, PowerSgdCoder):
-            self._way = _LowRankReduction(self._compressor, coder, group)
-        else:
-            self._way = _GatherReduction(self._compressor, group)
+        reduction = _REDUCTIONS[self._compressor.coder.reduction]
+        self._reduction = reduction(self._compressor, group)
         self.bytes_before = 0
         """Bytes that this worker would have passed to the collectives without a codec."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker passed to the collectives (their traffic depends on the group)."""
-        return self._way.bytes_sent
+        return self._reduction.bytes_sent
 
     def run(self, flat: Tensor) -> None:
         """In place: this worker's weighted gradient becomes the sum of what all sent."""
@@ -71,7 +60,7 @@ class CompressedAllReduce:
             raise UsageError(f"a compressed sum of {numel} elements was given {tuple(flat.shape)}")
         if self._flat is not None:
             raise UsageError("a compressed sum was begun twice: call finish() between")
-        self._way.begin(flat)
+        self._reduction.begin(flat)
         self._flat = flat
         self.bytes_before += flat.numel() * flat.element_size()
 
@@ -80,7 +69,7 @@ class CompressedAllReduce:
         if self._flat is None:
             raise UsageError("a compressed sum was finished before it was begun")
         flat, self._flat = self._flat, None
-        self._way.finish(flat)
+        self._reduction.finish(flat)
 
     def state(self) -> dict[str, Tensor]:
         """Residual and warm start as named tensors (copies); call it between two sums."""
@@ -196,11 +185,10 @@ class _GatherReduction(_Reduction):
 class _LowRankReduction(_Reduction):
     """PowerSGD: two sums, of thin matrices."""
 
-    def __init__(
-        self, compressor: Compressor, coder: PowerSgdCoder, group: CollectiveGroup
-    ) -> None:
+    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
         super().__init__(compressor, group)
-        self._coder = coder
+        assert isinstance(compressor.coder, PowerSgdCoder)
+        self._coder = compressor.coder
         self._first = torch.empty(0)
 
     def begin(self, flat: Tensor) -> None:
@@ -217,6 +205,13 @@ class _LowRankReduction(_Reduction):
         if self.group.rank == 0 and self.group.size > 1:
             self._count(tensor)
         self.group.broadcast(tensor)
+
+
+_REDUCTIONS: dict[str, type[_Reduction]] = {
+    "sum": _SumReduction,
+    "gather": _GatherReduction,
+    "low_rank": _LowRankReduction,
+}
 
 
 def _join(payload: Payload) -> Tensor:

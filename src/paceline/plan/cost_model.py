@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.pool import Host, Pool, StepCost
-from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
+from paceline.codecs.spec import Codec
 from paceline.specs.strategy import Strategy
 from paceline.strategies.allreduce.spec import AllReduce
 
@@ -22,8 +22,6 @@ FIRST_BUCKET_BYTES = 1 << 20
 FORWARD_FRACTION = 1 / 3
 """Forward alone, beside forward and backward."""
 BACKWARD_SHARE = 2 / 3
-THRESHOLD_SHARE = 0.05
-"""What threshold(x) is taken to send: nobody can know before the gradients are there."""
 
 
 @dataclass(frozen=True)
@@ -208,22 +206,4 @@ def coded_bytes(codec: Codec | None, work: Workload) -> float:
     """Bytes of one gradient after its codec."""
     if codec is None:
         return work.bytes
-    count, item = work.parameters, work.item_bytes
-    if isinstance(codec, Fp16 | Bf16):
-        return 2.0 * count
-    if isinstance(codec, Int8):
-        return count + item * math.ceil(count / codec.chunk)
-    if isinstance(codec, OneBit):
-        return count / 8 + 2 * item * math.ceil(count / codec.chunk)
-    if isinstance(codec, TopK):
-        return codec.ratio * count * (item + 4)
-    if isinstance(codec, Threshold):
-        return THRESHOLD_SHARE * count * (item + 4)
-    assert isinstance(codec, PowerSgd)
-    total = 0
-    for shape in work.shapes:
-        rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
-        thin = codec.rank * (rows + columns)
-        whole = math.prod(shape)
-        total += min(thin, whole) if len(shape) > 1 else whole
-    return float(total * item)
+    return codec.encoded_bytes(work.shapes, work.item_bytes)

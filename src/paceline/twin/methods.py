@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from paceline.codecs.compressor import Compressor
+from paceline.codecs.reference import reference_sum
+from paceline.codecs.spec import Codec
 from paceline.comm.buckets import plan_layout
-from paceline.comm.codecs import Compressor, PowerSgdCoder
 from paceline.comm.flat_layout import FlatLayout, as_byte_tensor
 from paceline.protocol.messages import ApplyUpdate, Lease
-from paceline.specs.codec import Codec
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.allreduce.worker import NORMS_EVERY
 from paceline.strategies.diloco.spec import DiLoCo
@@ -173,52 +174,10 @@ class ReferenceSum:
     def finish(self) -> None:
         for index, bucket in enumerate(self._buckets):
             given, self._flats[index] = self._flats[index], []
-            total = _sum_factored(given) if _is_low_rank(given) else _sum_decoded(given)
+            total = reference_sum(given)
             parts = torch.split(total, [p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter).clone()
-
-
-def _is_low_rank(given: list[tuple[Compressor, torch.Tensor]]) -> bool:
-    return isinstance(given[0][0].coder, PowerSgdCoder)
-
-
-def _sum_decoded(given: list[tuple[Compressor, torch.Tensor]]) -> torch.Tensor:
-    total = torch.zeros_like(given[0][1])
-    decoded = torch.empty_like(total)
-    for compressor, flat in given:
-        compressor.coder.decode(compressor.encode(flat), decoded)
-        total += decoded
-    return total
-
-
-def _sum_factored(given: list[tuple[Compressor, torch.Tensor]]) -> torch.Tensor:
-    """PowerSGD's two sums of thin matrices, with every worker's part at hand."""
-    firsts = []
-    for compressor, flat in given:
-        assert isinstance(compressor.coder, PowerSgdCoder)
-        if compressor.feedback is not None:
-            compressor.feedback.compensate(flat)
-        firsts.append(compressor.coder.compute_p(flat))
-    first = torch.stack(firsts).sum(0)
-    chief = given[0][0].coder
-    assert isinstance(chief, PowerSgdCoder)
-    total = torch.zeros_like(given[0][1])
-    if not chief.p_matrices(first).numel():
-        total.copy_(first)
-        return total
-    chief.orthogonalize(first)
-    answers = []
-    for compressor, flat in given:
-        assert isinstance(compressor.coder, PowerSgdCoder)
-        answers.append(compressor.coder.compute_q(flat, first))
-        if compressor.feedback is not None:
-            compressor.coder.update_residual(flat, first, answers[-1], compressor.feedback.residual)
-    second = torch.stack(answers).sum(0)
-    for compressor, _ in given:
-        assert isinstance(compressor.coder, PowerSgdCoder)
-        compressor.coder.decompress(first, second, total)
-    return total
 
 
 class Apart:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.codecs.registry import read_codec
+from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
 from paceline.specs.base import choice_field, float_field, spec_field
-from paceline.specs.codec import Codec, read_codec
 from paceline.specs.strategy import StateFraction, Strategy
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.codecs import from_bytes, to_bytes
+from paceline.codecs.payload import from_bytes, to_bytes
 from paceline.comm.control import ControlConnection
 from paceline.comm.flat_layout import as_memoryview
 from paceline.comm.shm.parameters import GradientMailbox, open_mailbox

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.codecs.registry import read_codec
+from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
 from paceline.specs.base import (
     bool_field,
@@ -14,7 +16,6 @@ from paceline.specs.base import (
     parse_spec,
     spec_field,
 )
-from paceline.specs.codec import Codec, read_codec
 from paceline.specs.expression import Call, Value
 from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from paceline.comm.codecs import Coder, make_coder
+from paceline.codecs.base import Coder
+from paceline.codecs.compressor import make_coder
+from paceline.codecs.registry import parse_codec
 from paceline.comm.shm.parameters import GradientMailbox, SharedWeightsOwner
 from paceline.comm.shm.segment import shm_domain_id
 from paceline.errors import WireError
 from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.shard import Handle
-from paceline.specs.codec import parse_codec
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 
 

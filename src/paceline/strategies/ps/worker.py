@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from paceline.comm.codecs import Compressor, from_bytes, to_bytes
+from paceline.codecs.compressor import Compressor
+from paceline.codecs.payload import from_bytes, to_bytes
 from paceline.comm.flat_layout import FlatLayout, ShardLayout, as_memoryview
 from paceline.comm.shm.parameters import MailboxSegment, SharedWeightsReader, open_shared_weights
 from paceline.comm.shm.segment import shm_domain_id
 from paceline.comm.wire import MAX_BODY, Channel, pack
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
 from paceline.protocol.messages import GradientPushed, ProcessFailing
-from paceline.specs.codec import PowerSgd
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
 from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.ps.spec import ParameterServer
@@ -46,7 +46,8 @@ class ParameterServerRunner(Runner):
             self._parameters,
             len(around.phase.servers),
             # A part of a matrix is no matrix: powersgd needs them whole.
-            elementwise=self._traits.elementwise and not isinstance(spec.codec, PowerSgd),
+            elementwise=self._traits.elementwise
+            and not (spec.codec is not None and spec.codec.needs_whole_tensors),
         )
         self._compressors = self._make_compressors()
         self._bytes_before = 0

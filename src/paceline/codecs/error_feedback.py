@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import check_tensor
+from paceline.codecs.base import check_tensor
 
 
 class ErrorFeedback:

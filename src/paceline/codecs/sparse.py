@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import (
+from paceline.codecs.base import (
     BLOCK,
     SAMPLE,
     Coder,
     Payload,
     ScratchBuffer,
+    Shape,
     check_payload_count,
 )
+from paceline.codecs.spec import Threshold, TopK
 from paceline.errors import WireError
 
 
@@ -74,6 +78,10 @@ class TopKCoder(SparseCoder):
         super().__init__(dtype)
         self.ratio = ratio
 
+    @classmethod
+    def from_spec(cls, spec: TopK, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        return cls(dtype, spec.ratio)
+
     def count(self, numel: int) -> int:
         return min(numel, max(1, round(self.ratio * numel)))
 
@@ -103,6 +111,10 @@ class ThresholdCoder(SparseCoder):
     def __init__(self, dtype: torch.dtype, limit: float) -> None:
         super().__init__(dtype)
         self.limit = limit
+
+    @classmethod
+    def from_spec(cls, spec: Threshold, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        return cls(dtype, spec.x)
 
     def _encode(self, flat: Tensor) -> Payload:
         return self._pack(flat, indices_at_least(flat, self.limit))

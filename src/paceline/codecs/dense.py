@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import (
+from paceline.codecs.base import (
     BLOCK,
     Coder,
     Payload,
     ScratchBuffer,
+    Shape,
     check_finite,
     check_payload_count,
 )
+from paceline.codecs.spec import Bf16, Fp16, Int8, OneBit
 
 
 class CastCoder(Coder):
     """fp16 and bf16: each number rounded to a shorter one."""
 
+    reduction = "sum"
+
     def __init__(self, dtype: torch.dtype, short: torch.dtype) -> None:
         super().__init__(dtype)
         self.short = short
+
+    @classmethod
+    def from_spec(cls, spec: Fp16 | Bf16, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        return cls(dtype, getattr(torch, spec.short_type))
 
     def max_payload_bytes(self, numel: int) -> int:
         return numel * self.short.itemsize
@@ -64,6 +73,10 @@ class ChunkedCoder(Coder):
     def __init__(self, dtype: torch.dtype, chunk: int) -> None:
         super().__init__(dtype)
         self.chunk = chunk
+
+    @classmethod
+    def from_spec(cls, spec: Int8 | OneBit, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        return cls(dtype, spec.chunk)
 
     def _chunks(self, numel: int) -> int:
         return -(-numel // self.chunk)

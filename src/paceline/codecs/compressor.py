@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import RESIDUAL, Coder, Payload, Shape
-from paceline.comm.codecs.dense import CastCoder, Int8Coder, OneBitCoder
-from paceline.comm.codecs.feedback import ErrorFeedback
-from paceline.comm.codecs.low_rank import PowerSgdCoder
-from paceline.comm.codecs.sparse import ThresholdCoder, TopKCoder
-from paceline.errors import StateError, UsageError
-from paceline.specs.codec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
+from paceline.codecs.base import RESIDUAL, Coder, Payload, Shape
+from paceline.codecs.error_feedback import ErrorFeedback
+from paceline.codecs.registry import codec_record
+from paceline.codecs.spec import Codec
+from paceline.errors import StateError
 
 
 def make_coder(spec: Codec, dtype: torch.dtype, shapes: Sequence[Shape] = ()) -> Coder:
-    """The coder for a spec; powersgd needs the shapes of what it encodes, to decode none."""
-    if isinstance(spec, Fp16):
-        return CastCoder(dtype, torch.float16)
-    if isinstance(spec, Bf16):
-        return CastCoder(dtype, torch.bfloat16)
-    if isinstance(spec, Int8):
-        return Int8Coder(dtype, spec.chunk)
-    if isinstance(spec, OneBit):
-        return OneBitCoder(dtype, spec.chunk)
-    if isinstance(spec, TopK):
-        return TopKCoder(dtype, spec.ratio)
-    if isinstance(spec, Threshold):
-        return ThresholdCoder(dtype, spec.x)
-    if isinstance(spec, PowerSgd):
-        return PowerSgdCoder(dtype, spec.rank, shapes)
-    raise UsageError(f"there is no coder for {spec}")
+    """The coder for a spec; one that looks at whole tensors needs their shapes to encode."""
+    module, _, attribute = codec_record(spec.name).coder.partition(":")
+    kind: type[Coder] = getattr(importlib.import_module(module), attribute)
+    return kind.from_spec(spec, dtype, shapes)
 
 
 class Compressor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +31,10 @@ class NonFiniteGradient(PacelineError):
 class Coder(ABC):
     """Makes payloads of flat tensors of one dtype, and tensors of payloads."""
 
+    reduction: ClassVar[Literal["sum", "gather", "low_rank"]] = "gather"
+    """How workers add their messages up: as plain numbers in an all-reduce, by exchanging all
+    payloads, or as sums of thin matrices."""
+
     fixed_size = True
     """The sizes of a payload follow from the number of elements alone."""
 
@@ -40,6 +46,11 @@ class Coder(ABC):
             )
         self.dtype = dtype
         self.item = dtype.itemsize
+
+    @classmethod
+    @abstractmethod
+    def from_spec(cls, spec: Any, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        """The coder for a spec of its codec; `shapes` of the parameters in the flat tensor."""
 
     def encode(self, flat: Tensor) -> Payload:
         """The message for a flat contiguous tensor; raises NotFinite for NaN and infinity."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import (
+from paceline.codecs.base import (
     Payload,
     Shape,
     dtype_name,

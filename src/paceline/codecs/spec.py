@@ -6,29 +6,35 @@ fp16   bf16   int8   onebit(chunk=1024)   topk(1%)   threshold(0.001)   powersgd
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import Spec, float_field, int_field, parse_spec, spec_field, spec_from_call
+from paceline.specs.base import Spec, float_field, int_field, spec_field
 from paceline.specs.expression import Call, Percent, Value, format_expression
 
 MIN_CHUNK, MAX_CHUNK = 8, 1 << 20
 """Shorter chunks send more scales than they save; longer ones share one scale too widely."""
+THRESHOLD_FRACTION = 0.05
+"""What threshold(x) is taken to send: nobody can know before the gradients are there."""
 
 
 @dataclass(frozen=True)
 class Codec(Spec):
-    """What every codec says of itself; the arithmetic lives in `paceline.comm.codecs`."""
+    """What every codec states about itself; the arithmetic is in its coder."""
 
     positional: ClassVar[bool] = True
     uses_error_feedback: ClassVar[bool] = True
     """What a message leaves out is kept and added to the next one (error feedback)."""
-    summable: ClassVar[bool] = False
-    """Messages are plain numbers: an all-reduce can add them as they are."""
     suits_weights: ClassVar[bool] = False
     """Good enough for the weights that a server sends, which no later message corrects."""
+    needs_whole_tensors: ClassVar[bool] = False
+    """Looks at parameters as matrices: they must not be cut between servers."""
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        """Bytes of one message for parameters of these shapes, expected where they vary."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,11 @@ class Fp16(Codec):
 
     name: ClassVar[str] = "fp16"
     uses_error_feedback: ClassVar[bool] = False
-    summable: ClassVar[bool] = True
     suits_weights: ClassVar[bool] = True
+    short_type: ClassVar[str] = "float16"
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        return 2.0 * count_elements(shapes)
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,11 @@ class Bf16(Codec):
 
     name: ClassVar[str] = "bf16"
     uses_error_feedback: ClassVar[bool] = False
-    summable: ClassVar[bool] = True
     suits_weights: ClassVar[bool] = True
+    short_type: ClassVar[str] = "bfloat16"
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        return 2.0 * count_elements(shapes)
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,10 @@ class Int8(Codec):
     def __post_init__(self) -> None:
         _check_chunk(self.name, self.chunk)
 
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        count = count_elements(shapes)
+        return count + item_bytes * math.ceil(count / self.chunk)
+
 
 @dataclass(frozen=True)
 class OneBit(Codec):
@@ -71,6 +87,14 @@ class OneBit(Codec):
 
     def __post_init__(self) -> None:
         _check_chunk(self.name, self.chunk)
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        count = count_elements(shapes)
+        return count / 8 + 2 * item_bytes * math.ceil(count / self.chunk)
+
+
+def count_elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _check_chunk(word: str, chunk: int) -> None:
@@ -102,6 +126,9 @@ class TopK(Codec):
                 "as in topk(0.01) or topk(1%)"
             )
 
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        return self.ratio * count_elements(shapes) * (item_bytes + 4)
+
 
 @dataclass(frozen=True)
 class Threshold(Codec):
@@ -113,6 +140,9 @@ class Threshold(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.x < math.inf:
             raise SpecError(f"threshold({self.x:g}): the magnitude is a number above 0")
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        return THRESHOLD_FRACTION * count_elements(shapes) * (item_bytes + 4)
 
     @classmethod
     def from_call(cls, call: Call) -> Threshold:
@@ -130,23 +160,18 @@ class PowerSgd(Codec):
     """Each matrix as a product of two thin ones of `rank` columns; vectors as they are."""
 
     name: ClassVar[str] = "powersgd"
+    needs_whole_tensors: ClassVar[bool] = True
     rank: int = spec_field(int_field(1), 4)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise SpecError(f"powersgd(rank={self.rank}): the rank is at least 1")
 
-
-CODECS: Mapping[str, type[Codec]] = {
-    c.name: c for c in (Fp16, Bf16, Int8, OneBit, TopK, Threshold, PowerSgd)
-}
-
-
-def read_codec(value: Value, where: str) -> Codec:
-    """The codec that a parsed word or call names; raises SpecError of one line."""
-    return spec_from_call(value, CODECS, "codec")
-
-
-def parse_codec(text: str) -> Codec:
-    """The codec that a text names; raises SpecError of one line."""
-    return parse_spec(text, CODECS, "codec")
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        total = 0
+        for shape in shapes:
+            rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+            thin = self.rank * (rows + columns)
+            whole = math.prod(shape)
+            total += min(thin, whole) if len(shape) > 1 else whole
+        return float(total * item_bytes)

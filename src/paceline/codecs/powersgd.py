@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.coder import (
+from paceline.codecs.base import (
     BLOCK,
     Coder,
     Payload,
@@ -19,7 +20,8 @@ from paceline.comm.codecs.coder import (
     check_tensor,
     describe_tensor,
 )
-from paceline.comm.codecs.feedback import ErrorFeedback
+from paceline.codecs.error_feedback import ErrorFeedback
+from paceline.codecs.spec import PowerSgd
 from paceline.errors import StateError, UsageError, WireError
 
 
@@ -54,6 +56,8 @@ class PowerSgdCoder(Coder):
     whose factors are sums themselves.
     """
 
+    reduction = "low_rank"
+
     def __init__(self, dtype: torch.dtype, rank: int, shapes: Sequence[Shape]) -> None:
         super().__init__(dtype)
         self.rank = rank
@@ -64,6 +68,10 @@ class PowerSgdCoder(Coder):
             self._append(shape)
         self._matrices = [s for s in self._segments if isinstance(s, _MatrixFactors)]
         self._plain = [s for s in self._segments if not isinstance(s, _MatrixFactors)]
+
+    @classmethod
+    def from_spec(cls, spec: PowerSgd, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
+        return cls(dtype, spec.rank, shapes)
 
     def _append(self, shape: Shape) -> None:
         size = math.prod(shape)
