@@ -1,11 +1,12 @@
-"""What all tests share: a check for leaks around each test, and the command line as a process.
+"""Fixtures of all tests: a leak check around each test, and the command line.
 
-Every wait here has a deadline, and whatever a test leaves running is named, ended and counted as
-that test's failure.
+Every wait here has a deadline. Whatever a test leaves running is named, ended and counted as that
+test's failure.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -27,9 +28,15 @@ import pytest
 from hypothesis import settings
 
 from network_namespaces import Lab, make_lab, why_not
+from paceline.launch.engines import fork_client
+from paceline.worker.fork_server import MODULE
 
 settings.register_profile("paceline", deadline=None, print_blob=True)
 settings.load_profile("paceline")
+
+PR_SET_CHILD_SUBREAPER = 36
+# Orphans become children of this process, where the leak check finds them.
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 MARK = "PACELINE_TEST_MARK"
 """In the environment of every process that a test starts, however far down."""
@@ -66,14 +73,51 @@ def find_marked(mark: str) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            if needle in (entry / "environ").read_bytes().split(b"\0"):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                if b"from multiprocessing." in line:
-                    continue  # Python's own helpers live as long as the test process.
-                found[int(entry.name)] = line.decode(errors="replace").strip()
+            marked = needle in (entry / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # It ended meanwhile, or is not ours to look at.
+            continue  # It has ended, or belongs to another user.
+        pid = int(entry.name)
+        if marked and pid not in fork_server_pids() and (line := describe_process(pid)):
+            found[pid] = line
     return found
+
+
+def fork_server_pids() -> set[int]:
+    """Fork servers of this process, which outlive a test on purpose."""
+    return {server.pid for server in fork_client._servers.values()}
+
+
+def find_descendants() -> dict[int, str]:
+    """Living processes below this one, except fork servers: pid and command line.
+
+    Forked workers show the environment of their fork server, so they carry no test's mark.
+    """
+    kept = fork_server_pids()
+    found, parents = {}, [os.getpid()]
+    while parents:
+        parent = parents.pop()
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                pids = [int(pid) for pid in children.read_text().split()]
+            except OSError:
+                continue  # The thread ended meanwhile.
+            for pid in pids:
+                parents.append(pid)
+                line = describe_process(pid)
+                if line is not None and pid not in kept:
+                    found[pid] = line
+    return found
+
+
+def describe_process(pid: int) -> str | None:
+    """The command line; None if it has ended or is one of Python's helpers, which live long."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return None
+    if not line or b"from multiprocessing." in line:
+        return None  # Without a command line it is a zombie.
+    return line.decode(errors="replace").strip()
 
 
 def list_listening() -> set[tuple[str, int]]:
@@ -105,13 +149,19 @@ def no_leaks() -> Iterator[None]:
     """No process, thread, listening socket or environment variable outlives its test."""
     mark = uuid.uuid4().hex
     environment, threads, listening = copy_environment(), list_threads(), list_listening()
+    processes = set(find_descendants())
     os.environ[MARK] = mark
     try:
         yield
     finally:
         os.environ.pop(MARK, None)
     leaks = []
-    left = settle(lambda: find_marked(mark))
+
+    def find_left() -> dict[int, str]:
+        new = {p: line for p, line in find_descendants().items() if p not in processes}
+        return find_marked(mark) | new
+
+    left = settle(find_left)
     for pid, line in left.items():
         try:
             os.kill(pid, signal.SIGKILL)
@@ -183,8 +233,9 @@ class Started:
         return self._popen.poll() is not None
 
     def family(self) -> list[psutil.Process]:
-        """All workers and servers below this command."""
-        return psutil.Process(self.pid).children(recursive=True)
+        """All workers and servers below this command, without the fork server."""
+        below = psutil.Process(self.pid).children(recursive=True)
+        return [p for p in below if (line := describe_process(p.pid)) and MODULE not in line]
 
     def kill(self) -> None:
         """Its session; the workers, in sessions of their own, must then end by themselves."""

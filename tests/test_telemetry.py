@@ -258,12 +258,14 @@ DRIVER = """
 import json, resource, sys
 from pathlib import Path
 from paceline.job import Job
+from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.strategies.registry import parse_strategy
 out = Path(sys.argv[1])
 job = Job(model="resnet8", epochs=4)
-options = RunOptions(out=out, workers=2, threads=1, profile_epoch=2)
+spawn = LocalLauncher(fork=False)
+options = RunOptions(out=out, workers=2, threads=1, profile_epoch=2, launcher=spawn)
 run_training(job, parse_strategy("switch(allreduce, ps, at=50%)"), options)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([used.ru_utime, used.ru_stime]))
@@ -274,8 +276,8 @@ print(json.dumps([used.ru_utime, used.ru_stime]))
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A switch from allreduce to ps; and the seconds that the kernel counted for its processes.
 
-    Workers are waited for by the one that started them, and servers by their workers: so all are
-    in the count.
+    Workers are spawned: each is waited for by the process that started it, and servers by their
+    workers, so the kernel counts all of them, from their first instruction.
     """
     folder = tmp_path_factory.mktemp("recorded") / "run"
     done = subprocess.run(

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.engines import fork_client
 from paceline.launch.run import check_sizes, run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
@@ -75,6 +76,7 @@ def compare_strategies(
     # Every worker of every strategy gets the same threads, the only one of `single` too.
     options = dataclasses.replace(options, threads=options.threads_each)
     clear_runs(folder)
+    fork_client.warm_up()
     results = []
     # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
     for seed in range(resolved.seed, resolved.seed + seeds):

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import clear_runs
+from paceline.launch.engines import fork_client
 from paceline.launch.environment import usable_cores
 from paceline.launch.matrix_file import Matrix, MatrixCell, iterate_jobs, list_cells
 from paceline.launch.run import run_training
@@ -94,6 +95,8 @@ def run_cells(
         },
     )
     threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
+    if run is run_training:
+        fork_client.warm_up()
     results: dict[str, dict[str, Any]] = {}
     sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
     with MatrixProgress(matrix.title, sizes, quiet=not options.progress) as view:

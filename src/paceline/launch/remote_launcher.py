@@ -140,7 +140,7 @@ class RemoteLauncher:
                 "bind": site.address if len(self.remote_hosts) > 1 else None,
                 "folder": None,
                 "threads": self._threads_on(site, assignment),
-                "beside": self._local_rank(site, assignment),
+                "local_rank": self._local_rank(site, assignment),
                 "job": self._move_job(assignment),
                 "plugins": self._move_plugins(assignment),
             }

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.engines import fork_client
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.specs.strategy import Strategy
@@ -67,6 +68,8 @@ def search_switch_point(
     if not 0 <= tolerance < 1:
         raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
     _check_same_job(options, resolved, first, second, where)
+    if run is run_training:
+        fork_client.warm_up()
     job = _keeping_checkpoints(job)
     search = _SwitchSearch(job, resolved.epochs, first, second, options, tell, run)
     whole = search.probe(resolved.epochs)

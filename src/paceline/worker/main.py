@@ -1,14 +1,13 @@
-"""A worker or server process from its first line to its last."""
+"""Entry point of a worker or server process: setup, the run, and the report of a failure."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import subprocess
 import sys
 import threading
 import traceback
-from typing import IO
+from typing import IO, NoReturn
 
 from paceline.comm.control import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
@@ -16,23 +15,35 @@ from paceline.protocol.messages import ProcessFailing
 from paceline.worker.assignment import Assignment, read_assignment
 from paceline.worker.cpu_affinity import pin
 from paceline.worker.malloc import tune_malloc
-from paceline.worker.spawn import start_child
+from paceline.worker.spawn import ChildProcess, fork_child, spawn_child
 
 STACKS_BEGIN = "--- stacks of "
 STACKS_END = "--- end of stacks of "
-_children: list[subprocess.Popen[bytes]] = []
-"""This worker's servers: they end when the pipes kept here are closed."""
-LAST_WORDS_S = 5.0
+SERVER_EXIT_S = 5.0
+"""Time that the servers of a finished run may take to exit."""
 MARGIN_S = 30.0
-"""Waits inside a process outlast the supervisor's deadline, so that it can name the culprit."""
+"""Margin of waits inside a process over the supervisor's deadline, which names the cause."""
 
 
-def main() -> None:
+def main(*, can_fork: bool = False) -> NoReturn:
+    """Reads the assignment from standard input and carries it out.
+
+    `can_fork`: torch has been imported and this process has a single thread, so that its servers
+    can be forked.
+    """
     tune_malloc()
     commands = os.fdopen(os.dup(0), "rb")
     assignment, live = read_assignment(commands)
     # A user's script must not read our commands.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    servers = _start_servers(assignment, commands, can_fork)
+    run_process(assignment, live, commands, servers)
+
+
+def run_process(
+    assignment: Assignment, live: bytes | None, commands: IO[bytes], servers: list[ChildProcess]
+) -> NoReturn:
+    """Runs a worker or server to its end; reports a failure to the supervisor, then exits."""
     threading.Thread(
         target=_watch_parent, args=(commands, assignment.process_name), daemon=True
     ).start()
@@ -51,16 +62,29 @@ def main() -> None:
             _serve(assignment, control, wait_s)
         else:
             _work(assignment, control, live, wait_s)
-            _wait_for_servers()
+            for server in servers:
+                server.wait(SERVER_EXIT_S)  # One that is late ends with this process.
         code = 0
     except Diverged:
-        pass  # The coordinator has received the failure, and ends the run.
+        pass  # The coordinator knows, and ends the run.
     except BaseException as error:
         _report_failure(control, assignment, error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without waiting for threads of libraries: a peer may be gone in the middle of a collective.
+    # Without joining threads of libraries: a peer may be lost in the middle of a collective.
     os._exit(code)
+
+
+def _start_servers(
+    assignment: Assignment, commands: IO[bytes], can_fork: bool
+) -> list[ChildProcess]:
+    """Starts this worker's servers, before it has a second thread and before it is pinned."""
+    servers: list[ChildProcess] = []
+    for index in assignment.servers:
+        changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
+        server = assignment.model_copy(update={**changes, "servers": ()})
+        servers.append(fork_child(server, commands, servers) if can_fork else spawn_child(server))
+    return servers
 
 
 def _serve(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
@@ -73,11 +97,7 @@ def _serve(assignment: Assignment, control: ControlConnection, wait_s: float) ->
 def _work(
     assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
 ) -> None:
-    # Servers are this worker's children: they start while torch is being imported here.
-    for index in assignment.servers:
-        changes = {"kind": "server", "index": index, "job": None, "has_live_job": False}
-        _children.append(start_child(assignment.model_copy(update={**changes, "servers": ()})))
-    if assignment.pin:  # servers have been started: they may run anywhere
+    if assignment.pin:
         pin(*assignment.local_rank)
     from paceline.worker.session import run_worker_job, run_worker_script
 
@@ -89,18 +109,9 @@ def _work(
 
 
 def load_plugins(assignment: Assignment) -> None:
-    """Strategies and codecs of the user's own; raises UsageError for a file that has changed."""
+    """Registers the user's strategies and codecs. Raises UsageError if their file has changed."""
     for plugin in assignment.plugins:
         plugin.load()
-
-
-def _wait_for_servers() -> None:
-    """Waits for the servers of a finished run to exit and to write their last events."""
-    for child in _children:
-        try:
-            child.wait(LAST_WORDS_S)
-        except subprocess.TimeoutExpired:
-            pass  # It ends with this process.
 
 
 def _report_failure(
@@ -121,18 +132,18 @@ def _report_failure(
     blame = "usage" if isinstance(error, UsageError) else "own"
     if isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
-    # Expected errors are complete in one line; the log has the rest.
+    # Our own errors are complete in one line; the log contains the traceback.
     details = "" if isinstance(error, PacelineError) or shortage else text
     try:
         control.send(
             ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)
         )
     except PacelineError:
-        pass  # The supervisor is gone: there is no process to report to.
+        pass  # The supervisor is gone.
 
 
 def _watch_parent(commands: IO[bytes], who: str) -> None:
-    """Commands of the parent; the end of the stream means that the parent is gone."""
+    """Carries out commands of the parent; exits at end of file, when the parent is gone."""
     for line in commands:
         if line.strip() == b"stacks":
             print(f"\n{STACKS_BEGIN}{who}", file=sys.stderr, flush=True)

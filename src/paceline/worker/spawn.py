@@ -1,4 +1,4 @@
-"""Starts child processes: `python -m paceline.worker`, configured over stdin."""
+"""Starts child processes of this one, which receive their assignment over standard input."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from multiprocessing import current_process, spawn
-from typing import Any
+from typing import IO, Any
 
 from paceline.errors import UsageError
 from paceline.worker.assignment import Assignment, pack_assignment
 
 COMMAND = [sys.executable, "-m", "paceline.worker"]
+POLL_S = 0.005
+_running: list[subprocess.Popen[bytes]] = []
+"""Kept, because Popen warns about a child that is still running when it is deleted."""
 
 
 def pack_live(thing: Any) -> bytes:
-    """Live objects for our own children, with what they need to find the main script again."""
+    """Pickles live objects for a child process, with the path of the main script they come from."""
     preparation = spawn.get_preparation_data("paceline")
     preparation.pop("authkey", None)
     try:
@@ -32,7 +36,7 @@ def pack_live(thing: Any) -> bytes:
 
 def unpack_live(data: bytes) -> Any:
     buffer = io.BytesIO(data)
-    # As multiprocessing marks its own children: what the script starts meanwhile is refused.
+    # As multiprocessing marks its own children: `run_training` refuses to start in the script.
     process: Any = current_process()
     process._inheriting = True
     try:
@@ -42,10 +46,54 @@ def unpack_live(data: bytes) -> Any:
     return pickle.load(buffer)
 
 
-def start_child(assignment: Assignment) -> subprocess.Popen[bytes]:
-    """Starts a server as a child of this worker; it ends with this process (its stdin closes)."""
+class ChildProcess:
+    """A server started by this worker. It exits when this process does, at end of its input."""
+
+    def __init__(self, pid: int, commands: IO[bytes]) -> None:
+        self._pid = pid
+        self._commands = commands
+        """Kept open: the server exits when it is closed."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns True if the process has ended within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def disown(self) -> None:
+        """Closes this process's end of the pipe; called in a fork, which must not hold it open."""
+        self._commands.close()
+
+
+def spawn_child(assignment: Assignment) -> ChildProcess:
+    """Starts a server of this worker with `python -m paceline.worker`."""
     child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
+    _running.append(child)
     assert child.stdin is not None
     child.stdin.write(pack_assignment(assignment))
     child.stdin.flush()
-    return child
+    return ChildProcess(child.pid, child.stdin)
+
+
+def fork_child(
+    assignment: Assignment, parent_commands: IO[bytes], siblings: list[ChildProcess]
+) -> ChildProcess:
+    """Forks a server of this worker; the process must have a single thread and torch imported."""
+    from paceline.worker.fork_server import set_process_title
+    from paceline.worker.main import run_process
+
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        # Ends of the pipes of other processes would keep those processes alive.
+        os.close(writing)
+        parent_commands.close()
+        for sibling in siblings:
+            sibling.disown()
+        set_process_title(assignment.process_name)
+        run_process(assignment, None, os.fdopen(reading, "rb"), [])
+    os.close(reading)
+    return ChildProcess(pid, os.fdopen(writing, "wb"))
