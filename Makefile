@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Many tests wait for processes, so more of them than cores run at a time.
+PARALLEL ?= -n 3 --dist loadgroup
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-all check docs packages stores peers delays bench bench-quick soak clean
@@ -10,10 +12,10 @@ demo: $(VENV)/.package            ## set everything up and show the product on e
 	$(BIN)/paceline demo
 
 test: check packages              ## lint, types and the quick tests (minutes)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: check packages stores   ## every test, the long ones and those on real data included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: $(VENV)/.tools docs
 	$(BIN)/ruff check .

@@ -6,15 +6,21 @@ test's failure.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +66,53 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0)
         if time.monotonic() > deadline:
             pytest.fail(f"not within {timeout_s:g} s: {what}")
         time.sleep(POLL_S)
+
+
+# ---- tests in parallel (pytest -n) ------------------------------------------------------------
+
+GROUPS = {
+    "lab": "network namespaces",
+    "cluster": "engine",
+    "site": "browser",
+    "recorded": "recorded run",
+}
+"""By fixture: the group whose tests run one after another, on one pytest worker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in GROUPS:
+                item.add_marker(pytest.mark.xdist_group(GROUPS[fixture]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked `exclusive` waits for the tests of other pytest workers, and they for it.
+
+    This is outside of pytest-timeout's hook, so waiting does not count. A waiting test keeps the
+    entrance locked, because others would overtake it forever.
+    """
+    mode = fcntl.LOCK_EX if item.get_closest_marker("exclusive") else fcntl.LOCK_SH
+    entrance, machine = (path.open("ab") for path in lock_files(item.config))
+    with entrance, machine:
+        fcntl.flock(entrance, fcntl.LOCK_EX)
+        fcntl.flock(machine, mode)
+        fcntl.flock(entrance, fcntl.LOCK_UN)
+        return (yield)
+
+
+def lock_files(config: pytest.Config) -> list[Path]:
+    """Two files that all pytest workers of this run can lock, named after their parent."""
+    pid = os.getppid() if hasattr(config, "workerinput") else os.getpid()
+    folder = Path(tempfile.gettempdir())
+    return [folder / f"paceline-tests-{pid}-{name}.lock" for name in ("entrance", "machine")]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        for path in lock_files(config):
+            path.unlink(missing_ok=True)
 
 
 # ---- leaks -----------------------------------------------------------------------------------
@@ -254,7 +307,7 @@ class StartCli(Protocol):
 
 @pytest.fixture
 def start_cli(tmp_path: Path, no_leaks: None) -> Iterator[StartCli]:
-    """Start `paceline ...` inside tmp_path and go on; whatever still runs at the end is killed."""
+    """Start `paceline ...` inside tmp_path as a new process, killed at the end of the test."""
     started: list[Started] = []
 
     def start(*args: object, preexec: Callable[[], None] | None = None) -> Started:
@@ -267,13 +320,79 @@ def start_cli(tmp_path: Path, no_leaks: None) -> Iterator[StartCli]:
 
 
 @pytest.fixture
-def run_cli(start_cli: StartCli) -> RunCli:
-    """Run `paceline ...` inside tmp_path to its end: code, stdout, stderr."""
+def run_process(start_cli: StartCli) -> RunCli:
+    """Run `paceline ...` inside tmp_path as a new process: code, stdout, stderr."""
 
     def run(*args: object, timeout: float = RUN_S) -> Finished:
         return start_cli(*args).wait(timeout)
 
     return run
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path, no_leaks: None) -> RunCli:
+    """Run `paceline ...` inside tmp_path, in this process: code, stdout, stderr.
+
+    Equal to a new process for a command that ends by itself, without the seconds of imports; runs
+    use this process's fork server. `timeout` is that of the test.
+    """
+
+    def run(*args: object, timeout: float = RUN_S) -> Finished:
+        return call_main([str(arg) for arg in args], tmp_path)
+
+    return run
+
+
+def call_main(args: list[str], cwd: Path) -> Finished:
+    """Call the entry point as a new process would, and undo what it leaves behind."""
+    from paceline.cli.main import main
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, open(os.devnull) as nothing:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["paceline", *args])
+        patch.setattr(sys, "path", ["", *sys.path])
+        patch.setattr(sys, "stdin", nothing)
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        if "COLUMNS" not in os.environ:
+            patch.setenv("COLUMNS", "80")  # as without a terminal
+        known = set(sys.modules)
+        try:
+            with keep_torch_settings(), warnings.catch_warnings():
+                main()
+            code: object = 0
+        except SystemExit as done:
+            code = done.code
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise
+            traceback.print_exc(file=err)
+            code = 1
+        for name in set(sys.modules) - known:
+            if str(getattr(sys.modules[name], "__file__", None)).startswith(str(cwd)):
+                del sys.modules[name]  # The next job file may have the same name.
+    texts = []
+    for stream in (out, err):
+        buffer = stream.detach()
+        assert isinstance(buffer, io.BytesIO)
+        texts.append(buffer.getvalue().decode(errors="replace"))
+    return Finished(code if isinstance(code, int) else int(code is not None), *texts)
+
+
+@contextlib.contextmanager
+def keep_torch_settings() -> Iterator[None]:
+    """Restore torch's global settings, which a command may change for its own process."""
+    import torch
+
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
 
 
 # ---- several machines ------------------------------------------------------------------------

@@ -24,6 +24,12 @@ from paceline.errors import HostError
 # ---- rules on plain data ---------------------------------------------------------------------
 
 
+@pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """A new process: machines must see a user's process, with a user's environment."""
+    return run_process
+
+
 def facts(**changes: Any) -> dict[str, Any]:
     return {
         "python": "3.11.7",

@@ -38,6 +38,12 @@ AWKWARD = ["a b", "it's", 'say "hi"', "$(touch pwned)", "`id`", "*", "\\", "ü\n
 # ---- roles -----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """A new process: machines must see a user's process, with a user's environment."""
+    return run_process
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -27,6 +27,12 @@ RUN_S = 170.0
 OPTIONS = ("--seed", "3", "--batch", "64", "--dtype", "float64", "--threads", "1")
 
 
+@pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """A new process: Ray keeps state in the process that connects to it."""
+    return run_process
+
+
 @dataclass
 class Cluster:
     address: str

@@ -32,6 +32,12 @@ pytestmark = pytest.mark.timeout(400)
 RUN_S = 300.0
 
 
+@pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """A new process: a Spark session keeps a JVM and state in its process."""
+    return run_process
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spark_cluster.Cluster]:
     with spark_cluster.run_cluster(tmp_path_factory.mktemp("spark") / "cluster") as running:

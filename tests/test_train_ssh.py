@@ -37,6 +37,12 @@ LIMIT_S = 15.0
 
 
 @pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """A new process: machines must see a user's process, with a user's environment."""
+    return run_process
+
+
+@pytest.fixture
 def project(tmp_path: Path) -> Path:
     folder = tmp_path / "my project"
     folder.mkdir()
