@@ -94,7 +94,7 @@ def other_mean() -> type[paceline.Single]:
     ("text", "message"),
     [
         ("nowhere.py:mean", "plugin nowhere.py does not exist: name a Python file"),
-        (f"{TOY}:meen", "unknown strategy 'meen': did you mean 'mean'?"),
+        (f"{TOY}:meen", "unknown strategy 'meen'; did you mean 'mean'?"),
     ],
 )
 def test_mistakes_in_the_text_are_one_line(text: str, message: str) -> None:
