@@ -37,7 +37,7 @@ def _from_files(metavar: str | None = None, default: str | None = None) -> Optio
 
 
 class Job(BaseModel):
-    """What to train. Text fields are names or expressions; some accept live objects in Python.
+    """Model, data and training settings. Text fields are names or expressions.
 
     model: a name, a torch module, or a function without arguments that builds one (seeded).
     data: a name, a path, a URL, or (train, val, test) of pipelines (`paceline.data.read`), tables,
@@ -82,7 +82,7 @@ class Job(BaseModel):
     shuffle: Annotated[int, _from_files("ROWS")] = Field(default=50_000, ge=0)
     """Shuffle buffer size in rows; 0 disables shuffling."""
     cache: Annotated[Literal["auto", "memory", "disk", "none"], _from_files()] = "auto"
-    """Where to keep decoded data between epochs."""
+    """Cache for decoded data between epochs."""
     prefetch: Annotated[int | None, _from_files(default="tuned while training")] = Field(
         default=None, ge=0
     )

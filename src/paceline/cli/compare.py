@@ -16,7 +16,7 @@ from paceline.launch.settings import ProcessSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings_to_plain
 
 DEFAULT_WORKERS, DEFAULT_SEEDS, DEFAULT_SCALE = 2, 1, "full"
-"""Defaults of options that are refused together with --matrix, or without it."""
+"""Defaults of options that cannot be combined with --matrix, or that require it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class CommonOptions:
 def refer_to_options(
     file: Path | None, job: Job, workers: int, batch_per_worker: int | None = None
 ) -> JobRef:
-    """Returns a reference to the job of a file with the given options in place of its fields.
+    """Returns a reference to the job of a file, with given options overriding its fields.
 
     Relative paths are resolved, because workers start in other directories.
     """

@@ -23,7 +23,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the user asked for, before a place is chosen."""
+    """Requested run, before a place is chosen."""
 
     file: Path | None
     fields: Job

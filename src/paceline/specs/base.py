@@ -161,12 +161,12 @@ def bool_field(value: Value, where: str) -> bool:
     raise SpecError(f"{where} must be true or false, got {format_expression(value)}")
 
 
-def choice_field(*words: str) -> Converter:
+def choice_field(*choices: str) -> Converter:
     def read(value: Value, where: str) -> str:
-        if isinstance(value, Call) and value.bare and value.name in words:
+        if isinstance(value, Call) and value.bare and value.name in choices:
             return value.name
         raise SpecError(
-            f"{where} must be one of {', '.join(words)}, got {format_expression(value)}"
+            f"{where} must be one of {', '.join(choices)}, got {format_expression(value)}"
         )
 
     return read
