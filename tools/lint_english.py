@@ -93,8 +93,6 @@ ALLOWED: dict[tuple[str, str], str] = {
 PENDING: dict[str, int] = {
     "Makefile": 2,
     "bench": 109,
-    "docs": 13,
-    "docs/studies": 24,
     "examples": 4,
     "src/paceline/comm": 49,
     "src/paceline/dashboard": 119,
