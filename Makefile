@@ -37,7 +37,7 @@ stores: $(VENV)/.tools            ## what tests on a real S3 server and a real H
 packages:                         ## what tests on several machines need, where it can be installed
 	.ci/packages
 
-peers: $(VENV)/.package           ## environments of the peers that are measured beside it
+peers: $(VENV)/.package           ## environments of the frameworks that `make bench` compares
 	test -x .peers/torchft/bin/python || $(PYTHON) -m venv .peers/torchft
 	.peers/torchft/bin/pip --disable-pip-version-check install --quiet \
 		--constraint constraints.txt --editable . torchft
@@ -49,7 +49,7 @@ delays:                           ## what bench/slow_links.py needs for delays; 
 	test -x .peers/delays/bin/python || $(PYTHON) -m venv .peers/delays
 	.peers/delays/bin/pip --disable-pip-version-check install --quiet NetfilterQueue
 
-bench: $(VENV)/.tools             ## measure beside its peers; results under bench/results (an hour)
+bench: $(VENV)/.tools             ## compare with other frameworks; results in bench/results (an hour)
 	$(BIN)/python bench/run.py
 
 bench-quick: $(VENV)/.package     ## one round on one network, nothing saved (two minutes)

@@ -1,10 +1,10 @@
-"""How long the stages of a pipeline wait, beside the formula (stages - 1) / (micro + stages - 1).
+"""Measures the bubble of a pipeline next to the formula (stages - 1) / (micro + stages - 1).
 
 python bench/bubble.py [--repeats 3] [--save]
 
-A model of equal layers on two workers of one thread each, cut in the middle, so that stages are
-equal too, which the formula supposes; the share of each stage's steps that it waited for
-micro-batches, from `result.json`.
+A model of equal layers on two workers with one thread each, cut in the middle: the formula assumes
+equal stages. The fraction of each stage's steps spent waiting for micro-batches is read from
+`result.json`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CASES = [(2, micro, schedule) for micro in (1, 2, 4, 8) for schedule in ("1f1b",
 
 
 class Scale(torch.nn.Module):
-    """Makes the first layer work as much as the others, which pass a gradient on."""
+    """Gives the first layer the work of the others, which also compute an input gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def model() -> torch.nn.Module:
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Next to no work: the formula knows of none beside the stages."""
+    """Almost no work: the formula covers only the stages."""
     return output.square().mean()
 
 

@@ -1,12 +1,12 @@
-"""Collectives by size and workers, beside their cost formulas.
+"""Measures collectives by size and number of workers next to their cost formulas.
 
 python bench/collectives.py [--workers 2,4] [--rounds 7] [--save] [--pool FILE]
 
-`torch` is what torch.distributed does over Gloo; `ring`, `tree` and `butterfly` are written here
-with its point-to-point messages; `shared` is Paceline's sum through memory. A formula is seconds
-for n bytes on p workers, with latency a a message and time b a byte (docs/cost-model.md); a and b
-are fitted first, to messages there and back between two of the workers. With --pool the fit of the
-least workers goes into a pool file, where plan and twin find it (`hop_ms`, `collective_gb_s`).
+`torch` is torch.distributed over Gloo; `ring`, `tree` and `butterfly` are implemented here with its
+point-to-point messages; `shared` is Paceline's sum through shared memory. A formula gives seconds
+for n bytes on p workers, with latency a per message and time b per byte (docs/cost-model.md); a and
+b are fitted first, to round trips between two of the workers. With --pool the fit of the smallest
+number of workers is written to a pool file for plan and twin (`hop_ms`, `collective_gb_s`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def tree(x: torch.Tensor, rank: int, p: int) -> None:
 
 
 def butterfly(x: torch.Tensor, rank: int, p: int) -> None:
-    """For powers of two."""
+    """Requires a power of two."""
     other, reach = torch.empty_like(x), 1
     while reach < p:
         exchange(x, rank ^ reach, other, rank ^ reach)
@@ -176,7 +176,7 @@ def measure(rank: int, p: int, folder: str, memory: str, rounds: int) -> None:
 
 
 def fit(trips: dict[str, float]) -> tuple[float, float]:
-    """Latency and seconds a byte of one way, by least squares of relative errors."""
+    """Fits latency and seconds per byte of one direction, by least squares of relative errors."""
     rows = [(1.0 / t, 2.0 * int(size) / t) for size, t in trips.items()]
     a11 = sum(x * x for x, _ in rows)
     a12 = sum(x * y for x, y in rows)
@@ -210,15 +210,15 @@ def main() -> None:
         for name, times in found.items():
             cells = []
             for size in SIZES:
-                told = f"{1e3 * times[str(size)]:.2f}"
+                summary = f"{1e3 * times[str(size)]:.2f}"
                 if name in FORMULAS:
-                    told += f" ({1e3 * FORMULAS[name](size, p, a, b):.2f})"
-                cells.append(told)
+                    summary += f" ({1e3 * FORMULAS[name](size, p, a, b):.2f})"
+                cells.append(summary)
             print(f"| {name} | " + " | ".join(cells) + " |")
         body["by"][str(p)] = {"latency_s": a, "bytes_per_s": 1 / b, "seconds": found}
         if found_pool is not None and str(p) == given.workers.split(",")[0]:
-            told = {"hop_ms": round(1e3 * a, 4), "collective_gb_s": round(1 / b / 1e9, 3)}
-            write_pool(found_pool, found_pool.pool.model_copy(update=told))
+            summary = {"hop_ms": round(1e3 * a, 4), "collective_gb_s": round(1 / b / 1e9, 3)}
+            write_pool(found_pool, found_pool.pool.model_copy(update=summary))
     print(
         "\nMilliseconds, the median of the rounds, the slowest worker's; the formula in brackets."
     )

@@ -1,12 +1,12 @@
-"""What getting batches costs: preparing them, waiting for them, and the memory they take.
+"""Measures the cost of input: preparing batches, waiting for them, and their memory.
 
-    python bench/data.py prepare --data-dir DIR     rows a second, beside other readers
-    python bench/data.py wait --data-dir DIR        share of a step, from disk, HDFS and S3
+    python bench/data.py prepare --data-dir DIR     rows per second, and other readers
+    python bench/data.py wait --data-dir DIR        fraction of a step, from disk, HDFS and S3
     python bench/data.py memory                     4 GB of Parquet, and a worker's peak
 
-Each writes its part of bench/results/data.json. HDFS and S3 are real servers, started and ended
-here (tests/object_stores.py lists what they need); missing ones are skipped with a message. The
-large set is made in a temporary folder and deleted.
+Each writes its part of bench/results/data.json. HDFS and S3 are real servers, started and stopped
+here (tests/object_stores.py lists their requirements); missing ones are skipped with a message. The
+large dataset is created in a temporary directory and deleted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scale(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def by_row(files: list[Path]) -> Iterator[Any]:
-    """As estimators over DataFrames did: rows as Python values, one after another."""
+    """Reads rows as Python values, one after another, as estimators over DataFrames did."""
     import pyarrow.parquet as pq
 
     images: list[Any] = []
@@ -82,7 +82,7 @@ def as_image(value: Any) -> Any:
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """All columns in memory as arrays; one row at a time, as a map-style data set gives them."""
+    """Map-style dataset with all columns in memory as arrays; returns one row at a time."""
 
     def __init__(self, files: list[Path]) -> None:
         import pyarrow.parquet as pq
@@ -161,7 +161,7 @@ def by_ray(files: list[Path]) -> Iterator[Any]:
 
 
 def time_epochs(make: Callable[[], Iterator[Any]]) -> list[dict[str, float]]:
-    """Rows a second in each epoch; opening the files counts in the first."""
+    """Returns rows per second of each epoch; the first includes opening the files."""
     epochs = []
     began, rows = time.perf_counter(), 0
     for batch in make():
@@ -175,7 +175,7 @@ def time_epochs(make: Callable[[], Iterator[Any]]) -> list[dict[str, float]]:
 
 
 def write_floats(files: list[Path], folder: Path) -> list[Path]:
-    """The same rows as lists of floats, which is how a DataFrame's arrays are stored."""
+    """Writes the same rows as lists of floats, the format of a DataFrame's arrays."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -230,7 +230,7 @@ def compare_readers(kind: str, files: list[Path]) -> dict[str, Any]:
         if kind == "floats":
             readers["Ray Data"] = partial(by_ray, files)
     except ImportError:
-        figures["Ray Data"] = "not installed: left out"
+        figures["Ray Data"] = "not installed: skipped"
     for name, make in readers.items():
         epochs = time_epochs(make)
         figures[name] = {
@@ -334,7 +334,7 @@ def wait(data_dir: Path | None, stores: list[str], shards: list[str]) -> None:
                         )
                         save("wait", figures)
             except NotHere as error:
-                figures[name] = f"left out: {error}"
+                figures[name] = f"skipped: {error}"
                 save("wait", figures)
 
 
@@ -345,7 +345,7 @@ ROW = 3 * 64 * 64
 
 
 def write_large(folder: Path, gigabytes: float, files: int = 8, group: int = 1024) -> int:
-    """Random pixels, which no compression makes smaller; written a row group at a time."""
+    """Writes random, incompressible pixels, one row group at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

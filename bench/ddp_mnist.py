@@ -1,7 +1,8 @@
-"""The peer over slow links: plain PyTorch DDP on MNIST until an accuracy is reached.
+"""Plain PyTorch DDP on MNIST until an accuracy is reached, for comparison over slow links.
 
-Started by `paceline launch`, which sets RANK, WORLD_SIZE and MASTER_ADDR; knows nothing else of it.
-Arguments: folder of MNIST, global batch, learning rate, `plain` or `powersgd`, accuracy, epochs.
+Started by `paceline launch`, which sets RANK, WORLD_SIZE and MASTER_ADDR; otherwise independent of
+it. Arguments: directory of MNIST, global batch, learning rate, `plain` or `powersgd`, accuracy,
+epochs.
 """
 
 from __future__ import annotations

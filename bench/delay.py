@@ -1,10 +1,10 @@
-"""Delays what a network interface receives, for kernels without `netem`. Needs root.
+"""Delays the packets that a network interface receives, for kernels without `netem`. Requires root.
 
     PYTHON bench/delay.py MILLISECONDS
 
-Run inside a network namespace whose `iptables` hands its incoming packets to queue 1; PYTHON is an
-interpreter with NetfilterQueue (`make delays` sets one up). Packets leave in the order in which
-they came, each when it is due. Says `ready` once, then works until it is ended.
+Run inside a network namespace whose `iptables` sends incoming packets to queue 1; PYTHON is an
+interpreter with NetfilterQueue (`make delays` installs one). Packets keep their order. Prints
+`ready` once, then runs until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of measured rates: bars with their least and most, a panel a network.
+"""Draws measured rates: bars with minimum and maximum, one panel per network.
 
 python bench/figures.py RESULTS.json [PICTURE.svg]
 """
@@ -49,8 +49,8 @@ def draw(results: Path, target: Path) -> None:
                 capsize=3,
             )
         panel.set_yticks(range(len(rates)), [NAMES.get(side, side) for side, _ in rates])
-        panel.set_title(f"{row['workload']}, {row['batch_per_worker']} a worker", fontsize=10)
-        panel.set_xlabel("samples a second")
+        panel.set_title(f"{row['workload']}, {row['batch_per_worker']} per worker", fontsize=10)
+        panel.set_xlabel("samples per second")
         panel.xaxis.set_major_locator(MaxNLocator(4))
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)

@@ -1,10 +1,10 @@
-"""Memory of workers and servers beside DDP's: the peak of each process's share (PSS).
+"""Measures peak memory (PSS) of workers and servers next to DDP's.
 
 python bench/memory.py [--workers 2] [--repeats 3] [--save]
 
-PSS divides a page that several processes have among them, so that shared memory counts once in all.
-It is read five times a second while training, from outside. A server's base is what it has with a
-network of 10,000 numbers; what it has above that is told in multiples of its shard of the weights.
+PSS divides a page among the processes that map it, so shared memory counts once in total. It is
+read five times per second during training, from outside. A server's base is its memory with a
+network of 10,000 numbers; the rest is reported in multiples of its shard of the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY = Workload("mlp-128", (1, 8, 8), 32, 1500)
 
 
 class Watch:
-    """Peaks of all processes below one, by how far below it they are."""
+    """Peaks of all descendants of a process, by depth."""
 
     def __init__(self, root: int) -> None:
         self._root = psutil.Process(root)
@@ -61,7 +61,7 @@ class Watch:
                 level = below
 
     def peaks(self, depth: int) -> list[int]:
-        """Largest first."""
+        """Returns the peaks at a depth, largest first."""
         return sorted((v for (d, _), v in self._peaks.items() if d == depth), reverse=True)
 
 
@@ -91,7 +91,7 @@ def watch_ddp(workload: Workload, workers: int) -> list[int]:
 
 
 def watch_paceline(workload: Workload, strategy: str, workers: int) -> tuple[list[int], list[int]]:
-    """Of workers, and of servers, which are children of workers."""
+    """Returns the peaks of workers, and of servers, which are children of workers."""
     with tempfile.TemporaryDirectory() as folder, Watch(psutil.Process().pid) as watch:
         paceline.train(workload.job(workers), strategy, workers, out=f"{folder}/run", threads=1)
     return watch.peaks(1)[:workers], watch.peaks(2)
@@ -106,8 +106,8 @@ def measure(name: str, workers: int, repeats: int, base: float) -> dict[str, Any
         members, servers = watch_paceline(workload, "ps", workers)
         found["ps"].append(max(members))
         found["server"].append(max(servers))
-        told = ", ".join(f"{side} {values[-1] / 1e6:,.0f} MB" for side, values in found.items())
-        print(f"{name} {repeat + 1}/{repeats}: {told}", flush=True)
+        summary = ", ".join(f"{side} {values[-1] / 1e6:,.0f} MB" for side, values in found.items())
+        print(f"{name} {repeat + 1}/{repeats}: {summary}", flush=True)
     medians = {side: statistics.median(values) for side, values in found.items()}
     shard = weight_bytes(name)
     return {
@@ -142,9 +142,9 @@ def main() -> None:
         measure(name, given.workers, given.repeats, base) for name in given.workloads.split(",")
     ]
     for row in rows:
-        told = ", ".join(f"{key} x{row[key]:.2f}" for key in ("allreduce / ddp", "ps / ddp"))
+        summary = ", ".join(f"{key} x{row[key]:.2f}" for key in ("allreduce / ddp", "ps / ddp"))
         shards = row["server above its base, in shards"]
-        print(f"{row['workload']}: {told}, server {shards:.2f} shards above its base")
+        print(f"{row['workload']}: {summary}, server {shards:.2f} shards above its base")
     if given.save:
         about = {"workers": given.workers, "repeats": given.repeats}
         keep("memory", {"about": about, "server_base_bytes": base, "rows": rows})

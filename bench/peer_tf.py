@@ -1,10 +1,10 @@
-"""The peers from TensorFlow, with custom loops as its guides have them. Prints samples a second.
+"""TensorFlow for comparison, with custom loops as in its guides. Prints samples per second.
 
 PYTHON bench/peer_tf.py tf-ring|tf-ps WORKLOAD WORKERS THREADS
 
-PYTHON is an interpreter that has TensorFlow; nothing of Paceline is imported. `tf-ring` is
+PYTHON is an interpreter with TensorFlow; nothing of Paceline is imported. `tf-ring` is
 MultiWorkerMirroredStrategy with RING, `tf-ps` asynchronous ParameterServerStrategy with one server.
-The networks are those of Paceline's catalogue, layer by layer.
+The networks equal those of Paceline's catalog, layer by layer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(kind: str, name: str, workers: int, threads: int) -> None:
-    """One process a task; the one that prints the rate ends the others."""
+    """Starts one process per task; the one that prints the rate stops the others."""
     roles = ["worker"] * workers + (["ps", "chief"] if kind == "tf-ps" else [])
     ports = free_ports(len(roles))
     cluster: dict[str, list[str]] = {}
@@ -87,8 +87,8 @@ def start(kind: str, name: str, workers: int, threads: int) -> None:
             (tells, subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
         )
     try:
-        told = next(child for tells, child in children if tells)
-        out, _ = told.communicate(timeout=LIMIT_S)
+        reporter = next(child for reports, child in children if reports)
+        out, _ = reporter.communicate(timeout=LIMIT_S)
         print(out.strip().split()[-1])
     finally:
         for _, child in children:

@@ -1,8 +1,8 @@
-"""The peer torchft: DDP that outlives lost replicas, as its guide has it. Prints samples a second.
+"""torchft (fault-tolerant DDP) for comparison, as in its guide. Prints samples per second.
 
 PYTHON bench/peer_torchft.py WORKLOAD WORKERS THREADS
 
-PYTHON is an interpreter that has torchft and Paceline's dependencies. Every worker is a replica
+PYTHON is an interpreter with torchft and Paceline's dependencies. Every worker is a replica
 group of one; its lighthouse runs in the first process.
 """
 

@@ -1,10 +1,10 @@
-"""The peer: a plain PyTorch DDP script, as its tutorial has it. Prints samples a second.
+"""Plain PyTorch DDP for comparison, as in its tutorial. Prints samples per second.
 
 python bench/plain_ddp.py WORKLOAD WORKERS THREADS [apart|compute] [channels_last]
 
-With `apart` the processes train models of their own and never communicate: what a strategy would
-reach if keeping in step cost nothing. With `compute` they do not even update their weights: forward
-and backward alone, which nothing that trains can outrun.
+With `apart` the processes train separate models and never communicate: the rate of a strategy
+without synchronization cost. With `compute` they do not update their weights: forward and backward
+only, an upper bound for training.
 """
 
 from __future__ import annotations

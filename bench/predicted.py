@@ -1,17 +1,16 @@
-"""The twin beside real runs on this machine: samples a second and the share of waiting.
+"""Compares the twin with real runs on this machine: samples per second and fraction of waiting.
 
     python bench/predicted.py --pairs 5 --out bench/results/predicted.json
     python bench/predicted.py --out bench/results/predicted.json --show-only
     python bench/predicted.py --out bench/results/predicted.json --replay
 
-`--replay` lets today's twin foretell the recorded measurements from their recorded probes.
+`--replay` predicts the recorded measurements from their recorded probes with the current twin.
 
-A probe (each kind of machine alone, one worker with a server, the way between two processes) and
-the measurement that it is to foretell follow each other; nothing of the measurement is known to the
-twin. One real run goes through the four strategies one after another, so that they share a start.
-Pairs are added to those that the file holds already.
-Prints a Markdown table: medians over the pairs, and beside the twin's error the measurement's own
-spread.
+A probe (each kind of machine alone, one worker with a server, the exchange between two processes)
+and the measurement that it predicts alternate; the twin does not use the measurement. One real run
+uses the four strategies one after another, so they share a start. Pairs are added to those in the
+file. Prints a Markdown table: medians over the pairs, the twin's error and the spread of the
+measurement.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ VIA = {"allreduce": "allreduce(via=network)", "ps": "ps(via=network)"}
 VIA["ps(sync=ssp(3))"] = "ps(sync=ssp(3), via=network)"
 """Sockets, as between machines."""
 QUOTA = 1 / 4
-"""Of a core, for each worker: four of them and a server leave cores free."""
+"""Fraction of a core per worker: four workers and a server leave cores free."""
 SLOWER = 3
 STEPS, PROBED_STEPS = 128, 40
 
 
 def quotas(workers: int, one_slower: bool) -> list[float]:
-    """What of a core each worker has."""
+    """Returns the fraction of a core of each worker."""
     return [QUOTA / (SLOWER if one_slower and w == 0 else 1) for w in range(workers)]
 
 
 def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
-    """One real run through all strategies: rate and share of waiting of each."""
+    """Trains one real run with all strategies; returns rate and fraction of waiting of each."""
     points = ", ".join(f"{25 * k}%" for k in range(1, len(STRATEGIES)))
     train(
         job,
@@ -63,7 +62,7 @@ def measure(job: Path, cores: list[float], out: Path) -> dict[str, Any]:
 
 
 def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
-    """Steps by the strategy they belong to: the first of each is left out, it holds the switch."""
+    """Groups steps by strategy, without the first of each, which contains the switch."""
     result = folder.read_result()
     per_epoch = result["history"][0]["samples"]
     bounds = [0, *(row["samples"] for row in result["switches"]), result["samples"] + 1]
@@ -84,7 +83,7 @@ def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
 
 
 def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str, float]:
-    """Rate of all workers together, and what of their time they spent waiting for others."""
+    """Returns the rate of all workers together, and the fraction of their time spent waiting."""
     seconds = [sum(s[c] for s in mine for c in COLUMNS) / 1e6 for mine in steps]
     samples = [sum(s["hi"] - s["lo"] for s in mine) for mine in steps]
     waits = [sum(s["wait"] for s in mine) / 1e6 for mine in steps]
@@ -99,7 +98,7 @@ def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str,
 
 
 def predict(job: Path, pool: Pool, workers: int, one_slower: bool, out: Path) -> dict[str, Any]:
-    """Play each strategy in virtual time."""
+    """Simulates each strategy in virtual time."""
     cores = quotas(workers, one_slower)
     return {s: sum_up_twin(play(job, pool, s, cores, out)) for s in STRATEGIES}
 
@@ -142,7 +141,7 @@ def main() -> None:
 
 
 def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> None:
-    """A probe, and the runs that it is to foretell."""
+    """Runs a probe and the runs that it predicts."""
     alone = case.write(folder / "alone.py", PROBED_STEPS)
     known = probe(alone, (QUOTA, QUOTA / SLOWER), folder)
     host = known.hosts[0].model_copy(update={"cores": usable_cores(), "workers": workers})
@@ -161,7 +160,7 @@ def one_pair(cells: dict[str, Any], case: Case, workers: int, folder: Path) -> N
 
 
 def replay(cells: dict[str, Any]) -> None:
-    """Once a recorded probe, for all that it was to foretell."""
+    """Predicts all measurements of a recorded probe again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for key, cell in cells.items():
@@ -176,7 +175,7 @@ def replay(cells: dict[str, Any]) -> None:
 
 
 def show(cells: dict[str, Any]) -> None:
-    """Errors are medians over the pairs; a spread is the median distance from the median."""
+    """Prints the table: errors are medians, a spread is the median distance from the median."""
     print(
         "| model | workers | machines | strategy | measured /s | twin /s | error | own spread "
         "| beyond it | waiting | twin | points off |"

@@ -1,9 +1,9 @@
-"""Fit the published five-machine cluster to two rows of its tables, and predict the others.
+"""Fits the published five-machine cluster to two rows of its tables and predicts the others.
 
     python bench/published_clusters.py            print the table
     python bench/published_clusters.py --write    and write the cluster files
 
-The figures are those of a published study of TensorFlow's MultiWorkerMirrored and ParameterServer
+The numbers are those of a published study of TensorFlow's MultiWorkerMirrored and ParameterServer
 strategies and of a switch between them, on five CPU machines.
 """
 
@@ -23,9 +23,9 @@ EPOCHS = 8
 ROWS = {
     "allreduce": "allreduce",
     "ps": "ps",
-    "switch 25 %": "switch(allreduce, ps, at=25%)",
-    "switch 50 %": "switch(allreduce, ps, at=50%)",
-    "switch 75 %": "switch(allreduce, ps, at=75%)",
+    "switch 25%": "switch(allreduce, ps, at=25%)",
+    "switch 50%": "switch(allreduce, ps, at=50%)",
+    "switch 75%": "switch(allreduce, ps, at=75%)",
 }
 
 
@@ -88,7 +88,7 @@ def main() -> None:
             role = "fitted" if row in ("allreduce", "ps") else "predicted"
             print(
                 f"| {study.title} | {row} | {known:,} | {played:,.0f} "
-                f"| {100 * (played / known - 1):+.1f} % | {role} |"
+                f"| {100 * (played / known - 1):+.1f}% | {role} |"
             )
         if "--write" in sys.argv[1:]:
             note = f"Fitted to a published {study.title} run of {study.epochs} epochs"

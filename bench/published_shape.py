@@ -1,4 +1,4 @@
-"""The published shape, played: accuracy against virtual time, and what a slow machine changes.
+"""Simulates the published experiment: accuracy over virtual time, with and without a slow machine.
 
     python bench/published_shape.py --data-dir DIR --work FOLDER   (half an hour on one core)
     python bench/published_shape.py --work FOLDER --draw-only           draw and print again

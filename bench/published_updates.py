@@ -1,17 +1,17 @@
-"""What did an update, and an epoch, of the published study hold? Asked of its own curves.
+"""Estimates the samples per update and per epoch of the published study from its curves.
 
     python bench/published_updates.py --data-dir DIR [--epochs 25]
 
 Plain PyTorch, one process, Adam at 0.001, Keras' initial weights (Glorot's uniform ones, no bias):
-the study's perceptrons under four readings of "batch 128" with nine workers.
+the study's perceptrons under four interpretations of "batch 128" with nine workers.
 
-    worker      an update of one worker's batch, an epoch of all data
-    nine        an update of nine workers' batches, an epoch of all data
-    ninth       an update of one batch, an epoch of another ninth of the data each time
-    same ninth  the same, but the same ninth of the data in every epoch
+    worker      one worker's batch per update, all data per epoch
+    nine        nine workers' batches per update, all data per epoch
+    ninth       one batch per update, a different ninth of the data per epoch
+    same ninth  one batch per update, the same ninth of the data in every epoch
 
-Prints for every published curve how far each reading's training accuracy lies from it (mean
-distance in points over the epochs), and its test accuracy beside the published one.
+Prints for every published curve the mean distance of each interpretation's training accuracy in
+points over the epochs, and its test accuracy next to the published one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(hidden: tuple[int, ...]) -> torch.nn.Module:
 
 
 def list_epochs(reading: str, rows: int, epochs: int) -> list[torch.Tensor]:
-    """The rows of every epoch, in order."""
+    """Yields the rows of every epoch, in order."""
     if reading in ("worker", "nine"):
         return [torch.randperm(rows) for _ in range(epochs)]
     part = rows // WORKERS
@@ -61,7 +61,7 @@ def list_epochs(reading: str, rows: int, epochs: int) -> list[torch.Tensor]:
 def train(
     model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, order: list[torch.Tensor], batch: int
 ) -> list[float]:
-    """Training accuracy by epoch, counted while training, as Keras counts it."""
+    """Returns training accuracy by epoch, measured during training as in Keras."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     curve = []
     for rows in order:
@@ -77,7 +77,7 @@ def train(
 
 
 def read(table: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows, pixels from 0 to 1 as Keras' examples have them."""
+    """Returns all rows, with pixels from 0 to 1 as in Keras' examples."""
     x, y = table.batch(np.arange(len(table)))
     x = x.reshape(len(x), -1)
     return (x - x.min()) / (x.max() - x.min()), y

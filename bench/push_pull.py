@@ -1,13 +1,12 @@
-"""Gradients to a parameter server and weights back: how many bytes a second, by which way.
+"""Measures bytes per second of gradients to a parameter server and weights back, by transport.
 
 python bench/push_pull.py [--floats 850000] [--workers 2] [--seconds 3] [--repeats 5] [--save]
 
-Workers are processes with the runner that trains under `ps`, the server is a process with the
-server that it talks to; only the coordinator is a stand-in, which numbers the pushes. An exchange
-is what a step does: the gradient to its place, push, update (plain SGD), pull. `shared` and `tcp`
-are Paceline's two ways; `tcp alone` is push and pull without the first copy and without the update,
-and `bare` processes that send and receive as many bytes through sockets in a loop and do nothing
-else. Bytes count once in each direction.
+Workers and server are processes with the code of real runs under `ps`; only the coordinator is a
+stub that numbers the pushes. An exchange is that of a step: copy the gradient, push, update (plain
+SGD), pull. `shared` and `tcp` are Paceline's transports; `tcp alone` is push and pull without the
+first copy and the update, and `bare` are processes that only send and receive the same bytes
+through sockets in a loop. Bytes count once in each direction.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ WAYS = {
 
 
 class Orders:
-    """The coordinator as a server sees it: every push is the next update."""
+    """Coordinator stub for a server: every push is the next update."""
 
     def __init__(self, workers: list[Connection]) -> None:
         self._orders: queue.Queue[Any] = queue.Queue()
@@ -86,7 +85,7 @@ class Orders:
 
 
 class Numbered:
-    """The coordinator as a worker sees it."""
+    """Coordinator stub for a worker."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -126,12 +125,12 @@ def exchange(
     model = torch.nn.Linear(floats, 1, bias=False)
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     control: Any = Numbered(connection)
-    nobody: Any = None
+    no_group: Any = None
     around = WorkerContext(
         rank=rank,
         size=size,
         replica=replica,
-        group=nobody,
+        group=no_group,
         control=control,
         clock=PhaseClock(time.time()),
         token=token,
@@ -166,7 +165,7 @@ def exchange(
 
 
 def hold_bytes(channel: Channel, nbytes: int) -> None:
-    """A server that holds so many bytes, and has nothing to update in them."""
+    """A server that stores this many bytes and applies no update."""
     head = {"op": "import", "nbytes": nbytes, "pieces": [], "groups": [], "slots": []}
     channel.send({**head, "optimizer": "", "codec": None}, memoryview(bytes(nbytes)))
     channel.receive()
@@ -212,7 +211,7 @@ def loop_bare(port: int, nbytes: int, seconds: float, go: Any, connection: Any) 
 
 
 def measure(way: str, workers: int, floats: int, seconds: float) -> float:
-    """Bytes a second of all workers together."""
+    """Returns bytes per second of all workers together."""
     context = multiprocessing.get_context("spawn")
     go = context.Barrier(workers)
     pipes = [context.Pipe() for _ in range(workers)]
@@ -229,15 +228,15 @@ def measure(way: str, workers: int, floats: int, seconds: float) -> float:
         token = secrets.token_hex(16)
         # The coordinator's stand-in lives in the server's process.
         server = context.Process(target=serve, args=(token, [here for here, _ in pipes]))
-        told = [context.Pipe() for _ in range(workers)]
+        results = [context.Pipe() for _ in range(workers)]
         members = [
             context.Process(
                 target=exchange,
-                args=(way, rank, workers, token, floats, seconds, pipe[1], go, told[rank][1]),
+                args=(way, rank, workers, token, floats, seconds, pipe[1], go, results[rank][1]),
             )
             for rank, pipe in enumerate(pipes)
         ]
-        ends = [here for here, _ in told]
+        ends = [here for here, _ in results]
     server.start()
     for member in members:
         member.start()
@@ -266,8 +265,8 @@ def main() -> None:
     for repeat in range(given.repeats):
         for way, rates in found.items():
             rates.append(measure(way, given.workers, given.floats, given.seconds) / 1e9)
-        told = ", ".join(f"{way} {rates[-1]:.2f} GB/s" for way, rates in found.items())
-        print(f"{repeat + 1}/{given.repeats}: {told}", flush=True)
+        results = ", ".join(f"{way} {rates[-1]:.2f} GB/s" for way, rates in found.items())
+        print(f"{repeat + 1}/{given.repeats}: {results}", flush=True)
     for way, rates in found.items():
         print(f"{way}: {statistics.median(rates):.2f} GB/s ({min(rates):.2f} to {max(rates):.2f})")
     ratios = [a / b for a, b in zip(found["tcp alone"], found["bare"], strict=True)]

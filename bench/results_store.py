@@ -1,4 +1,4 @@
-"""Where results go: dated, under bench/results, with the machine and the versions noted."""
+"""Writes results to dated files in bench/results, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def dated(name: str) -> Path:
-    """The file of today's results of that name."""
+    """Returns the file of today's results of that name."""
     return RESULTS / f"{time.strftime('%Y-%m-%d')}-{name}.json"
 
 
 def keep(name: str, body: dict[str, Any]) -> Path:
-    """Write them, and say where."""
+    """Writes the results and prints the path."""
     path = dated(name)
     machine = {"cores": usable_cores(), "processor": platform.processor() or platform.machine()}
     noted = {"machine": machine, "versions": versions(), **body}

@@ -1,14 +1,14 @@
-"""Paceline beside its peers: interleaved, repeated, as ratios with absolutes beside.
+"""Compares Paceline with other frameworks: interleaved, repeated, as ratios and absolute rates.
 
 python bench/run.py [--repeats 5] [--workloads mlp-300-100,...] [--sides ddp,allreduce,...]
                     [--workers 2] [--no-save]
 
 Sides: `ddp` (plain PyTorch DDP), `apart` (processes that never communicate), `compute` (which do
-not even update), Paceline's `allreduce` and `ps`; and, each in an environment of its own that
-`make peers` sets up, `torchft`, `tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and
-ParameterServer strategies). A side that fails is kept as failed; one whose environment is missing
-is named and left out. `ddp-cl`, `allreduce-cl` and `ps-cl` are the same with images whose channels
-lie last in memory, as TensorFlow has them always.
+not even update), Paceline's `allreduce` and `ps`; and, each in a separate environment from `make
+peers`, `torchft`, `tf-ring` and `tf-ps` (TensorFlow's MultiWorkerMirrored and ParameterServer
+strategies). A side that fails is recorded as failed; one without its environment is named and
+skipped. `ddp-cl`, `allreduce-cl` and `ps-cl` are the same with images in channels-last memory
+format, which TensorFlow always uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RATIOS = (
     ("allreduce-cl", "tf-ring"),
     ("ps-cl", "tf-ps"),
 )
-"""What is told: the first over the second, of the same round."""
+"""Reported ratios: the first over the second, of the same round."""
 
 
 def run_script(python: Path | str, script: str, *words: object) -> float:
@@ -96,7 +96,7 @@ def measure(name: str, sides: dict[str, Callable[[str], float]], repeats: int) -
     found: dict[str, list[float | None]] = {side: [] for side in sides}
     failures: dict[str, str] = {}
     for repeat in range(repeats):
-        # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
+        # The first side alternates, so warming up or cooling down favors none.
         names = list(sides)[repeat % len(sides) :] + list(sides)[: repeat % len(sides)]
         for side in names:
             try:
@@ -104,11 +104,11 @@ def measure(name: str, sides: dict[str, Callable[[str], float]], repeats: int) -
             except Exception as error:
                 found[side].append(None)
                 failures[side] = str(error)
-        told = ", ".join(
+        summary = ", ".join(
             f"{side} {values[-1]:,.0f}" if values[-1] is not None else f"{side} failed"
             for side, values in found.items()
         )
-        print(f"{name} {repeat + 1}/{repeats}: {told}", flush=True)
+        print(f"{name} {repeat + 1}/{repeats}: {summary}", flush=True)
     rates = {
         side: describe([v for v in values if v is not None])
         for side, values in found.items()
@@ -135,31 +135,31 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--sides", default="ddp,apart,allreduce,ps,torchft,tf-ring,tf-ps")
-    parser.add_argument("--label", default="beside-peers", help="in the name of the results")
+    parser.add_argument("--label", default="peers", help="suffix of the result file name")
     parser.add_argument("--no-save", action="store_true")
     given = parser.parse_args()
     sides = make_sides(given.workers)
     for side in given.sides.split(","):
         if side not in sides:
-            print(f"{side}: left out, its environment is missing: make peers")
+            print(f"{side}: skipped, its environment is missing; run `make peers`")
     sides = {side: sides[side] for side in given.sides.split(",") if side in sides}
     rows = [measure(name, sides, given.repeats) for name in given.workloads.split(",")]
-    print("\n| network | workers | side | samples/s (least to most) | beside | ratio |")
+    print("\n| network | workers | side | samples/s (min to max) | compared with | ratio |")
     print("|---|---:|---|---:|---|---:|")
     for row in rows:
         for side, rate in row["samples_per_s"].items():
             span = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
-            beside = [
+            ratios = [
                 (k.split(" / ")[1], r)
                 for k, r in row["ratios"].items()
                 if k.startswith(f"{side} / ")
             ]
-            for peer, ratio in beside:
-                told = f"x{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            for peer, ratio in ratios:
+                text = f"x{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
                 print(
-                    f"| {row['workload']} | {given.workers} | {side} | {span} | {peer} | {told} |"
+                    f"| {row['workload']} | {given.workers} | {side} | {span} | {peer} | {text} |"
                 )
-            if not beside:
+            if not ratios:
                 print(f"| {row['workload']} | {given.workers} | {side} | {span} | | |")
         for side, why in row["failed"].items():
             print(f"| {row['workload']} | {given.workers} | {side} | failed: {why} | | |")

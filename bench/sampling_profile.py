@@ -1,11 +1,11 @@
-"""Where the processes of a run spend their time, by sampling them from outside with py-spy.
+"""Profiles the processes of a run by sampling them from outside with py-spy.
 
 python bench/sampling_profile.py PY_SPY WORKLOAD STRATEGY [--workers 2] [--save]
 
-PY_SPY is the program itself, from an environment of its own. Every sample of a thread that runs
-(not one that sleeps) counts for the deepest function of Paceline on its stack, and for the role of
-its process: worker, server or coordinator. Shares are of all samples while training; servers' and
-the coordinator's waiting for messages is left out, a worker's is not.
+PY_SPY is the program, from a separate environment. Every sample of a running (not sleeping) thread
+counts for the deepest function of Paceline on its stack, and for the role of its process: worker,
+server or coordinator. Fractions refer to all samples during training; the time in which servers and
+the coordinator wait for messages is excluded, that of a worker is not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAITING = ("Channel.receive_head", "socket.accept", "Condition.wait", "EpollSele
 
 
 def role_of(frames: list[str]) -> str | None:
-    """None for what is not training: starting, reading data, waiting for commands."""
+    """Returns the role; None outside training: startup, reading data, waiting for commands."""
     if any("worker/training_loop.py" in frame for frame in frames):
         return "worker"
     if any("strategies/ps/server.py" in frame for frame in frames):

@@ -1,9 +1,9 @@
-"""How strategies scale from 1 to 10,000 machines, in the twin: a picture and its figures.
+"""Simulates the scaling of strategies from 1 to 10,000 machines; writes a chart and its numbers.
 
     python bench/scaling.py --out docs/images/scaling.svg --json bench/results/scaling.json
 
-Weak scaling: every machine keeps a share of 32 samples a step of a network of 1 million parameters
-that takes 30 ms for them (0.1 GFLOP a sample at 100 GFLOP/s), on 10 Gbit/s links.
+Weak scaling: every machine has a share of 32 samples per step of a network of 1 million parameters
+that takes 30 ms for them (0.1 GFLOP per sample at 100 GFLOP/s), on 10 Gbit/s links.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
 
 
 def play_million() -> None:
-    """10,000 machines, one server, 1,000,000 updates: how long the twin itself takes."""
+    """Times the twin itself: 10,000 machines, one server, 1,000,000 updates."""
     workers, updates = 10_000, 1_000_000
     hosts = tuple(Host(host=f"m{i}", cores=8, gflops=100) for i in range(workers))
     pool = Pool(hosts=hosts, link=Link(mbit_s=10_000, latency_ms=0.05))

@@ -1,13 +1,13 @@
-"""Time to an accuracy over slow links, beside plain DDP. Needs root, and MNIST itself.
+"""Measures time to accuracy over slow links next to plain DDP. Requires root and MNIST.
 
     python bench/slow_links.py --data-dir FOLDER [--mbit 100] [--delay 0] [--repeats 3] [--save]
 
-Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
-each sends, `delay.py` delays what each receives (after `make delays`). `mlp-300-100` on MNIST to
-0.97 of the validation rows, whole wall time from the start of the first process, evaluation after
-each epoch on both sides. DDP gets several batches with the learning rate grown along, and its
-PowerSGD hook. Settings were chosen once, by hand, for both sides; what did not reach the accuracy
-is told so.
+Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits the
+sending rate, `delay.py` delays received packets (after `make delays`). `mlp-300-100` on MNIST to a
+validation accuracy of 0.97, total wall time from the start of the first process, evaluation after
+each epoch on both sides. DDP is measured with several batches and scaled learning rates, and with
+its PowerSGD hook. Settings were chosen once, by hand, for both sides; runs that did not reach the
+accuracy are listed as such.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def time_ours(
 ) -> float | None:
     out = folder / "run"
     if OURS[name] == "single":
-        told = yaml.safe_load(pool.read_text())
+        summary = yaml.safe_load(pool.read_text())
         pool = folder / "one.yaml"
-        pool.write_text(yaml.safe_dump({"hosts": told["hosts"][:1]}))
+        pool.write_text(yaml.safe_dump({"hosts": summary["hosts"][:1]}))
     words = ("--model", "mlp-300-100", "--data", "mnist", "--data-dir", data, "--batch", 128)
     words += ("--optimizer", "sgd(momentum=0.9)", "--lr", 0.05, "--epochs", EPOCHS, "--quiet")
     words += ("--until", f"val_acc>={GOAL}")
@@ -114,15 +114,15 @@ def time_ours(
 
 @contextlib.contextmanager
 def delayed(lab: machines_here.Lab, delay_ms: float) -> Iterator[float]:
-    """So many milliseconds from machine to machine; gives the round trip as TCP sees it."""
+    """Delays packets between machines; yields the round trip as measured by TCP."""
     if delay_ms and not DELAYS.exists():
-        raise SystemExit("--delay needs an environment of its own: make delays")
+        raise SystemExit("--delay requires another environment; run `make delays`")
     helpers: list[subprocess.Popen[str]] = []
     try:
         for machine in lab.machines if delay_ms else ():
             inside = ("ip", "netns", "exec", machine.namespace)
             machines_here.run(*inside, "iptables", *RULE)
-            # Before everybody else: what they do must not look like a longer way.
+            # With priority: load from other processes must not increase the delay.
             first = ("nice", "-n", "-20", str(DELAYS))
             command = [*inside, *first, str(HERE / "delay.py"), str(delay_ms)]
             helpers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
@@ -137,7 +137,7 @@ def delayed(lab: machines_here.Lab, delay_ms: float) -> Iterator[float]:
 
 
 def measure_round_trip(lab: machines_here.Lab) -> float:
-    """Milliseconds until the second machine has answered a connection of the first."""
+    """Returns the milliseconds until the second machine has accepted a connection of the first."""
     first, second = lab.machines[:2]
     script = (
         "import socket, time\n"
@@ -162,7 +162,7 @@ def main() -> None:
     given = parser.parse_args()
     data = given.data_dir.resolve()
     found: dict[str, list[float | None]] = {}
-    only, skip = ([w for w in words.split(",") if w] for words in (given.only, given.skip))
+    only, skip = ([name for name in names.split(",") if name] for names in (given.only, given.skip))
     names = [
         name
         for name in (*DDP, *OURS)
@@ -188,8 +188,8 @@ def main() -> None:
                 if given.save:
                     kind = f"slow-links-{given.mbit}mbit-{given.delay:g}ms"
                     keep(kind, {"goal": GOAL, "links": links, "seconds": found})
-                told = "not reached" if seconds is None else f"{seconds:.1f} s"
-                print(f"{repeat + 1}/{given.repeats} {side}: {told}", flush=True)
+                summary = "not reached" if seconds is None else f"{seconds:.1f} s"
+                print(f"{repeat + 1}/{given.repeats} {side}: {summary}", flush=True)
     reached: dict[str, Any] = {}
     for side, values in found.items():
         good = [v for v in values if v is not None]

@@ -1,4 +1,4 @@
-"""What is probed before a measurement: a worker alone, with a server, and the way between two."""
+"""Probes before a measurement: a worker alone, with a server, and the exchange between two."""
 
 from __future__ import annotations
 
@@ -23,39 +23,43 @@ from paceline.twin.run import TwinOptions, run_twin
 COLUMNS = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait")
 """The parts of a step."""
 COLD = 7
-"""Steps of a probe that are left out, beside the first tenth: torch still warms up."""
+"""Steps of a probe to skip in addition to the first tenth, while torch warms up."""
 
 
 def train(job: Path, out: Path, *options: object, home: Path | None = None) -> None:
-    """One real run, each of its processes with one thread."""
+    """Trains one real run, with one thread per process."""
     command = [sys.executable, "-c", "from paceline.cli.main import main; main()", "train", job]
     command += [*options, "--threads", 1, "--out", out, "--force", "--quiet"]
-    told = {**os.environ, **({"HOME": str(home)} if home is not None else {})}
+    environment = {**os.environ, **({"HOME": str(home)} if home is not None else {})}
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=600, env=told
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
 def limit(cores: Iterable[float]) -> list[str]:
-    """Options that give each worker so much of a core."""
+    """Returns the options that give each worker its fraction of a core."""
     return [part for w, c in enumerate(cores) for part in ("--slow", f"worker={w},cores={c}")]
 
 
 def play(job: Path, pool: Pool, strategy: str, cores: list[float], out: Path) -> dict[str, Any]:
-    """The same run in virtual time."""
-    troubles = tuple(InjectedSlowdown(worker=w, cores=c) for w, c in enumerate(cores))
+    """Simulates the same run."""
+    slowdowns = tuple(InjectedSlowdown(worker=w, cores=c) for w, c in enumerate(cores))
     options = TwinOptions(
-        out=out, pool=pool, depth="cost", slowdowns=troubles, force=True, workers=len(cores)
+        out=out, pool=pool, depth="cost", slowdowns=slowdowns, force=True, workers=len(cores)
     )
     return run_twin(refer_to_job(job, {}), parse_strategy(strategy), options)
 
 
 def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
-    """This machine as one of a pool that has `quotas[0]` of a core for its worker.
+    """Measures this machine as one of a pool with `quotas[0]` of a core for its worker.
 
-    One process is up to a fifth faster than the next here, all its life: so there are three.
+    Processes differ permanently by up to a fifth in speed here, so three are measured.
     """
     quota, other = quotas
     runs: Mapping[str, tuple[str, float]] = {
@@ -92,7 +96,7 @@ def read_cells(path: Path) -> dict[str, Any]:
 
 
 def write_cells(path: Path, cells: dict[str, Any]) -> None:
-    """A line for each row of the table."""
+    """Formats one line per row of the table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,17 +1,16 @@
-"""Predicted step times beside measured ones, over links of several speeds. Needs root.
+"""Compares predicted and measured step times over links of several speeds. Requires root.
 
     python bench/steps.py --pairs 5 --out bench/results/steps.json
     python bench/steps.py --out bench/results/steps.json --show-only
     python bench/steps.py --out bench/results/steps.json --replay
 
-`--replay` lets today's planner foretell the recorded measurements from their recorded probes.
+`--replay` predicts the recorded measurements from their recorded probes with the current planner.
 
-Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits what
-each sends. Two hold workers, each with half a core, the third serves parameters. A pair is a probe
-(one worker alone, with a server beside it, the way between two processes; the doctor's links) and
-one run for each number of workers, half of it `allreduce`, half of it `ps`. Pairs are added to
-those that the file holds already. Prints a Markdown table: medians over the pairs, and the
-measurement's own spread.
+Three machines are network namespaces with their own SSH servers, as in the tests; `tc` limits the
+sending rate. Two have workers, each with half a core, the third serves parameters. A pair is a
+probe (one worker alone, with a server, the exchange between two processes; the doctor's links) and
+one run per number of workers, half `allreduce`, half `ps`. Pairs are added to those in the file.
+Prints a Markdown table: medians over the pairs, and the spread of the measurement.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ STEPS, PROBED_STEPS = 44, 40
 
 
 def limit_links(lab: machines_here.Lab, mbit_s: int | None) -> None:
-    """What each machine sends on the network that they share."""
+    """Limits the sending rate of each machine on the shared network."""
     for machine in lab.machines:
         tc = ("tc", "-n", machine.namespace, "qdisc")
         machines_here.run(*tc, "del", "dev", "eth0", "root", check=False)
@@ -64,7 +63,7 @@ def limit_links(lab: machines_here.Lab, mbit_s: int | None) -> None:
 
 @contextmanager
 def at_home(lab: machines_here.Lab) -> Iterator[None]:
-    """SSH finds its key and the machines it knows there."""
+    """Sets HOME to a directory with the SSH key and known hosts."""
     before = os.environ["HOME"]
     os.environ["HOME"] = str(lab.home)
     try:
@@ -82,13 +81,13 @@ def examine_links(lab: machines_here.Lab, folder: Path) -> Pool:
 
 
 def only_links(pool: Pool) -> dict[str, Any]:
-    """What a prediction needs of the machines, without this machine's paths and accounts."""
+    """Returns the machines' properties for a prediction, without paths and accounts."""
     hosts = [Host(host=h.host, link=h.link) for h in pool.hosts]
     return Pool(hosts=tuple(hosts)).to_plain()
 
 
 def predict(job: Path, known: Pool, links: Pool, workers: int) -> dict[str, float]:
-    """Seconds of a step, as `paceline plan` has them."""
+    """Returns seconds per step, as predicted by `paceline plan`."""
     cost = known.hosts[0].measured["any"]
     stretched = StepCost(per_sample_s=cost.per_sample_s / QUOTA, update_s=cost.update_s)
     hosts = tuple(h.model_copy(update={"measured": {"any": stretched}}) for h in links.hosts)
@@ -99,7 +98,7 @@ def predict(job: Path, known: Pool, links: Pool, workers: int) -> dict[str, floa
 
 
 def measure(lab: machines_here.Lab, job: Path, workers: int, folder: Path) -> dict[str, float]:
-    """Seconds of a step under each strategy, from all steps but the first of each."""
+    """Returns seconds per step under each strategy, from all steps except the first of each."""
     marked = {f"h{n + 1}": {"energy_efficient": True} for n in range(workers)}
     pool = lab.write_pool(folder / "chosen.yaml", all={"python": sys.executable}, **marked)
     out = folder / "real"
@@ -187,7 +186,7 @@ def replay(cells: dict[str, Any]) -> None:
 
 
 def show(cells: dict[str, Any]) -> None:
-    """Errors are medians over the pairs; a spread is the median distance from the median."""
+    """Prints the table: errors are medians, a spread is the median distance from the median."""
     print("| model | workers | link | strategy | measured ms | predicted ms | error | own spread |")
     print("|---|---:|---|---|---:|---:|---:|---:|")
     errors = []
@@ -206,8 +205,8 @@ def show(cells: dict[str, Any]) -> None:
         )
     within = sum(e <= 0.2 for e in errors)
     print(
-        f"\nmedian {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %; "
-        f"{within} of {len(errors)} within 20 %."
+        f"\nmedian {100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%; "
+        f"{within} of {len(errors)} within 20%."
     )
 
 

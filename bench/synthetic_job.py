@@ -1,11 +1,11 @@
-"""Jobs on made-up data, for measurements in which only time counts."""
+"""Jobs on synthetic data, for measurements of time only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-TEXT = '''"""Random pictures: nothing is to be learnt from them."""
+TEXT = '''"""Random images, for timing only."""
 
 import torch
 
@@ -27,7 +27,7 @@ def job():
 
 
 def write_job(path: Path, model: str, shape: tuple[int, ...], batch: int, steps: int) -> Path:
-    """A job file of so many full batches; its learning rate is small, so that nothing diverges."""
+    """Writes a job file with this many full batches and a learning rate that cannot diverge."""
     text = TEXT.format(model=model, shape=shape, batch=batch, samples=batch * steps)
     path.write_text(text, encoding="utf-8")
     return path
@@ -35,7 +35,7 @@ def write_job(path: Path, model: str, shape: tuple[int, ...], batch: int, steps:
 
 @dataclass(frozen=True)
 class Case:
-    """A network, the shape of its inputs, and how many of them each worker takes in a step."""
+    """A network, its input shape, and the samples per worker and step."""
 
     model: str
     shape: tuple[int, ...]

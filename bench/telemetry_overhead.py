@@ -1,8 +1,8 @@
-"""What telemetry costs: the same training with and without it, in turn, and its parts alone.
+"""Measures the overhead of telemetry: training with and without it, and its parts alone.
 
 python bench/telemetry_overhead.py [--repeats 6] [--workloads mlp-300-100] [--save]
 
-Both sides keep the phase clock, which deadlines rest on; its cost a step is measured apart.
+Both sides keep the phase clock, which deadlines need; its cost per step is measured separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUNS = (WORKLOADS["mlp-300-100"], WORKLOADS["resnet20"])
 
 
 def clock_us_a_step() -> float:
-    """The turns of the clock in a step of all-reduce."""
+    """Times the clock's transitions in a step of all-reduce."""
     clock = PhaseClock(time.time())
     began = time.process_time()
     for _ in range(STEPS):
@@ -52,7 +52,7 @@ def clock_us_a_step() -> float:
 
 
 def recorder_us_a_step(folder: Path) -> float:
-    """Recording a step, windows written out included."""
+    """Times the recording of a step, including writing windows."""
     recorder = StepRecorder(EventWriter(folder / "worker-0.jsonl"), PhaseClock(time.time()))
     began = time.process_time()
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def recorder_us_a_step(folder: Path) -> float:
 
 
 def sampler_ms_a_second() -> float:
-    """Processor time of the sampler's thread, probes and vitals of process and machine included."""
+    """CPU time of the sampler thread, including probes and vitals of process and machine."""
     clock = PhaseClock(time.time())
     sampler = Sampler(now_s=clock.now_s, tell=lambda event: None, run_key="bench", clock=clock)
     sampler.start()
@@ -74,7 +74,7 @@ def sampler_ms_a_second() -> float:
 
 
 def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
-    """Microseconds a step, of training alone: on the wall, and of processor (0 without vitals)."""
+    """Returns microseconds per training step: wall time, and CPU time (0 without vitals)."""
     with tempfile.TemporaryDirectory() as name:
         options = RunOptions(
             out=Path(name) / "run", workers=WORKERS, threads=1, telemetry=telemetry
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--workloads", default="mlp-300-100,resnet20")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no pair after these")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="last start of a pair")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
@@ -120,7 +120,7 @@ def main() -> None:
         for repeat in range(options.repeats):
             if repeat and time.perf_counter() - began > options.seconds:
                 break
-            # Whoever goes first alternates: a machine that warms up or cools down favours nobody.
+            # The first side alternates, so warming up or cooling down favors neither.
             sides = [(bare, False), (full, True)]
             for values, telemetry in sides if repeat % 2 == 0 else sides[::-1]:
                 wall_us, cpu_us = measure(workload, telemetry=telemetry)

@@ -1,8 +1,8 @@
-"""Do verdicts say what is wrong, and nothing where nothing is? Real runs, each cause in earnest.
+"""Checks verdicts in real runs with and without a cause.
 
 python bench/verdicts.py --causes calm --repeats 20 [--save]
 
-With --save, results are added to those of today's file; a cause measured again is replaced.
+With --save, results are added to today's file; a cause that is measured again is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.telemetry.verdicts import verdicts
 from results_store import dated
 
 OUTSIDE = {"neighbours"}
-"""Told where other programs kept the machine busy meanwhile: true, and not the cause made here."""
+"""Correct verdicts about other programs, not about the created cause."""
 CALM_S = 10.0
 CAUSE_S = 30.0
 
@@ -42,7 +42,7 @@ def measure(cause: Cause) -> dict[str, Any]:
 
 
 def outside(run: Any) -> float | None:
-    """How busy other programs kept the machine, for the reader to judge by."""
+    """Returns the load of other programs, for interpreting the results."""
     from paceline.telemetry.verdicts import summarize_window
 
     scene = summarize_window(run, None)
@@ -51,7 +51,7 @@ def outside(run: Any) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--causes", default="all", help="names parted by commas")
+    parser.add_argument("--causes", default="all", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--add", action="store_true", help="add to earlier repeats of a cause")
     parser.add_argument("--save", action="store_true")
@@ -63,7 +63,7 @@ def main() -> None:
         cause = CAUSES[name]
         missing = why_not(cause)
         if missing is not None:
-            print(f"{name}: left out, {missing}")
+            print(f"{name}: skipped, {missing}")
             continue
         runs = list(body.get(name, {}).get("runs", ())) if options.add else []
         for _ in range(options.repeats):

@@ -1,4 +1,4 @@
-"""What is measured: networks by name on inputs of the shape they were made for."""
+"""Benchmark workloads: named networks with matching inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Workload:
 
 
 def make_data(shape: tuple[int, ...], samples: int) -> Any:
-    """Random inputs, the same for every side; no validation, so that only training is timed."""
+    """Returns random inputs, the same for every side, without validation data."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, *shape, generator=generator)
     return (inputs, torch.randint(0, 10, (samples,), generator=generator)), None, None

@@ -1,10 +1,10 @@
-"""A plain PyTorch loop, and the lines that put it on several workers.
+"""A plain PyTorch loop, with the lines that run it on several workers.
 
-    python examples/custom_loop.py                                          # one ordinary process
+    python examples/custom_loop.py                                          # one process
     paceline launch examples/custom_loop.py --strategy allreduce --workers 2
     paceline launch examples/custom_loop.py --strategy ps --workers 2 -- --epochs 3
 
-Lines marked `# paceline` are all that was added.
+Lines marked `# paceline` were added.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
             optimizer.step()
         scheduler.step()
 
-        # At the end of an epoch all workers hold the same weights: one of them may speak for all.
+        # At the end of an epoch all workers hold the same weights, so one of them may report.
         model.eval()
         with torch.no_grad():
             accuracy = (model(test[0]).argmax(1) == test[1]).float().mean().item()

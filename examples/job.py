@@ -1,9 +1,9 @@
-"""A job file: your own model, data and loss, trained by Paceline's loop.
+"""A job file with its own model, data and loss.
 
     paceline train examples/job.py --strategy ps --workers 2 --out runs/spirals
 
-Every worker process imports this file and calls job(). Options on the command line win over what
-is written here: `paceline train examples/job.py --epochs 5 ...`.
+Every worker process imports this file and calls job(). Command-line options override its fields:
+`paceline train examples/job.py --epochs 5 ...`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POINTS_PER_CLASS = 600
 
 
 class SpiralNet(nn.Module):
-    """Two hidden layers with batch normalisation: small, but with every kind of state."""
+    """Two hidden layers with batch normalization: small, but with every kind of state."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class SpiralNet(nn.Module):
 
 
 def make_spirals() -> tuple[tuple[Tensor, Tensor], ...]:
-    """Points on three intertwined spirals, as (inputs, targets) for train, val and test.
+    """Returns points on three intertwined spirals, as (inputs, targets) for train, val and test.
 
-    A generator of its own, with a fixed seed: every worker must see the very same rows.
+    The generator has a fixed seed, because every worker must see the same rows.
     """
     generator = torch.Generator().manual_seed(20)
     inputs, targets = [], []
@@ -55,7 +55,7 @@ def make_spirals() -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def smoothed_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The mean loss of a batch; leave `loss` out of the job for plain cross-entropy."""
+    """Returns the mean loss of a batch; without `loss` a job uses cross-entropy."""
     return nn.functional.cross_entropy(output, target, label_smoothing=0.05)
 
 

@@ -1,7 +1,7 @@
-"""An ordinary Keras script: nothing in it knows of Paceline.
+"""An ordinary Keras script. It uses Paceline only for its bundled data.
 
 KERAS_BACKEND=torch python examples/keras_digits.py                        # one process
-paceline launch examples/keras_digits.py --strategy allreduce --workers 2  # the same on two
+paceline launch examples/keras_digits.py --strategy allreduce --workers 2  # two workers
 """
 
 import keras

@@ -2,7 +2,7 @@
 
     python examples/python_api.py
 
-Strategies are written as text or as objects; both mean the same.
+Strategies are text or objects; both are equivalent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="paceline-"))
     job = Job(model="mlp-128", data="digits", batch=64, lr=0.05, epochs=4)
 
-    # One run. The result is what result.json holds.
+    # One run. The result is the content of result.json.
     strategy = Switch(AllReduce(), ParameterServer(servers=2), at=0.5)
     result = paceline.train(job, strategy, workers=2, out=folder / "switch")
     switch = result["switches"][0]
@@ -35,7 +35,7 @@ def main() -> None:
     with torch.no_grad():
         print("logits of one blank image:", tuple(model(torch.zeros(1, 1, 8, 8)).shape))
 
-    # A longer run goes on from the last checkpoint of the folder.
+    # A longer run continues from the last checkpoint of the folder.
     longer = job.model_copy(update={"epochs": 6})
     result = paceline.train(longer, strategy, workers=2, out=folder / "switch", resume=True)
     print(f"resumed to {result['epochs']} epochs, {result['samples']} samples")
@@ -48,7 +48,7 @@ def main() -> None:
         accuracy = entry["test_acc"]
         print(f"{entry['label']:>13}: {accuracy['mean']:.4f} +- {accuracy['std']:.4f}")
 
-    # A mistake is told before anything starts.
+    # Errors are reported before anything starts.
     try:
         paceline.train(job, "allreduse", workers=2, out=folder / "never")
     except PacelineError as error:
@@ -56,6 +56,6 @@ def main() -> None:
     print("run folders:", folder)
 
 
-# Workers are fresh processes that may import this file again: keep the guard.
+# Workers may import this file again: keep the guard.
 if __name__ == "__main__":
     main()
