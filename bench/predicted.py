@@ -26,8 +26,9 @@ from typing import Any
 from paceline.cluster.pool import Pool
 from paceline.cluster.pool_file import pool_from_mapping
 from paceline.launch.environment import usable_cores
-from paceline.telemetry.reader import steps_of_window
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.reader import read_steps
+from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.steps import StepRecord
 from step_probe import COLUMNS, limit, play, probe, read_cells, train, write_cells
 from synthetic_job import CASES, Case
 
@@ -67,32 +68,29 @@ def split_phases(folder: RunFolder, workers: int) -> dict[str, Any]:
     per_epoch = result["history"][0]["samples"]
     bounds = [0, *(row["samples"] for row in result["switches"]), result["samples"] + 1]
     found: dict[str, Any] = {}
-    rows: list[list[list[dict[str, Any]]]] = [[[] for _ in STRATEGIES] for _ in range(workers)]
+    rows: list[list[list[StepRecord]]] = [[[] for _ in STRATEGIES] for _ in range(workers)]
     for worker in range(workers):
-        for event in read_events(folder.events(f"worker-{worker}")):
-            if event.get("kind") != "steps":
-                continue
-            for step in steps_of_window(event):
-                at = step["epoch"] * per_epoch + step["start"]
-                phase = max(k for k in range(len(STRATEGIES)) if bounds[k] <= at)
-                rows[worker][phase].append(step)
+        for step in read_steps(folder.path, worker):
+            at = step.epoch * per_epoch + step.start
+            phase = max(k for k in range(len(STRATEGIES)) if bounds[k] <= at)
+            rows[worker][phase].append(step)
     for index, strategy in enumerate(STRATEGIES):
         mine = [rows[worker][index][2:] for worker in range(workers)]
         found[strategy] = sum_up(mine, synchronous=not strategy.startswith("ps"))
     return found
 
 
-def sum_up(steps: list[list[dict[str, Any]]], *, synchronous: bool) -> dict[str, float]:
+def sum_up(steps: list[list[StepRecord]], *, synchronous: bool) -> dict[str, float]:
     """Returns the rate of all workers together, and the fraction of their time spent waiting."""
-    seconds = [sum(s[c] for s in mine for c in COLUMNS) / 1e6 for mine in steps]
-    samples = [sum(s["hi"] - s["lo"] for s in mine) for mine in steps]
-    waits = [sum(s["wait"] for s in mine) / 1e6 for mine in steps]
+    seconds = [sum(getattr(s, c) for s in mine for c in COLUMNS) / 1e6 for mine in steps]
+    samples = [sum(s.samples for s in mine) for mine in steps]
+    waits = [sum(s.wait for s in mine) / 1e6 for mine in steps]
     if synchronous:
         # In a collective the last to arrive does not wait: what others take beyond it is waiting.
         for together in zip(*steps, strict=False):
-            least = min(s["comm_exposed"] for s in together)
+            least = min(s.comm_exposed for s in together)
             for worker, step in enumerate(together):
-                waits[worker] += (step["comm_exposed"] - least) / 1e6
+                waits[worker] += (step.comm_exposed - least) / 1e6
     rate = sum(n / s for n, s in zip(samples, seconds, strict=True))
     return {"rate": rate, "waiting": sum(waits) / sum(seconds)}
 

@@ -34,8 +34,8 @@ def measure(cause: Cause) -> dict[str, Any]:
         folder = run_with(cause, Path(name), train_s=train_s, until=cause.rule)
         run = read_run(folder)
         return {
-            "live": sorted({e["rule"] for e in run.verdict_events}),
-            "lines": [e["text"] for e in run.verdict_events if e["state"] == "began"],
+            "live": sorted({e.rule for e in run.verdict_events}),
+            "lines": [e.text for e in run.verdict_events if not e.is_over],
             "whole": sorted({v.rule for v in verdicts(run)}),
             "outside_cores": outside(run),
         }
@@ -45,8 +45,8 @@ def outside(run: Any) -> float | None:
     """Returns the load of other programs, for interpreting the results."""
     from paceline.telemetry.verdicts import summarize_window
 
-    scene = summarize_window(run, None)
-    return round(scene.places[0].outside, 2) if scene is not None and scene.places else None
+    window = summarize_window(run, None)
+    return round(window.hosts[0].cores_others, 2) if window is not None and window.hosts else None
 
 
 def main() -> None:

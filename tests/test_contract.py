@@ -28,7 +28,7 @@ from paceline.protocol.messages import split_batch
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.events import PHASES
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.reader import read_run
 from paceline.worker.batch_loader import epoch_order
 
 EXACT = ["single", "allreduce", "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
@@ -195,13 +195,10 @@ def test_state_survives_every_pair_of_strategies(
 
 
 def positions_by_epoch(folder: Path) -> dict[int, list[tuple[int, int]]]:
-    run = RunFolder(folder)
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for who in run.workers_with_events():
-        for event in read_events(run.events(who)):
-            if event["kind"] == "steps":
-                for epoch, lo, hi in zip(event["epoch"], event["lo"], event["hi"], strict=True):
-                    found[epoch].append((lo, hi))
+    for worker in read_run(folder).workers:
+        for step in worker.iter_steps():
+            found[step.epoch].append((step.lo, step.hi))
     return found
 
 
@@ -281,12 +278,7 @@ def test_groups_by_speed_put_the_slow_ones_together(tmp_path: Path) -> None:
 
 
 def positions_by_worker(folder: Path) -> list[list[tuple[int, int]]]:
-    run = RunFolder(folder)
-    return [
-        [pair for e in read_events(run.events(who)) if e["kind"] == "steps"
-         for pair in zip(e["start"], e["hi"], strict=True)]
-        for who in run.workers_with_events()
-    ]  # fmt: skip
+    return [[(s.start, s.hi) for s in worker.iter_steps()] for worker in read_run(folder).workers]
 
 
 def test_a_straggler_never_leads_ssp_beyond_its_bound(tmp_path: Path) -> None:

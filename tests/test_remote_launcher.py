@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import read_events
 from jobs import Plain, make_data
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job, JobRef, refer_to_job
@@ -30,7 +31,7 @@ from paceline.launch.run_options import RunOptions
 from paceline.protocol.messages import EventLine, FileChunk, FileRequest, FilesComplete
 from paceline.state import list_checkpoints
 from paceline.strategies.registry import parse_strategy
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.run_folder import RunFolder
 from process_engine import Places
 
 FIELDS: dict[str, Any] = {"epochs": 2, "batch": 64, "seed": 3, "dtype": "float64"}
@@ -72,7 +73,7 @@ def test_the_folder_is_the_same_as_that_of_a_local_run(tmp_path: Path) -> None:
 
     assert list_files(tmp_path / "here") == list_files(tmp_path / "there")
     kinds = [
-        [event["kind"] for event in read_events(tmp_path / place / "events" / "worker-1.jsonl")]
+        [event["kind"] for event in read_events(tmp_path / place, "worker-1")]
         for place in ("here", "there")
     ]
     assert kinds[0][0] == kinds[1][0]
@@ -169,9 +170,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
 
     def find() -> int:
         return next(
-            int(event["pid"])
-            for event in read_events(out / "events" / "worker-1.jsonl")
-            if event["kind"] == "worker"
+            int(event["pid"]) for event in read_events(out, "worker-1") if event["kind"] == "worker"
         )
 
     killing = kill_when_training(out, find)
@@ -227,4 +226,4 @@ def test_half_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     desk.handle("worker-0", EventLine('{"kind":"x"}'), 0.0)
     desk.close()
     assert list(folder.checkpoints.iterdir()) == []
-    assert list(read_events(folder.events("worker-0"))) == [{"kind": "x"}]
+    assert read_events(folder.path, "worker-0") == [{"kind": "x"}]

@@ -27,7 +27,15 @@ from paceline.report.csv_export import write_csv_files
 from paceline.report.operator_profile import read_profile, rows_for_one_run, rows_for_two_runs
 from paceline.report.run_loader import load_runs
 from paceline.telemetry import step_recorder as recorder_module
-from paceline.telemetry.events import PHASES, STEP_PHASES, Event, ProcessMetrics
+from paceline.telemetry.events import (
+    PHASES,
+    STEP_PHASES,
+    Event,
+    ProcessMetrics,
+    RunEnded,
+    StepSummary,
+    StepWindow,
+)
 from paceline.telemetry.phase_clock import (
     APPLY,
     COMM,
@@ -41,7 +49,7 @@ from paceline.telemetry.phase_clock import (
     ServerClock,
 )
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores, read_machine, read_process
-from paceline.telemetry.reader import EventTail, RunRecord, read_run, step_seconds
+from paceline.telemetry.reader import EventTail, RunRecord, read_run
 from paceline.telemetry.run_folder import EventWriter
 from paceline.telemetry.sampler import (
     HostSamplerLock,
@@ -51,6 +59,7 @@ from paceline.telemetry.sampler import (
     merge_process_metrics,
 )
 from paceline.telemetry.step_recorder import StepRecorder
+from paceline.telemetry.steps import window_seconds
 from paceline.telemetry.verdicts import verdicts
 
 # ---- clocks ----------------------------------------------------------------------------------
@@ -239,13 +248,13 @@ def test_a_long_run_goes_on_in_sums_epoch_by_epoch(
     recorder.flush(final=True)
     writer.close()
     process = read_run(tmp_path).process("worker-0")
-    single = [w for w in process.steps if w["kind"] == "steps"]
-    sums = [w for w in process.steps if w["kind"] == "steps_sum"]
-    assert sum(len(w["epoch"]) for w in single) + sum(w["count"] for w in sums) == 20
-    assert {w["epoch"] for w in sums} == {0, 1}
-    assert all(set(step_seconds(w)) == set(STEP_PHASES) for w in process.steps)
-    stale = sum(sum(w["staleness"].values()) for w in sums)
-    assert stale == sum(w["count"] for w in sums)
+    single = [w for w in process.steps if isinstance(w, StepWindow)]
+    sums = [w for w in process.steps if isinstance(w, StepSummary)]
+    assert sum(len(w.epoch) for w in single) + sum(w.count for w in sums) == 20
+    assert {w.epoch for w in sums} == {0, 1}
+    assert all(set(window_seconds(w)) == set(STEP_PHASES) for w in process.steps)
+    stale = sum(sum(w.staleness.values()) for w in sums)
+    assert stale == sum(w.count for w in sums)
     assert counters.steps == 20
     assert counters.samples == 80
     assert counters.comm_hidden_us == 140
@@ -293,35 +302,35 @@ def test_phases_add_up_to_the_wall_time_of_each_process(recorded: Any) -> None:
     assert len(run.workers) == 2
     assert len(run.servers) == 1
     for process in (*run.workers, *run.servers):
-        wall_s = process.ended["t"]
-        assert sum(process.ended["phases"].values()) == pytest.approx(wall_s, rel=0.02)
-        in_vitals = sum(sum(v["phases"]) for v in process.vitals) / 1e6
-        seconds = sum(v["dt"] for v in process.vitals)
+        wall_s = process.ended.t
+        assert sum(process.ended.phases.values()) == pytest.approx(wall_s, rel=0.02)
+        in_vitals = sum(sum(v.phases) for v in process.metrics) / 1e6
+        seconds = sum(v.dt for v in process.metrics)
         assert in_vitals == pytest.approx(seconds, rel=0.02)
         # From the start of the process, which is not that of the run.
-        began_s = process.vitals[0]["t"] - process.vitals[0]["dt"]
+        began_s = process.metrics[0].t - process.metrics[0].dt
         assert seconds == pytest.approx(wall_s - began_s, rel=0.02, abs=0.1)
-        assert 0 <= began_s < process.started["t"]
+        assert 0 <= began_s < process.started.t
 
 
 def test_steps_and_vitals_tell_the_same(recorded: Any) -> None:
     run = read_run(recorded[0])
     for worker in run.workers:
         steps = list(worker.iter_steps())
-        assert [s["number"] for s in steps] == list(range(len(steps)))
-        assert sum(v["steps"] for v in worker.vitals) == len(steps)
-        assert sum(v["samples"] for v in worker.vitals) == sum(s["hi"] - s["lo"] for s in steps)
+        assert [s.number for s in steps] == list(range(len(steps)))
+        assert sum(v.steps for v in worker.metrics) == len(steps)
+        assert sum(v.samples for v in worker.metrics) == sum(s.samples for s in steps)
         for before, after in itertools.pairwise(steps):
-            assert before["ended"] <= after["ended"]
-        assert any(s["comm_hidden"] >= 0 for s in steps)
+            assert before.ended <= after.ended
+        assert any(s.comm_hidden >= 0 for s in steps)
         phase = PHASES.index("forward")
-        seconds = sum(v["phases"][phase] for v in worker.vitals) / 1e6
-        assert sum(s["forward"] for s in steps) / 1e6 == pytest.approx(seconds, rel=0.02, abs=0.02)
+        seconds = sum(v.phases[phase] for v in worker.metrics) / 1e6
+        assert sum(s.forward for s in steps) / 1e6 == pytest.approx(seconds, rel=0.02, abs=0.02)
     (server,) = run.servers
-    applied = sum(v["steps"] for v in server.vitals)
-    pushes = [s for w in run.workers for s in w.iter_steps() if s["epoch"] >= 2]
-    assert applied == sum(s["hi"] > s["lo"] for s in pushes)
-    assert any(s["staleness"] >= 0 for s in pushes)
+    applied = sum(v.steps for v in server.metrics)
+    pushes = [s for w in run.workers for s in w.iter_steps() if s.epoch >= 2]
+    assert applied == sum(s.samples > 0 for s in pushes)
+    assert any(s.staleness >= 0 for s in pushes)
 
 
 def test_resources_add_up_to_what_the_kernel_counted(recorded: Any) -> None:
@@ -349,15 +358,16 @@ def test_a_file_grows_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     follower = EventTail(path)
     assert follower.poll() == []
-    path.write_text('{"kind":"a"}\n{"kind":')
-    assert [e["kind"] for e in follower.poll()] == ["a"]
+    first, second = (RunEnded(t=float(t), status="done") for t in (1, 2))
+    path.write_text(first.to_line() + "\n" + '{"kind":')
+    assert follower.poll() == [first]
     assert follower.torn_bytes == 8
     with path.open("a") as file:
-        file.write('"b"}\nnothing\n[1]\n')
-    assert [e["kind"] for e in follower.poll()] == ["b"]
-    assert follower.unreadable == 2
-    path.write_text('{"kind":"c"}\n')
-    assert [e["kind"] for e in follower.poll()] == ["c"]
+        file.write('"ended","t":2.0,"status":"done"}\nnothing\n[1]\n{"kind":"future","t":1}\n')
+    assert follower.poll() == [second]
+    assert follower.unreadable == 3
+    path.write_text(first.to_line() + "\n")
+    assert follower.poll() == [first]
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +447,7 @@ def test_tables_hold_a_row_a_step(recorded: Any, tmp_path: Path) -> None:
     assert {"worker", "step", "forward", "queue", "staleness", "began"} <= set(rows[0])
     with (tmp_path / "csv" / "vitals.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(p.vitals) for p in run.processes.values())
+    assert len(rows) == sum(len(p.metrics) for p in run.processes.values())
     assert float(rows[0]["dt"]) > 0
     with pytest.raises(UsageError, match="no events"):
         write_csv_files(tmp_path / "nothing", tmp_path / "out")
@@ -527,7 +537,7 @@ def test_operators_of_an_epoch_are_timed_on_each_worker(recorded: Any, run_cli: 
     done = run_cli("profile", recorded[0], recorded[0], "--csv", "operators.csv")
     assert done.code == 0, done.stderr
     assert "all operators" in done.stdout
-    kinds = [e["kind"] for e in read_run(recorded[0]).process("worker-1").profiles]
+    kinds = [e.kind for e in read_run(recorded[0]).process("worker-1").profiles]
     assert kinds == ["profile"]
 
 
@@ -551,8 +561,8 @@ def test_without_telemetry_only_totals_are_kept(run_cli: RunCli, tmp_path: Path)
     done = run_cli("train", "--out", "run", "--epochs", 2, "--no-telemetry", "--quiet")
     assert done.code == 0, done.stderr
     run = read_run(tmp_path / "run")
-    assert all(not w.vitals and not w.steps for w in run.workers)
-    assert all(w.ended["phases"] for w in run.workers)
+    assert all(not w.metrics and not w.steps for w in run.workers)
+    assert all(w.ended.phases for w in run.workers)
     assert run.result["phases"]["worker-0"]["forward"] > 0
     assert run.result["verdicts"] == []
 
@@ -560,8 +570,7 @@ def test_without_telemetry_only_totals_are_kept(run_cli: RunCli, tmp_path: Path)
 def test_a_live_record_forgets_what_is_old() -> None:
     record = RunRecord(keep=3)
     for second in range(10):
-        record.add("worker-0", make_vitals(float(second)).to_plain())
-        record.add("worker-0", {"kind": "steps", "t": 1.0})
-        record.add("nobody", {"kind": "vitals"})
-    assert len(record.process("worker-0").vitals) == 3
+        record.add("worker-0", make_vitals(float(second)))
+        record.add("worker-0", StepWindow(t=1.0, first_step=0))
+    assert len(record.process("worker-0").metrics) == 3
     assert len(record.process("worker-0").steps) == 0

@@ -14,20 +14,18 @@ import pytest
 from conftest import RUN_S
 from paceline.job import Job
 from paceline.launch.run import train
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.reader import read_run
+from paceline.telemetry.run_folder import RunFolder
 from test_data_url import SIDE, write_set
 
 
 def places_of(folder: Path) -> dict[int, Counter[int]]:
     """All places that the workers of a run recorded, by epoch."""
     seen: dict[int, Counter[int]] = {}
-    for path in sorted((RunFolder(folder).path / "events").glob("worker-*.jsonl")):
-        for event in read_events(path):
-            if event["kind"] != "steps":
-                continue
-            for epoch, pieces in zip(event["epoch"], event["pieces"], strict=True):
-                for lo, hi in pieces:
-                    seen.setdefault(epoch, Counter()).update(range(lo, hi))
+    for worker in read_run(folder).workers:
+        for step in worker.iter_steps():
+            for lo, hi in step.pieces:
+                seen.setdefault(step.epoch, Counter()).update(range(lo, hi))
     return seen
 
 

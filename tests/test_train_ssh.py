@@ -18,12 +18,11 @@ import yaml
 from safetensors.torch import load_file
 
 import paceline
-from conftest import RunCli, StartCli, read_result, wait_until
+from conftest import RunCli, StartCli, read_events, read_result, wait_until
 from network_namespaces import Lab
 from paceline.cluster.pool import Host
 from paceline.launch.engines.ssh import SshLauncher
 from paceline.launch.remote_launcher import ProjectBundle
-from paceline.telemetry.run_folder import read_events
 
 JOB = """\
 from parts import EPOCHS
@@ -145,7 +144,7 @@ def all_gone(lab: Lab) -> bool:
 
 
 def find_hosts(out: Path, workers: int) -> list[str]:
-    return [next(read_events(out / "events" / f"worker-{k}.jsonl"))["host"] for k in range(workers)]
+    return [read_events(out, f"worker-{k}")[0]["host"] for k in range(workers)]
 
 
 def test_job_file_on_three_machines_trains_as_here(

@@ -11,7 +11,14 @@ import pytest
 
 import bottlenecks
 from conftest import RUN_S, StartCli, wait_until
-from paceline.telemetry.events import PHASES, SERVER_PHASES
+from paceline.telemetry.events import (
+    PHASES,
+    SERVER_PHASES,
+    HostMetrics,
+    ProcessMetrics,
+    ServerStarted,
+    WorkerStarted,
+)
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.reader import RunRecord, read_run
 from paceline.telemetry.verdicts import RULES, verdicts
@@ -23,7 +30,6 @@ PER_SECOND = {"forward": 0.3, "backward": 0.6, "comm_exposed": 0.05, "optimizer"
 
 def vitals(t: float, names: tuple[str, ...], phases: dict[str, float], **given: Any) -> Any:
     plain = {
-        "kind": "vitals",
         "t": t,
         "dt": 1.0,
         "phases": [int(phases.get(name, 0.0) * 1e6) for name in names],
@@ -51,7 +57,7 @@ def vitals(t: float, names: tuple[str, ...], phases: dict[str, float], **given: 
         "gil": [20, 1, 0, 0, 0],
         "serving": None,
     }
-    return {**plain, **given}
+    return ProcessMetrics(**{**plain, **given})
 
 
 def make_run(
@@ -69,8 +75,16 @@ def make_run(
     for kind, made, names in groups:
         for number, given in enumerate(made):
             who = f"{kind}-{number}"
-            began = {"kind": kind, "t": 0.0, "host": "here", "cores": list(range(cores))}
-            run.add(who, {**began, "threads": threads})
+            facts: dict[str, Any] = {
+                "t": 0.0,
+                "host": "here",
+                "pid": 1,
+                "cores": list(range(cores)),
+            }
+            if kind == "worker":
+                run.add(who, WorkerStarted(worker=number, threads=threads, **facts))
+            else:
+                run.add(who, ServerStarted(server=number, beside=0, **facts))
             rest = dict(given)
             phases = rest.pop("phases", PER_SECOND if kind == "worker" else {"idle": 1.0})
             for second in range(1, seconds + 1):
@@ -80,8 +94,8 @@ def make_run(
     return run
 
 
-def machine(t: float, cores: int, busy: float) -> dict[str, Any]:
-    return {"kind": "machine", "t": t, "dt": 1.0, "host": "here", "cores_busy": [busy] * cores}
+def machine(t: float, cores: int, busy: float) -> HostMetrics:
+    return HostMetrics(t=t, dt=1.0, host="here", cores_busy=[busy] * cores)
 
 
 def rules_of(run: RunRecord, **look: Any) -> list[str]:
@@ -245,10 +259,8 @@ def test_a_straggler_is_named_in_the_terminal_within_ten_seconds(
         command._popen.send_signal(signal.SIGTERM)
         command.wait(30)
     run = read_run(tmp_path / "run")
-    began = min(s["began"] for s in run.process("worker-1").iter_steps() if s["epoch"] >= 6)
-    named = [
-        e["t"] for e in run.verdict_events if (e["rule"], e["who"]) == ("straggler", "worker-1")
-    ]
+    began = min(s.began for s in run.process("worker-1").iter_steps() if s.epoch >= 6)
+    named = [e.t for e in run.verdict_events if (e.rule, e.who) == ("straggler", "worker-1")]
     assert named[0] - began <= 10.0
     assert run.result["status"] == "cancelled"
 
@@ -270,10 +282,10 @@ def test_each_rule_fires_on_its_cause_and_on_no_other(name: str, tmp_path: Path)
     folder = bottlenecks.run_with(cause, tmp_path, train_s=train_s, until=cause.rule)
     run = read_run(folder)
     found = verdicts(run)
-    assert {e["rule"] for e in run.verdict_events} - OUTSIDE == {cause.rule} - {None}, (
+    assert {e.rule for e in run.verdict_events} - OUTSIDE == {cause.rule} - {None}, (
         run.verdict_events
     )
     assert {v.rule for v in found} - OUTSIDE <= {cause.rule} - {None}, found
     if cause.who is not None:
-        assert [e["who"] for e in run.verdict_events if e["rule"] == cause.rule] == [cause.who]
+        assert [e.who for e in run.verdict_events if e.rule == cause.rule] == [cause.who]
     assert time.monotonic() - began < 150

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ class Placement:
     strategy: Strategy
     reference: JobRef
     predicted: dict[str, Any] | None = None
-    after: Callable[[dict[str, Any]], None] = lambda result: None
+    after: Callable[[Mapping[str, Any]], None] = lambda result: None
 
 
 def choose_placement(request: RunRequest, log: Log) -> Placement:

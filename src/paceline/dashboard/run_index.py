@@ -1,161 +1,170 @@
-"""All runs of a folder: which are there, how each stands, and the ones that are looked at."""
+"""Index of the runs below a folder: a summary of each, and the runs that a page is showing."""
 
 from __future__ import annotations
 
-import json
+import functools
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
-from paceline.dashboard.run_view import RunView
+from paceline.dashboard.run_view import Payload, RunView
 from paceline.report.comparison import as_mapping
 from paceline.report.run_loader import find_run_folders
 from paceline.report.stats import as_finite
-from paceline.telemetry.reader import EventTail, Plain
-from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.events import (
+    EpochEnded,
+    EpochRow,
+    Event,
+    RunEnded,
+    RunLengthKnown,
+    RunProgress,
+    StrategyStarted,
+    VerdictChanged,
+)
+from paceline.telemetry.reader import RunReader
+from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.schema import RunConfig
 
 SILENT_S = 20.0
-"""Every process writes once a second: a run that has written nothing for so long is not going."""
+"""Processes write every second; a run without new events for this long is not running."""
 
 FORGET_S = 60.0
-"""A run that no page has asked for since then is no longer read."""
+"""A run that no page has requested for this long is no longer read."""
 
-MOST_LIVE = 24
-"""Runs kept in memory at once; the ones looked at longest ago are dropped."""
+MAX_LIVE = 24
+"""Runs kept in memory at once; the least recently viewed ones are dropped."""
 
 RATE_WINDOW_S = 30.0
 SCAN_S = 2.0
 POLL_S = 0.5
 
-FROM_RESULT = ("status", "error", "strategy", "model", "data", "workers", "servers", "seed",
-               "batch", "epochs", "samples", "updates", "seconds", "samples_per_s", "train_loss",
-               "train_acc", "val_loss", "val_acc", "test_loss", "test_acc", "virtual", "bytes_sent",
+RUN_FACTS = ("status", "error", "strategy", "model", "data", "workers", "servers", "seed", "batch",
+             "epochs", "virtual")  # fmt: skip
+METRIC_KEYS = ("samples", "updates", "seconds", "samples_per_s", "train_loss", "train_acc",
+               "val_loss", "val_acc", "test_loss", "test_acc", "bytes_sent",
                "peak_rss_bytes")  # fmt: skip
 
 
 class RunSummary:
-    """What the list says of one run, kept up with little reading."""
+    """One entry of the run list; reads only run.jsonl, run.json and result.json."""
 
     def __init__(self, path: Path, ident: str) -> None:
         self.folder = RunFolder(path)
         self.ident = ident
-        self._stamps: dict[Path, tuple[int, int]] = {}
-        self.config: Plain = {}
-        self._result: Plain = {}
-        self.unreadable: set[str] = set()
-        """Of run.json and result.json, what is there and cannot be read."""
         self._begin()
 
     def _begin(self) -> None:
-        self._follower = EventTail(self.folder.events("run"))
-        self._facts: Plain = {}
-        self._recent: deque[tuple[float, float]] = deque()
+        self._reader = RunReader(self.folder.path, processes=(COORDINATOR,))
+        self._seconds: float | None = None
+        self._samples_per_epoch: float | None = None
+        self._progress: RunProgress | None = None
+        self._epoch: EpochRow | None = None
+        self._last_epoch: int | None = None
+        self._strategy: str | None = None
+        self._ended: str | None = None
+        self._recent: deque[tuple[float, int]] = deque()
         self._verdicts: dict[tuple[str, str], str] = {}
 
     def poll(self) -> None:
-        self.config = self._read(self.folder.config, self.config)
-        self._result = self._read(self.folder.result, self._result)
-        for event in self._follower.poll():
-            try:
-                self._take(event)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-        if self._follower.restarts:
+        events = list(self._reader.poll())
+        if self._reader.restarted:
             self._begin()
+            events = list(self._reader.poll())
+        for _, event in events:
+            self._seconds = event.t
+            self._add(event)
 
-    def _read(self, path: Path, before: Plain) -> Plain:
-        """The JSON in a file that has changed; what it was before while it cannot be read."""
-        try:
-            stat = path.stat()
-        except OSError:
-            self._stamps.pop(path, None)
-            return {}
-        stamp = stat.st_mtime_ns, stat.st_size
-        if self._stamps.get(path) == stamp:
-            return before
-        try:
-            value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, ValueError):
-            value = None
-        if not isinstance(value, dict):
-            self.unreadable.add(path.name)
-            return before
-        self.unreadable.discard(path.name)
-        self._stamps[path] = stamp
-        return value
+    @functools.singledispatchmethod
+    def _add(self, event: Event) -> None:
+        """Other events only show that the run is alive."""
 
-    def _take(self, event: Plain) -> None:
-        kind = event.get("kind")
-        t = as_finite(event.get("t"))
-        if t is None:
-            return
-        self._facts["seconds"] = t
-        if kind == "totals":
-            self._facts["per_epoch"] = event.get("samples_per_epoch")
-        elif kind == "progress":
-            self._facts.update({k: event.get(k) for k in ("samples", "updates", "loss", "epoch")})
-            self._recent.append((t, float(event.get("samples") or 0)))
-            while len(self._recent) > 2 and t - self._recent[0][0] > RATE_WINDOW_S:
-                self._recent.popleft()
-        elif kind == "epoch":
-            row = event["row"]
-            self._facts["epoch"] = row.get("epoch")
-            self._facts.update({k: row.get(k) for k in ("val_acc", "val_loss", "train_acc")})
-            self._facts.setdefault("per_epoch", (row.get("samples") or 0) / (row["epoch"] or 1))
-        elif kind == "phase":
-            self._facts["now"] = event.get("strategy")
-        elif kind == "ended":
-            self._facts["ended"] = event.get("status")
-        elif kind == "verdict":
-            key = str(event.get("rule")), str(event.get("who"))
-            if event.get("state") == "over":
-                self._verdicts.pop(key, None)
-            else:
-                self._verdicts[key] = str(event.get("text"))
+    @_add.register
+    def _(self, event: RunLengthKnown) -> None:
+        self._samples_per_epoch = event.samples_per_epoch
+
+    @_add.register
+    def _(self, event: RunProgress) -> None:
+        self._progress = event
+        self._last_epoch = event.epoch
+        self._recent.append((event.t, event.samples))
+        while len(self._recent) > 2 and event.t - self._recent[0][0] > RATE_WINDOW_S:
+            self._recent.popleft()
+
+    @_add.register
+    def _(self, event: EpochEnded) -> None:
+        self._epoch = event.row
+        self._last_epoch = event.row.epoch
+        if self._samples_per_epoch is None:
+            self._samples_per_epoch = event.row.samples / (event.row.epoch or 1)
+
+    @_add.register
+    def _(self, event: StrategyStarted) -> None:
+        self._strategy = event.strategy
+
+    @_add.register
+    def _(self, event: RunEnded) -> None:
+        self._ended = event.status
+
+    @_add.register
+    def _(self, event: VerdictChanged) -> None:
+        if event.is_over:
+            self._verdicts.pop((event.rule, event.who), None)
+        else:
+            self._verdicts[event.rule, event.who] = event.text
 
     @property
-    def is_over(self) -> bool:
-        return bool(self._result)
+    def config(self) -> RunConfig:
+        return self._reader.config
 
-    def payload(self) -> Plain:
-        config, result, facts = self.config, self._result, self._facts
+    @property
+    def unreadable(self) -> list[str]:
+        """Describes run.json and result.json if they exist but cannot be read."""
+        return self._reader.unreadable_files
+
+    def payload(self) -> Payload:
+        config, result = self._reader.config, self._reader.result
         job = as_mapping(config.get("job"))
-        told: Plain = {"id": self.ident, "name": self.ident}
-        for name in ("strategy", "workers", "servers", "virtual"):
-            told[name] = config.get(name)
-        for name in ("model", "data", "seed", "batch"):
-            told[name] = job.get(name)
-        told["asked_epochs"] = job.get("epochs")
-        told["labels"] = as_mapping(config.get("labels"))
-        told["started"] = config.get("started")
-        told["verdicts"] = list(self._verdicts.values())
-        if result:
-            told.update({k: result.get(k) for k in FROM_RESULT})
-            told["epoch"] = result.get("epochs")
-            told["share"] = 1.0 if result.get("status") == "done" else self._share()
-            return told
-        told.update({k: v for k, v in facts.items() if k not in ("ended", "per_epoch")})
+        payload: Payload = {"id": self.ident, "name": self.ident}
+        payload |= {k: config.get(k) for k in ("strategy", "workers", "servers", "virtual")}
+        payload |= {k: job.get(k) for k in ("model", "data", "seed", "batch")}
+        payload["asked_epochs"] = job.get("epochs")
+        payload["labels"] = as_mapping(config.get("labels"))
+        payload["started"] = config.get("started")
+        payload["verdicts"] = list(self._verdicts.values())
+        if result is not None:
+            payload |= {k: result.get(k) for k in (*RUN_FACTS, *METRIC_KEYS)}
+            payload["epoch"] = result.get("epochs")
+            is_done = result.get("status") == "done"
+            payload["share"] = 1.0 if is_done else self._share(result.get("samples"))
+            return payload
+        payload["seconds"] = self._seconds
+        payload["now"] = self._strategy
+        payload["epoch"] = self._last_epoch
+        samples = None
+        if self._progress is not None:
+            samples = self._progress.samples
+            payload |= {k: getattr(self._progress, k) for k in ("samples", "updates", "loss")}
+        if self._epoch is not None:
+            payload |= {k: self._epoch.value(k) for k in ("val_acc", "val_loss", "train_acc")}
         silent = self._silent_s()
-        told["status"] = facts.get("ended") or ("running" if silent < SILENT_S else "silent")
-        told["silent_s"] = round(silent, 1)
-        told["samples_per_s"] = rate = self._rate()
-        told["share"] = self._share()
+        payload["status"] = self._ended or ("running" if silent < SILENT_S else "silent")
+        payload["silent_s"] = round(silent, 1)
+        payload["samples_per_s"] = rate = self._rate()
+        payload["share"] = self._share(samples)
         total = self._total()
-        if total and rate and told["status"] == "running":
-            told["left_s"] = max(0.0, (total - (facts.get("samples") or 0)) / rate)
-        return told
+        if total and rate and payload["status"] == "running":
+            payload["left_s"] = max(0.0, (total - (samples or 0)) / rate)
+        return payload
 
     def _total(self) -> float | None:
-        per = as_finite(self._facts.get("per_epoch"))
+        per = as_finite(self._samples_per_epoch)
         epochs = as_finite(as_mapping(self.config.get("job")).get("epochs"))
         return per * epochs if per and epochs else None
 
-    def _share(self) -> float | None:
+    def _share(self, samples: object) -> float | None:
         total = self._total()
-        seen = as_finite(self._facts.get("samples")) or as_finite(self._result.get("samples"))
-        return min(1.0, (seen or 0.0) / total) if total else None
+        return min(1.0, (as_finite(samples) or 0.0) / total) if total else None
 
     def _rate(self) -> float | None:
         if len(self._recent) < 2:
@@ -165,7 +174,12 @@ class RunSummary:
 
     def _silent_s(self) -> float:
         newest = 0.0
-        for path in (self.folder.events("run"), self.folder.events("worker-0"), self.folder.config):
+        files = (
+            self.folder.events(COORDINATOR),
+            self.folder.events("worker-0"),
+            self.folder.config,
+        )
+        for path in files:
             try:
                 newest = max(newest, path.stat().st_mtime)
             except OSError:
@@ -174,7 +188,7 @@ class RunSummary:
 
 
 class RunIndex:
-    """The runs below a folder, read by one thread and asked by many."""
+    """The runs below a folder: one thread reads them, any thread may query them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -194,7 +208,7 @@ class RunIndex:
         self._thread.join(timeout=10)
 
     def refresh(self) -> None:
-        """Find new runs now and then, read on in those that are going or are looked at."""
+        """Finds new runs and reads new events of all runs in the list and on pages."""
         with self._lock:
             now = time.monotonic()
             if now - self._scanned_s >= SCAN_S:
@@ -224,30 +238,30 @@ class RunIndex:
         while not self._stop.wait(POLL_S):
             self.refresh()
 
-    def list_runs(self) -> list[Plain]:
+    def list_runs(self) -> list[Payload]:
         with self._lock:
-            told = [card.payload() for card in self._cards.values()]
+            payloads = [card.payload() for card in self._cards.values()]
         order = {"running": 0}
-        return sorted(told, key=lambda run: order.get(str(run.get("status")), 1))
+        return sorted(payloads, key=lambda run: order.get(str(run.get("status")), 1))
 
     def run_payload(
         self, ident: str, *, generation: str, first: int, who: str | None
-    ) -> Plain | None:
-        """All that is new of a run; None where there is no such run."""
+    ) -> Payload | None:
+        """Returns what is new of a run; None if there is no such run."""
         with self._lock:
             card = self._cards.get(ident)
             if card is None:
                 return None
             live = self._live.get(ident)
             if live is None:
-                while len(self._live) >= MOST_LIVE:
+                while len(self._live) >= MAX_LIVE:
                     oldest = min(self._live, key=lambda i: self._live[i].viewed_s)
                     del self._live[oldest]
                 live = self._live[ident] = RunView(card.folder.path)
                 live.poll()
             live.viewed_s = time.monotonic()
             run = card.payload()
-            missing = [f"{name} is cut off or not readable" for name in sorted(card.unreadable)]
+            missing = card.unreadable
             if run["status"] != "running":
                 missing += live.list_missing(card.config)
             return {
@@ -257,17 +271,15 @@ class RunIndex:
                 **live.payload(generation=generation, first=first, who=who),
             }
 
-    def curves_payload(self, idents: list[str]) -> list[Plain]:
-        """What a comparison needs of each run: its figures and its curves."""
-        told = []
+    def curves_payload(self, idents: list[str]) -> list[Payload]:
+        """Returns the metrics and curves of each run for a comparison."""
+        payloads: list[Payload] = []
         for ident in idents:
             whole = self.run_payload(ident, generation="", first=0, who=None)
             if whole is not None:
-                totals: dict[str, list[Any]] = {
-                    row["who"]: [row["phases"], row["totals"]] for row in whole["timeline"]
-                }
-                told.append(
+                timeline = self._live[ident].timeline_totals()
+                payloads.append(
                     {k: whole[k] for k in ("run", "loss", "history", "switches", "verdicts")}
-                    | {"phases": totals}
+                    | {"phases": timeline}
                 )
-        return told
+        return payloads

@@ -1,41 +1,79 @@
-"""One run followed: what its files append, summed up into what a page can show."""
+"""Follows one run and aggregates its events for the dashboard page."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from paceline.dashboard.time_bins import Array, DownsampledCurve, TimeBins
 from paceline.report.stats import as_finite
-from paceline.telemetry.events import PHASES, SERVER_PHASES
-from paceline.telemetry.reader import EventTail, Plain, step_seconds
-from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.events import (
+    PHASES,
+    CheckpointSaved,
+    EpochEnded,
+    EpochRow,
+    Event,
+    HostMetrics,
+    ProcessMetrics,
+    RunEnded,
+    RunProgress,
+    ServerEnded,
+    ServerStarted,
+    StepSummary,
+    StepWindow,
+    StrategyStarted,
+    StrategySwitched,
+    SwitchDecided,
+    VerdictChanged,
+    WorkerEnded,
+    WorkerStarted,
+)
+from paceline.telemetry.reader import RunReader
+from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.schema import RunConfig
+from paceline.telemetry.steps import phase_names, window_seconds
 
 AMOUNTS = ("cpu_user", "cpu_system", "cpu_wait", "run_wait", "net_in", "net_out",
            "disk_read", "disk_write", "steps", "samples")  # fmt: skip
-"""Of a process's vitals, what is summed over a bin and shown by the second."""
+"""Fields of `ProcessMetrics` that are summed per bin and shown per second."""
 
-MACHINE_AMOUNTS = ("cpu_user", "cpu_system", "cpu_iowait", "cpu_steal", "cpu_idle",
+HOST_AMOUNTS = ("cpu_user", "cpu_system", "cpu_iowait", "cpu_steal", "cpu_idle",
                    "net_in", "net_out", "loopback", "disk_read", "disk_write")  # fmt: skip
 
 LATE_BINS = 4
-"""Bins behind the newest that may still change: processes write in turn."""
+"""Number of recent bins that may still change, because processes write in turn."""
 
 READ_BYTES = 4_000_000
-"""Of one file at a time, so that a large run does not hold up the others."""
+"""Read per file and round, so that a large run does not delay the others."""
 
 HUGE_BYTES = 64_000_000
-"""Event files larger than this together: single steps are passed over, the vitals tell enough."""
+"""Single steps are skipped if the event files are larger than this in total."""
 
 EVENTS_KEPT = 400
 
 
+Payload = dict[str, object]
+"""A JSON object for the page; app.js reads its keys."""
+
+
+@dataclass
+class ProcessState:
+    """State of a process on the page."""
+
+    last_event_s: float | None = None
+    ended: bool = False
+    has_phases: bool = False
+    """Whether its metrics have time categories, so that steps need not be summed."""
+
+
 class RunView:
-    """Everything that is shown of one run; `poll` reads on, `tell` says what is new."""
+    """Everything shown of one run: `poll` reads new events, `payload` returns what is new."""
 
     def __init__(self, path: Path) -> None:
         self.folder = RunFolder(path)
@@ -45,154 +83,127 @@ class RunView:
     def _begin(self) -> None:
         self.bins = TimeBins()
         self.loss = DownsampledCurve()
-        self.history: dict[Any, Plain] = {}
-        self.switches: dict[Any, Plain] = {}
-        self.marks: list[Plain] = []
-        self.verdicts: dict[tuple[str, str], Plain] = {}
-        self.staleness: dict[int, int] = {}
-        self.processes: dict[str, Plain] = {}
-        self.machines: dict[str, Plain] = {}
-        self._followers: dict[str, EventTail] = {}
-        self._restarts = 0
+        self.history: dict[int, EpochRow] = {}
+        self.switches: dict[int, StrategySwitched] = {}
+        self.marks: list[Payload] = []
+        self.verdicts: dict[tuple[str, str], Payload] = {}
+        self.staleness: Counter[int] = Counter()
+        self.processes: dict[str, ProcessState] = {}
+        self.memory_totals: dict[str, int] = {}
         self._windows: dict[str, float] = {}
-        self._has_vitals: set[str] = set()
+        huge = self.folder.event_bytes() > HUGE_BYTES
+        self._reader = RunReader(self.folder.path, skip={StepWindow} if huge else ())
         self.born = time.time_ns()
-        """Tells a run from another one in the same folder."""
+        """Distinguishes a run from another one in the same folder."""
 
     # Reading
 
     def poll(self, budget_s: float = 0.5) -> bool:
-        """Read what is new for so long at most; whether all there was has been read."""
+        """Reads new events for up to `budget_s`; returns whether all were read."""
         due = time.monotonic() + budget_s
-        self._open_files()
-        if any(f.restarts for f in self._followers.values()):
-            self._begin()
-            self._open_files()
-        pending = sorted(self._followers, key=lambda who: who != "run")
-        while pending:
-            left = []
-            for who in pending:
-                follower = self._followers[who]
-                for event in follower.poll(READ_BYTES):
-                    self._on_event(who, event)
-                if follower.left_bytes > 0:
-                    left.append(who)
-            pending = left
+        while True:
+            events = list(self._reader.poll(READ_BYTES))
+            if self._reader.restarted:
+                self._begin()
+                continue
+            for process, event in events:
+                self._add(event, process)
+            if self._reader.read_fraction >= 1.0:
+                return True
             if time.monotonic() > due:
-                break
-        return not pending
+                return False
 
-    def _open_files(self) -> None:
-        found = {p.stem: p for p in self.folder.path.glob("events/*.jsonl")}
-        new = set(found) - set(self._followers)
-        if not new:
-            return
-        huge = sum(path.stat().st_size for path in found.values()) > HUGE_BYTES
-        skip = (b'{"kind":"steps"',) if huge else ()
-        for who in new:
-            self._followers[who] = EventTail(found[who], skip=skip)
+    def _process(self, process: str) -> ProcessState:
+        return self.processes.setdefault(process, ProcessState())
 
-    @property
-    def read_share(self) -> float:
-        whole = sum(f.size for f in self._followers.values())
-        left = sum(max(0, f.left_bytes) for f in self._followers.values())
-        return 1.0 - left / whole if whole else 1.0
+    @functools.singledispatchmethod
+    def _add(self, event: Event, process: str) -> None:
+        """Events without a view of their own are not shown."""
 
-    def _on_event(self, who: str, event: Plain) -> None:
-        """One event; a strange one is passed over, as the reader of a living file must."""
-        try:
-            if as_finite(event.get("t")) is None:
-                return
-            kind = event.get("kind")
-            if kind == "vitals":
-                self._take_vitals(who, event)
-            elif kind == "machine":
-                self._take_machine(who, event)
-            elif who == "run":
-                self._take_run(event)
-            elif kind in ("worker", "server"):
-                self.processes.setdefault(who, {}).update(
-                    {k: event.get(k) for k in ("host", "pid", "threads", "cores", "quota")}
-                )
-            elif kind in ("steps", "steps_sum"):
-                self._take_steps(who, event)
-            elif kind in ("worker_ended", "server_ended"):
-                self.processes.setdefault(who, {})["ended"] = True
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            return
+    @_add.register
+    def _(self, event: RunProgress, process: str) -> None:
+        self.loss.add([event.t, event.samples, event.updates, as_finite(event.loss)])
 
-    def _take_run(self, event: Plain) -> None:
-        kind, t = event["kind"], event["t"]
-        if kind == "progress":
-            point = [event.get(k) for k in ("samples", "updates", "loss")]
-            self.loss.add([t, *(as_finite(value) for value in point)])
-        elif kind == "epoch":
-            self.history[event["row"].get("epoch")] = event["row"]
-        elif kind == "switch":
-            self.switches[event["row"].get("samples")] = {**event["row"], "t": t}
-        elif kind == "verdict":
-            key = str(event.get("rule")), str(event.get("who"))
-            if event.get("state") == "over":
-                self.verdicts.setdefault(key, event)["over_t"] = t
-            else:
-                self.verdicts[key] = {**event}
-        if kind in ("phase", "decision", "checkpoint", "ended", "verdict", "switch"):
-            self.marks.append(event)
-            del self.marks[:-EVENTS_KEPT]
+    @_add.register
+    def _(self, event: EpochEnded, process: str) -> None:
+        self.history[event.row.epoch] = event.row
 
-    def _take_vitals(self, who: str, event: Plain) -> None:
-        process = self.processes.setdefault(who, {})
-        if who not in self._has_vitals and event.get("phases"):
-            self._has_vitals.add(who)
-        t, dt = event["t"], event["dt"]
-        if event.get("phases"):
-            self.bins.add(("phases", who), t, dt, [us / 1e6 for us in event["phases"]])
-        amounts = [as_finite(event.get(name)) or 0.0 for name in AMOUNTS]
-        self.bins.add(("amounts", who), t, dt, [*amounts, dt])
-        self.bins.set_max(("rss", who), t - dt / 2, [as_finite(event.get("rss")) or 0.0])
-        process["heard_s"] = t
+    @_add.register
+    def _(self, event: StrategySwitched, process: str) -> None:
+        self.switches[event.row.samples] = event
+        self._mark(event)
 
-    def _take_machine(self, who: str, event: Plain) -> None:
-        host = str(event.get("host") or who)
-        amounts = [as_finite(event.get(name)) or 0.0 for name in MACHINE_AMOUNTS]
-        t, dt = event["t"], event["dt"]
+    @_add.register
+    def _(self, event: VerdictChanged, process: str) -> None:
+        key = event.rule, event.who
+        if event.is_over:
+            self.verdicts.setdefault(key, event.to_plain())["over_t"] = event.t
+        else:
+            self.verdicts[key] = event.to_plain()
+        self._mark(event)
+
+    @_add.register(StrategyStarted)
+    @_add.register(SwitchDecided)
+    @_add.register(CheckpointSaved)
+    @_add.register(RunEnded)
+    def _mark(self, event: Event, process: str = COORDINATOR) -> None:
+        self.marks.append(event.to_plain())
+        del self.marks[:-EVENTS_KEPT]
+
+    @_add.register(WorkerEnded)
+    @_add.register(ServerEnded)
+    def _(self, event: WorkerEnded | ServerEnded, process: str) -> None:
+        self._process(process).ended = True
+
+    @_add.register(WorkerStarted)
+    @_add.register(ServerStarted)
+    def _(self, event: WorkerStarted | ServerStarted, process: str) -> None:
+        self._process(process)
+
+    @_add.register
+    def _(self, event: ProcessMetrics, process: str) -> None:
+        state = self._process(process)
+        t, dt = event.t, event.dt
+        if event.phases:
+            state.has_phases = True
+            self.bins.add(("phases", process), t, dt, [us / 1e6 for us in event.phases])
+        amounts = [as_finite(getattr(event, name)) or 0.0 for name in AMOUNTS]
+        self.bins.add(("amounts", process), t, dt, [*amounts, dt])
+        self.bins.set_max(("rss", process), t - dt / 2, [float(event.rss)])
+        state.last_event_s = t
+
+    @_add.register
+    def _(self, event: HostMetrics, process: str) -> None:
+        host = event.host or process
+        amounts = [as_finite(getattr(event, name)) or 0.0 for name in HOST_AMOUNTS]
+        t, dt = event.t, event.dt
         self.bins.add(("machine", host), t, dt, [*amounts, dt])
-        used = as_finite(event.get("memory_used")) or 0.0
-        self.bins.set_max(("memory", host), t - dt / 2, [used])
-        self.machines[host] = {"memory_total": event.get("memory_total")}
+        self.bins.set_max(("memory", host), t - dt / 2, [float(event.memory_used)])
+        self.memory_totals[host] = event.memory_total
 
-    def _take_steps(self, who: str, event: Plain) -> None:
-        process = self.processes.setdefault(who, {})
-        t = event["t"]
-        began = event.get("began") or self._windows.get(who, t - 1.0)
-        self._windows[who] = t
-        if who not in self._has_vitals:
-            # A run without vitals (an older one): its steps tell the phases they have.
-            seconds = step_seconds(event)
-            self.bins.add(("phases", who), t, t - began, [seconds.get(n, 0.0) for n in PHASES])
-            process["heard_s"] = t
-        counts = event.get("staleness")
-        if isinstance(counts, list):
-            known = [s for s in counts if isinstance(s, int) and s >= 0]
-            if known:
-                self.bins.add("staleness", t, t - began, [float(sum(known)), float(len(known))])
-                self.bins.set_max("stalest", t, [float(max(known))])
-                for lag in set(known):
-                    self.staleness[lag] = self.staleness.get(lag, 0) + known.count(lag)
-        elif isinstance(counts, dict) and counts:
-            lags = {int(lag): int(n) for lag, n in counts.items() if int(lag) >= 0}
-            total = sum(lags.values())
-            if total:
-                mean = float(sum(lag * n for lag, n in lags.items()))
-                self.bins.add("staleness", t, t - began, [mean, float(total)])
-                self.bins.set_max("stalest", t, [float(max(lags))])
-                for lag, n in lags.items():
-                    self.staleness[lag] = self.staleness.get(lag, 0) + n
+    @_add.register(StepWindow)
+    @_add.register(StepSummary)
+    def _(self, event: StepWindow | StepSummary, process: str) -> None:
+        state = self._process(process)
+        t = event.t
+        began = event.began or self._windows.get(process, t - 1.0)
+        self._windows[process] = t
+        if not state.has_phases:
+            # A run without metrics, of an older version: take the time categories of its steps.
+            seconds = window_seconds(event)
+            self.bins.add(("phases", process), t, t - began, [seconds.get(n, 0.0) for n in PHASES])
+            state.last_event_s = t
+        counts = Counter(count_staleness(event))
+        if counts:
+            total = float(sum(lag * n for lag, n in counts.items()))
+            self.bins.add("staleness", t, t - began, [total, float(sum(counts.values()))])
+            self.bins.set_max("stalest", t, [float(max(counts))])
+            self.staleness.update(counts)
 
-    # Telling
+    # Payloads
 
-    def payload(self, *, generation: str, first: int, who: str | None) -> Plain:
-        """What a page needs that has seen bins up to `first` of a generation."""
+    def payload(self, *, generation: str, first: int, who: str | None) -> Payload:
+        """Returns what is new for a page that has the bins up to `first` of a generation."""
         now = f"{self.born}.{self.bins.generation}"
         start = max(0, min(first, self.bins.used) - LATE_BINS) if generation == now else 0
         return {
@@ -200,39 +211,30 @@ class RunView:
             "width_s": self.bins.width_s,
             "from": start,
             "bins": self.bins.used,
-            "reading": round(self.read_share, 3),
-            "timeline": self._tell_timeline(start),
-            "resources": self._tell_resources(start, who),
-            "machines": self._tell_machines(start),
-            "staleness": self._tell_staleness(start),
+            "reading": round(self._reader.read_fraction, 3),
+            "timeline": self._make_timeline(start),
+            "resources": self._make_resources(start, who),
+            "machines": self._make_machines(start),
+            "staleness": self._make_staleness(start),
             "loss": self.loss.list_points(),
-            "history": list(self.history.values()),
-            "switches": list(self.switches.values()),
+            "history": [row.to_plain() for row in self.history.values()],
+            "switches": [{**e.row.to_plain(), "t": e.t} for e in self.switches.values()],
             "marks": self.marks[-EVENTS_KEPT:],
             "verdicts": list(self.verdicts.values()),
         }
 
-    def list_missing(self, config: Plain) -> list[str]:
-        """What is not there or not whole, of a run that is no longer going on."""
-        found = []
-        for who, follower in sorted(self._followers.items()):
-            if follower.torn_bytes:
-                found.append(
-                    f"events/{who}.jsonl ends in the middle of an event "
-                    f"({follower.torn_bytes} bytes without an end)"
-                )
-            if follower.unreadable:
-                found.append(
-                    f"events/{who}.jsonl has {follower.unreadable} lines that are no events"
-                )
+    def list_missing(self, config: RunConfig) -> list[str]:
+        """Describes missing or incomplete event files of a run that is no longer in progress."""
+        tails = self._reader.tails
+        found = [problem for _, tail in sorted(tails.items()) for problem in tail.list_problems()]
         if config.get("virtual"):
             return found
-        if "run" not in self._followers:
-            found.append("events/run.jsonl is missing")
-        for number in range(int(as_finite(config.get("workers")) or 0)):
-            if f"worker-{number}" not in self._followers:
-                found.append(f"events/worker-{number}.jsonl is missing")
-        return found
+        expected = [f"worker-{k}" for k in range(int(as_finite(config.get("workers")) or 0))]
+        return found + [
+            f"events/{process}.jsonl is missing"
+            for process in (COORDINATOR, *expected)
+            if process not in tails
+        ]
 
     def list_processes(self) -> list[str]:
         def order(who: str) -> tuple[int, int]:
@@ -242,26 +244,35 @@ class RunView:
         known = [w for w in self.processes if w == "run" or w.startswith(("worker-", "server-"))]
         return sorted(known, key=order)
 
-    def _tell_timeline(self, start: int) -> list[Plain]:
-        """For each process its bins, each phase as a share of the bin in 255ths, row by row."""
-        rows = []
+    def _make_timeline(self, start: int) -> list[Payload]:
+        """Returns the bins of each process: time categories as fractions of the bin, times 255."""
+        rows: list[Payload] = []
         for who in self.list_processes():
             table = self.bins.sums(("phases", who), start)
             if table is None:
                 continue
             shares = np.clip(np.rint(table / self.bins.width_s * 255), 0, 255).astype(np.uint8)
-            names = SERVER_PHASES if who.startswith("server-") else PHASES
+            names = phase_names(who)
             rows.append(
                 {
                     "who": who,
                     "phases": names[: shares.shape[1]],
                     "shares": base64.b64encode(shares.tobytes()).decode("ascii"),
                     "totals": [round(float(x), 3) for x in self._total_phases(who)],
-                    "heard_s": self.processes[who].get("heard_s"),
-                    "ended": bool(self.processes[who].get("ended")),
+                    "heard_s": self.processes[who].last_event_s,
+                    "ended": self.processes[who].ended,
                 }
             )
         return rows
+
+    def timeline_totals(self) -> Payload:
+        """Returns [time categories, seconds] per process."""
+        found: Payload = {}
+        for who in self.list_processes():
+            if self.bins.sums(("phases", who)) is not None:
+                totals = [round(float(x), 3) for x in self._total_phases(who)]
+                found[who] = [phase_names(who)[: len(totals)], totals]
+        return found
 
     def _total_phases(self, who: str) -> Array:
         table = self.bins.sums(("phases", who))
@@ -269,12 +280,12 @@ class RunView:
         total: Array = table.sum(axis=0)
         return total
 
-    def _tell_resources(self, start: int, chosen: str | None) -> Plain:
-        """For each role the least, the mean and the most of its processes, bin by bin."""
+    def _make_resources(self, start: int, chosen: str | None) -> Payload:
+        """Returns the minimum, mean and maximum over the processes of each role, per bin."""
         roles: dict[str, list[str]] = {}
         for who in self.list_processes():
             roles.setdefault(who.partition("-")[0], []).append(who)
-        told: Plain = {}
+        told: Payload = {}
         for role, members in roles.items():
             series = [s for s in (self._rates(who, start) for who in members) if s is not None]
             if series:
@@ -304,20 +315,20 @@ class RunView:
             "steps": per["steps"],
         }
 
-    def _tell_machines(self, start: int) -> list[Plain]:
+    def _make_machines(self, start: int) -> list[Payload]:
         rows = []
-        for host, facts in sorted(self.machines.items()):
+        for host, memory_total in sorted(self.memory_totals.items()):
             table = self.bins.sums(("machine", host), start)
             memory = self.bins.peaks(("memory", host), start)
             if table is None or memory is None:
                 continue
             seconds = np.where(table[:, -1] > 1e-6, table[:, -1], np.nan)
-            per = {name: table[:, i] / seconds for i, name in enumerate(MACHINE_AMOUNTS)}
+            per = {name: table[:, i] / seconds for i, name in enumerate(HOST_AMOUNTS)}
             busy = per["cpu_user"] + per["cpu_system"] + per["cpu_iowait"] + per["cpu_steal"]
             rows.append(
                 {
                     "host": host,
-                    "memory_total": facts.get("memory_total"),
+                    "memory_total": memory_total,
                     "busy": round_for_json(busy / np.maximum(busy + per["cpu_idle"], 1e-9)),
                     "memory": round_for_json(np.where(memory[:, 0] > 0, memory[:, 0], np.nan)),
                     "net_in": round_for_json(per["net_in"]),
@@ -327,7 +338,7 @@ class RunView:
             )
         return rows
 
-    def _tell_staleness(self, start: int) -> Plain:
+    def _make_staleness(self, start: int) -> Payload:
         table, most = self.bins.sums("staleness", start), self.bins.peaks("stalest", start)
         if table is None or most is None:
             return {"mean": [], "max": [], "histogram": {}}
@@ -339,8 +350,17 @@ class RunView:
         }
 
 
-def min_mean_max(series: list[dict[str, Array]]) -> Plain:
-    told: Plain = {}
+def count_staleness(window: StepWindow | StepSummary) -> dict[int, int]:
+    """Returns the number of gradients by staleness."""
+    if isinstance(window, StepSummary):
+        counts = {int(lag): n for lag, n in window.staleness.items() if lag.isdigit()}
+    else:
+        counts = Counter(lag for lag in window.staleness if lag >= 0)
+    return {lag: n for lag, n in counts.items() if n}
+
+
+def min_mean_max(series: list[dict[str, Array]]) -> Payload:
+    told: Payload = {}
     for name in series[0]:
         stack = np.stack([one[name] for one in series])
         known = ~np.isnan(stack)
@@ -360,5 +380,5 @@ def min_mean_max(series: list[dict[str, Array]]) -> Plain:
 
 
 def round_for_json(values: Array) -> list[float | None]:
-    """Numbers with four significant digits, null for what is not known."""
+    """Rounds to four significant digits; None for unknown values."""
     return [float(f"{x:.4g}") if np.isfinite(x) else None for x in values.tolist()]

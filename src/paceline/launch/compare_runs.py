@@ -20,6 +20,7 @@ from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.schema import RunResult
 
 
 def compare(
@@ -107,7 +108,7 @@ def with_job_seed(job: Job | JobRef, seed: int) -> Job | JobRef:
 
 def _run_one(
     job: Job | JobRef, strategy: Strategy, options: RunOptions, progress: bool
-) -> dict[str, Any]:
+) -> RunResult:
     label = f"{strategy} [{options.out.name}]"
     with terminal_reporter(label, quiet=not progress) as show:
         try:

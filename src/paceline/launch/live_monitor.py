@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from paceline.launch.metrics_server import MetricsServer
-from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics, VerdictChanged
+from paceline.telemetry.events import (
+    Event,
+    HostMetrics,
+    ProcessMetrics,
+    VerdictChanged,
+    parse_event,
+)
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.prometheus import expose
-from paceline.telemetry.run_folder import EventWriter
+from paceline.telemetry.run_folder import COORDINATOR, EventWriter
 from paceline.telemetry.sampler import MetricsDownsampler, Sampler
+from paceline.telemetry.schema import RunConfig
 
 
 class LiveMonitor:
@@ -20,7 +26,7 @@ class LiveMonitor:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: RunConfig,
         writer: EventWriter,
         *,
         metrics_port: int | None = None,
@@ -47,10 +53,13 @@ class LiveMonitor:
         assert isinstance(event, ProcessMetrics | HostMetrics)
         assert self._loop is not None
         self._thinner(event)
-        self._loop.call_soon_threadsafe(self.live.add, "run", event.to_plain())
+        self._loop.call_soon_threadsafe(self.live.add, COORDINATOR, event)
 
-    def record(self, who: str, event: dict[str, Any]) -> None:
-        self.live.add(who, event)
+    def record(self, who: str, plain: Mapping[str, object]) -> None:
+        """Adds an event received from another process; ignores a malformed one."""
+        event = parse_event(plain)
+        if event is not None:
+            self.live.add(who, event)
 
     def sample_now(self) -> None:
         """Take this process's vitals now: a connection is about to be closed."""

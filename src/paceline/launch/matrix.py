@@ -24,8 +24,9 @@ from paceline.report.comparison import compare_tasks
 from paceline.report.matrix_progress import MatrixProgress
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
+from paceline.telemetry.schema import RunResult
 
-Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
+Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
 AGAIN = ("cancelled",)
 """Ends that say nothing about the run: it is made again without being asked for."""
@@ -97,7 +98,7 @@ def run_cells(
     threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
     if run is run_training:
         fork_client.warm_up()
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, RunResult] = {}
     sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
     with MatrixProgress(matrix.title, sizes, quiet=not options.progress) as view:
         try:
@@ -119,7 +120,7 @@ def run_cells(
 
 def run_cell(
     cell: MatrixCell, threads: int, options: MatrixOptions, view: MatrixProgress, run: Run
-) -> dict[str, Any]:
+) -> RunResult:
     folder = RunFolder(options.out / cell.name)
     half_done = any(folder.checkpoints.glob("[0-9]*/state.json")) and not folder.result.exists()
     mine = RunOptions(
@@ -139,7 +140,7 @@ def run_cell(
         return folder.read_result()
 
 
-def read_existing_result(path: Path, *, retry: bool) -> dict[str, Any] | None:
+def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:
     """The result of a run that need not be made again."""
     folder = RunFolder(path)
     if not folder.result.exists():

@@ -28,6 +28,7 @@ from paceline.strategies.registry import parse_strategy, plugins_of
 from paceline.telemetry.event_log import CollectivesNotice, EventLog
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.schema import RunConfig, RunResult
 
 
 def train(
@@ -42,7 +43,7 @@ def train(
     force: bool = False,
     progress: bool = False,
     launcher: RemoteLauncher | None = None,
-) -> dict[str, Any]:
+) -> RunResult:
     """Train a job and return its result (what `result.json` holds).
 
     Uses local processes, two by default, or the workers that a launcher places on other machines.
@@ -73,7 +74,7 @@ def train(
         return run_training(job, parse_strategy(strategy), options)
 
 
-def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
+def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> RunResult:
     """Trains with explicit options; raises as `train` does."""
     if getattr(current_process(), "_inheriting", False):
         raise UsageError(
@@ -153,7 +154,7 @@ def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
 
 def run_local_script(
     script: Path, args: list[str], strategy: Strategy, options: RunOptions
-) -> dict[str, Any]:
+) -> RunResult:
     """Run a user's own loop on local processes."""
     started_wall_s = time.time()
     if not script.is_file():
@@ -181,7 +182,7 @@ def _run(
     live: bytes | None,
     options: RunOptions,
     started_wall_s: float,
-) -> dict[str, Any]:
+) -> RunResult:
     folder = RunFolder(options.out)
     fresh = not options.out.exists()
     checkpoint, memory = (None, None)
@@ -196,7 +197,7 @@ def _run(
     earlier = folder.config.read_bytes() if options.resume else None
     if memory is not None:
         started_wall_s -= float(memory["elapsed_s"])
-    config = {
+    config: RunConfig = {
         "format": 1,
         "strategy": str(plan.strategy),
         "engine": options.launcher.engine,
@@ -286,9 +287,7 @@ def _run(
     return raise_unless_done(result, outcome, folder)
 
 
-def raise_unless_done(
-    result: dict[str, Any], outcome: RunOutcome, folder: RunFolder
-) -> dict[str, Any]:
+def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder) -> RunResult:
     """The result of a run that is done; raises the error of any other."""
     if outcome.status == "done":
         return result

@@ -19,10 +19,11 @@ from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
+from paceline.telemetry.schema import RunResult
 
 KEEP_ALL = 1_000_000
 
-Run = Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]
+Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,9 @@ def _kind(record: LoggedRun) -> str:
     return correction_key(parse_strategy(record.strategy), len(record.machines))
 
 
-def describe_prediction_error(predicted: dict[str, Any], result: dict[str, Any]) -> str | None:
+def describe_prediction_error(
+    predicted: Mapping[str, Any], result: Mapping[str, Any]
+) -> str | None:
     """Predicted beside actual, in one line; nothing for a run that was not measured."""
     actual = result["predicted"]
     if not actual or actual["actual_step_s"] is None:

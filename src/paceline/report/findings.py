@@ -264,7 +264,7 @@ def describe_cautions(entries: Sequence[dict[str, Any]], runs: Sequence[ReportRu
     found = []
     done = [run.result for run in runs if run.is_done]
     for name, words in (("model", "different models"), ("data", "different data sets")):
-        kinds = sorted({str(r[name]) for r in done if r.get(name) is not None})
+        kinds = sorted({str(r.get(name)) for r in done if r.get(name) is not None})
         if len(kinds) > 1:
             found.append(f"The runs are of {words} ({', '.join(kinds)}): compare with care.")
     counts = mean_and_std(r.get("samples") for r in done)

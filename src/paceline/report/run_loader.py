@@ -1,7 +1,4 @@
-"""Reading run folders for a report: whole, failed, still going or cut off anywhere.
-
-What result.json cannot say is taken from the events, and what is missing is said in words.
-"""
+"""Loads run folders for a report: finished, failed, in progress or interrupted."""
 
 from __future__ import annotations
 
@@ -15,20 +12,21 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.report.comparison import as_mapping, label_results
 from paceline.report.stats import as_finite, interpolate
-from paceline.telemetry.events import PHASES, STEP_PHASES
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.events import PHASES, StrategySwitched
+from paceline.telemetry.partial_result import UNFINISHED, result_from_events
+from paceline.telemetry.reader import STEP_EVENTS, RunReader, RunRecord
+from paceline.telemetry.schema import RunConfig, RunResult
 
-UNFINISHED = "unfinished"
-"""The status of a run without a result.json: cut off, or still going."""
+__all__ = ["UNFINISHED", "ReportRun", "find_run_folders", "load_run", "load_runs"]
 
 
 @dataclass(kw_only=True)
 class ReportRun:
-    """One run as the report sees it; `result` is rebuilt from the events if there is none."""
+    """One run of a report; `result` is built from the events if there is no result.json."""
 
     name: str
-    result: dict[str, Any]
-    config: dict[str, Any] = field(default_factory=dict)
+    result: RunResult
+    config: RunConfig = field(default_factory=RunConfig)
     missing: list[str] = field(default_factory=list)
     switch_times_s: dict[int, float] = field(default_factory=dict)
     label: str = ""
@@ -54,7 +52,7 @@ class ReportRun:
         return normalise_phases(self.result.get("phases"))
 
     def list_points(self, measure: str) -> list[tuple[float, float, float]]:
-        """(epochs done, seconds since the run began, value) for each epoch that has the value."""
+        """Returns (epochs done, seconds since the start, value) for each epoch with the value."""
         points = []
         rows = self.history
         offset = 1 if rows and rows[0].get("epoch") == 0 else 0
@@ -67,7 +65,7 @@ class ReportRun:
         return points
 
     def locate_switch(self, switch: Mapping[str, Any]) -> tuple[float, float]:
-        """Where a switch lies in epochs and in seconds; its event's time, else interpolated."""
+        """Returns the epoch and the time of a switch; interpolated if its event is missing."""
         samples = as_finite(switch.get("samples")) or 0.0
         rows = self.history
         seen = [0.0, *(as_finite(row.get("samples")) or 0.0 for row in rows)]
@@ -85,7 +83,10 @@ def rows_or_empty(value: object) -> list[Mapping[str, Any]]:
 
 
 def normalise_phases(value: object) -> dict[str, dict[str, float]]:
-    """Seconds per worker and phase, from `{worker: {...}}`, a list a worker, or one flat dict."""
+    """Returns seconds per worker and time category, from any of the three known layouts.
+
+    The layouts are `{worker: {...}}`, a list with one entry per worker, and one flat object.
+    """
     if isinstance(value, list):
         items: Sequence[tuple[Any, Any]] = [
             (as_mapping(row).get("worker", number), row) for number, row in enumerate(value)
@@ -105,15 +106,18 @@ def normalise_phases(value: object) -> dict[str, dict[str, float]]:
 
 
 def load_runs(paths: Sequence[Path]) -> list[ReportRun]:
-    """Read every run in the folders; a folder that is no run is searched for runs below it.
+    """Loads every run in the folders; a folder that is not a run is searched recursively.
 
-    UsageError if a path does not exist or no run is found in it.
+    Raises:
+        UsageError: A path does not exist or contains no run.
     """
     folders: list[Path] = []
     for path in paths:
         found = list(find_run_folders(Path(path)))
         if not found:
-            raise UsageError(f"{path} holds no run: name a run's folder, or one with runs below it")
+            raise UsageError(
+                f"{path} contains no run; choose a run folder or a parent of run folders"
+            )
         folders += [folder for folder in found if folder not in folders]
     runs = [
         load_run(folder, name) for folder, name in zip(folders, shorten_names(folders), strict=True)
@@ -136,7 +140,7 @@ def find_run_folders(path: Path) -> Iterator[Path]:
 
 
 def read_order(path: Path) -> dict[str, int]:
-    """The places of a matrix's runs: its first strategy is the one that others stand against."""
+    """Returns the order of a matrix's runs: its first strategy is the baseline."""
     try:
         rows = json.loads((path / "matrix.json").read_text(encoding="utf-8"))["runs"]
         return {str(row["name"]): number for number, row in enumerate(rows)}
@@ -145,7 +149,7 @@ def read_order(path: Path) -> dict[str, int]:
 
 
 def shorten_names(folders: Sequence[Path]) -> list[str]:
-    """Names without what all folders share: a report travels, its machine's paths do not."""
+    """Returns paths relative to the common parent, so that a report contains no local paths."""
     whole = [folder.resolve() for folder in folders]
     if len(whole) == 1:
         return [whole[0].name]
@@ -154,122 +158,30 @@ def shorten_names(folders: Sequence[Path]) -> list[str]:
 
 
 def load_run(path: Path, name: str) -> ReportRun:
-    folder = RunFolder(path)
-    missing: list[str] = []
-    config = read_object(folder.config, missing)
-    result = read_object(folder.result, missing)
-    events = read_known_events(folder, "run", missing)
-    has_result = bool(result)
-    if not has_result:
-        result = result_from_events(events, config)
-        note_missing_end(events, missing)
-    for who in folder.workers_with_events():
-        of_worker = read_known_events(folder, who, missing)
-        if not has_result:
-            phases_from_events(result, who, of_worker, missing)
+    """Reads one run folder; without a result.json the result is built from the events."""
+    reader = RunReader(path)
+    result = reader.result
+    if result is not None:
+        reader.skip = STEP_EVENTS  # Only needed to sum up time categories without totals.
+    record = RunRecord(path=path, config=reader.config, result=result)
+    for process, event in reader.poll():
+        record.add(process, event)
+    missing = reader.missing + record.list_missing()
+    if result is None:
+        result = result_from_events(record)
+        missing.append("without result.json, test accuracy and the totals of the run are unknown")
+        for worker in record.workers:
+            if worker.ended is None:
+                missing.append(
+                    f"events/{worker.process_name}.jsonl has no totals: its time categories are "
+                    "sums of recorded steps"
+                )
     result["dir"] = name
-    times = {
-        int(as_finite(as_mapping(e.get("row")).get("samples")) or 0): as_finite(e.get("t"))
-        for e in events
-        if e.get("kind") == "switch"
-    }
+    switched = [event for event in record.events if isinstance(event, StrategySwitched)]
     return ReportRun(
         name=name,
         result=result,
-        config=config,
+        config=record.config,
         missing=missing,
-        switch_times_s={samples: t for samples, t in times.items() if t is not None},
+        switch_times_s={event.row.samples: event.t for event in switched},
     )
-
-
-def read_object(path: Path, missing: list[str]) -> dict[str, Any]:
-    """The JSON object in a file, or an empty one with a word on why."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        missing.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError):
-        missing.append(f"{path.name} is cut off or not readable")
-        return {}
-    if not isinstance(value, dict) or not value:
-        missing.append(f"{path.name} holds nothing")
-        return {}
-    return value
-
-
-def read_known_events(folder: RunFolder, who: str, missing: list[str]) -> list[dict[str, Any]]:
-    """The whole events of a file; a torn end is said, not fatal."""
-    path = folder.events(who)
-    shown = f"events/{path.name}"
-    if not path.exists():
-        missing.append(f"{shown} is missing")
-        return []
-    events = list(read_events(path))
-    with path.open("rb") as file:
-        lines = sum(1 for line in file if line.strip())
-    if len(events) < lines:
-        end = f" at {as_finite(events[-1].get('t')) or 0.0:.1f} s" if events else ""
-        missing.append(f"{shown} is cut off after {len(events)} whole events{end}")
-    elif not events:
-        missing.append(f"{shown} is empty")
-    return events
-
-
-def result_from_events(events: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
-    """As much of a result as the coordinator's events tell."""
-    result: dict[str, Any] = {"status": UNFINISHED, "error": None}
-    asked = {**as_mapping(config.get("job")), **config}
-    for name in ("strategy", "model", "data", "workers", "servers", "seed", "batch"):
-        if isinstance(asked.get(name), str | int):
-            result[name] = asked[name]
-    result["labels"] = dict(as_mapping(config.get("labels")))
-    # By epoch and by samples: a resumed run tells again what it lost at the cut.
-    rows: dict[Any, dict[str, Any]] = {}
-    switches: dict[Any, dict[str, Any]] = {}
-    for event in events:
-        kind, row = event.get("kind"), dict(as_mapping(event.get("row")))
-        if kind == "started":
-            result.update({k: event[k] for k in ("strategy", "workers", "servers") if k in event})
-        elif kind == "progress":
-            result.update({k: event.get(k) for k in ("samples", "updates")})
-        elif kind == "epoch":
-            rows[row.get("epoch")] = row
-            result.update({k: row[k] for k in ("samples", "updates") if k in row})
-            result.update({k: v for k, v in row.items() if k.startswith(("train_", "val_"))})
-        elif kind == "switch":
-            switches[row.get("samples")] = row
-        elif kind == "ended" and event.get("status") != "done":
-            # Ended well but without a result is not done: the figures that count are not there.
-            result["status"], result["error"] = event.get("status"), event.get("error")
-        result["seconds"] = as_finite(event.get("t"))
-    result["history"], result["switches"] = list(rows.values()), list(switches.values())
-    return result
-
-
-def note_missing_end(events: list[dict[str, Any]], missing: list[str]) -> None:
-    missing.append("test accuracy and the totals of the run are missing with result.json")
-    if events and events[-1].get("kind") != "ended":
-        missing.append(
-            f"the run's events stop at {as_finite(events[-1].get('t')) or 0.0:.1f} s without its "
-            "end: the run was cut off or is still going"
-        )
-
-
-def phases_from_events(
-    result: dict[str, Any], who: str, events: list[dict[str, Any]], missing: list[str]
-) -> None:
-    """Add a worker's phases: its own totals, or the sum of the steps that it recorded."""
-    if events and events[-1].get("kind") == "worker_ended":
-        phases = dict(as_mapping(events[-1].get("phases")))
-    else:
-        missing.append(f"events/{who}.jsonl has no totals: phases are the sum of recorded steps")
-        phases = dict.fromkeys(STEP_PHASES, 0.0)
-        for event in events:
-            summed = as_mapping(event.get("phases_us"))
-            for phase in STEP_PHASES:
-                column = event.get(phase)
-                steps_us = column if isinstance(column, list) else [summed.get(phase, 0)]
-                phases[phase] += sum(as_finite(us) or 0.0 for us in steps_us) / 1e6
-    if any(phases.values()):
-        result.setdefault("phases", {})[who] = phases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ class PacelineEstimator(
         fitted: PacelineModel = self._copyValues(PacelineModel(files, facts))
         return fitted
 
-    def _train(self, job: JobRef, strategy: Any, options: RunOptions) -> dict[str, Any]:
+    def _train(self, job: JobRef, strategy: Any, options: RunOptions) -> Mapping[str, Any]:
         from dataclasses import replace
 
         from paceline.report.terminal import terminal_reporter

@@ -1,6 +1,6 @@
-"""A live run in Prometheus' text form.
+"""Metrics of a run in progress in Prometheus' text exposition format.
 
-The form: https://prometheus.io/docs/instrumenting/exposition_formats/
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Row = tuple[dict[str, str], float]
 
 
 def expose(live: LiveRun) -> str:
-    """Everything that is known now; totals since the run began where a name ends in `_total`."""
+    """Returns all current metrics; names that end in `_total` count from the start of the run."""
     out: list[str] = []
     _progress(live, out)
     _processes(live, out)
@@ -61,12 +61,12 @@ def _processes(live: LiveRun, out: list[str]) -> None:
     resident: list[Row] = []
     phases: list[Row] = []
     for who, process in sorted(live.record.processes.items()):
-        if not process.vitals:
+        if not process.metrics:
             continue
-        last = process.vitals[-1]
-        resident.append(({"process": who}, float(last["rss"])))
+        last = process.metrics[-1]
+        resident.append(({"process": who}, float(last.rss)))
         for phase, seconds in process.phase_seconds(last).items():
-            phases.append(({"process": who, "phase": phase}, seconds / last["dt"]))
+            phases.append(({"process": who, "phase": phase}, seconds / last.dt))
     _family(out, "resident_bytes", "gauge", "Resident memory.", resident)
     _family(out, "phase_share", "gauge", "Share of the last second by phase.", phases)
 
@@ -74,12 +74,12 @@ def _processes(live: LiveRun, out: list[str]) -> None:
 def _machines(live: LiveRun, out: list[str]) -> None:
     cpu: list[Row] = []
     memory: list[Row] = []
-    for who, events in live.record.machines.items():
+    for who, events in live.record.hosts.items():
         last = events[-1]
-        labels = {"host": str(last["host"]), "measured_by": who}
+        labels = {"host": last.host, "measured_by": who}
         for mode in ("user", "system", "iowait", "steal", "idle"):
-            cpu.append(({**labels, "mode": mode}, last[f"cpu_{mode}"] / last["dt"]))
-        memory.append((labels, float(last["memory_used"])))
+            cpu.append(({**labels, "mode": mode}, getattr(last, f"cpu_{mode}") / last.dt))
+        memory.append((labels, float(last.memory_used)))
     _family(out, "machine_cpu_cores", "gauge", "Cores by what they do, in the last second.", cpu)
     _family(out, "machine_memory_bytes", "gauge", "Memory in use.", memory)
 

@@ -1,39 +1,139 @@
-"""Reading what a run recorded: whole, still going, or cut off at any byte.
+"""The reader of run folders: complete runs, runs in progress, and runs interrupted at any byte.
 
-One way in for everything that looks at a run: `read_run` for what is there now, `Follower` for what
-is being appended. The supervisor keeps the same record live, fed by its processes (`take`).
+`RunReader` yields the events of a folder as they are appended. `RunRecord` collects them for
+verdicts, reports, traces and calibration; the supervisor feeds one with the events it receives.
+`read_run` combines the two for what is in a folder now.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 from collections import deque
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Collection, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-from paceline.telemetry.events import PHASES, SERVER_PHASES, STEP_PHASES
-from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.event_tail import EventTail, JsonFile
+from paceline.telemetry.events import (
+    Event,
+    HostMetrics,
+    ProcessMetrics,
+    ProfileWritten,
+    RunEnded,
+    ServerEnded,
+    ServerStarted,
+    StepSummary,
+    StepWindow,
+    VerdictChanged,
+    WorkerEnded,
+    WorkerStarted,
+)
+from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.schema import RunConfig, RunResult
+from paceline.telemetry.steps import StepRecord, phase_names, phase_seconds, steps_of_window
 
-Plain = dict[str, Any]
+__all__ = ["EventTail", "ProcessRecord", "RunReader", "RunRecord", "read_run", "read_steps"]
+
+STEP_EVENTS: frozenset[type[Event]] = frozenset({StepWindow, StepSummary})
+"""The bulk of a long run's folder; readers that do not need single steps skip them."""
+
+
+class RunReader:
+    """Follows one run folder. Never raises for files that are missing, truncated or malformed."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        skip: Collection[type[Event]] = (),
+        processes: Collection[str] | None = None,
+    ) -> None:
+        """`skip`: event types to drop unparsed; `processes`: whose files to read, None for all."""
+        self.folder = RunFolder(path)
+        self.skip = frozenset(skip)
+        self._only = processes
+        self._config = JsonFile(self.folder.config)
+        self._result = JsonFile(self.folder.result)
+        self.tails: dict[str, EventTail] = {}
+
+    @property
+    def config(self) -> RunConfig:
+        self._config.refresh()
+        return cast(RunConfig, self._config.value)
+
+    @property
+    def result(self) -> RunResult | None:
+        """None while the run is in progress, or if it was interrupted."""
+        self._result.refresh()
+        return cast(RunResult, self._result.value) if self._result.value else None
+
+    def open_files(self) -> None:
+        """Finds event files that have appeared since the last call."""
+        found = self.folder.processes_with_events()
+        for process in found if self._only is None else [p for p in found if p in self._only]:
+            if process not in self.tails:
+                self.tails[process] = EventTail(self.folder.events(process), skip=self.skip)
+
+    def poll(self, limit_bytes: int = -1) -> Iterator[tuple[str, Event]]:
+        """Yields (process, event) for the events appended since the last poll.
+
+        The coordinator's events come first. Reads at most `limit_bytes` per file.
+        """
+        self.open_files()
+        for process, tail in self.tails.items():
+            for event in tail.poll(limit_bytes):
+                yield process, event
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a file was replaced: the folder now holds another run."""
+        return any(tail.restarts for tail in self.tails.values())
+
+    @property
+    def read_fraction(self) -> float:
+        size = sum(tail.size for tail in self.tails.values())
+        left = sum(max(0, tail.left_bytes) for tail in self.tails.values())
+        return 1.0 - left / size if size else 1.0
+
+    @property
+    def unreadable_files(self) -> list[str]:
+        """Describes run.json and result.json if they exist but cannot be read."""
+        files = (self._config, self._result)
+        return [file.problem for file in files if file.exists and file.problem is not None]
+
+    @property
+    def missing(self) -> list[str]:
+        """Describes files that are missing or incomplete, as of the last poll."""
+        self._config.refresh()
+        self._result.refresh()
+        found = [self._config.problem] if self._config.problem else []
+        if not self._result.exists:
+            found.append("result.json is missing: the run was interrupted or is still in progress")
+        elif self._result.problem:
+            found.append(self._result.problem)
+        return found + [p for tail in self.tails.values() for p in tail.list_problems()]
 
 
 @dataclass
 class ProcessRecord:
-    """What one process of a run has told, as plain events."""
+    """Events of one process of a run."""
 
     process_name: str
-    started: Plain = field(default_factory=dict)
-    vitals: MutableSequence[Plain] = field(default_factory=list)
-    steps: MutableSequence[Plain] = field(default_factory=list)
-    """Windows of single steps and, on a long run, of sums."""
-    profiles: list[Plain] = field(default_factory=list)
-    ended: Plain = field(default_factory=dict)
+    started: WorkerStarted | ServerStarted | None = None
+    metrics: MutableSequence[ProcessMetrics] = field(default_factory=list)
+    steps: MutableSequence[StepWindow | StepSummary] = field(default_factory=list)
+    """Windows of single steps and, in a long run, of sums."""
+    profiles: list[ProfileWritten] = field(default_factory=list)
+    ended: WorkerEnded | ServerEnded | None = None
 
     @property
     def is_server(self) -> bool:
         return self.process_name.startswith("server-")
+
+    @property
+    def is_worker(self) -> bool:
+        return self.process_name.startswith("worker-")
 
     @property
     def number(self) -> int:
@@ -46,60 +146,47 @@ class ProcessRecord:
 
     @property
     def phase_names(self) -> tuple[str, ...]:
-        return SERVER_PHASES if self.is_server else PHASES
+        return phase_names(self.process_name)
 
-    def phase_seconds(self, vitals: Plain) -> dict[str, float]:
-        """Of one event of vitals."""
-        return {
-            name: us / 1e6 for name, us in zip(self.phase_names, vitals["phases"], strict=False)
-        }
+    @property
+    def last_event_s(self) -> float:
+        if self.metrics:
+            return self.metrics[-1].t
+        return self.started.t if self.started is not None else 0.0
 
-    def iter_steps(self) -> Iterator[Plain]:
-        """Each step by itself: its columns, and `number`, `ended` and `began` in seconds."""
+    def phase_seconds(self, event: ProcessMetrics) -> dict[str, float]:
+        """Returns the seconds by time category of one event."""
+        return phase_seconds(self.process_name, event)
+
+    def iter_steps(self) -> Iterator[StepRecord]:
+        """Yields the single steps; sums of steps are left out."""
         for window in self.steps:
-            if window.get("kind") != "steps":
-                continue
-            began = float(window["began"] if "began" in window else window["t"])
-            before = began
-            for index, step in enumerate(steps_of_window(window)):
-                step["number"] = window["first_step"] + index
-                step["began"] = before
-                before = step["ended"] = began + step.get("end", 0) / 1e6
-                yield step
-
-
-def steps_of_window(window: Plain) -> list[Plain]:
-    """The steps of a window, one by one, by the columns that have an entry for each."""
-    count = len(window["lo"])
-    columns = [k for k, v in window.items() if isinstance(v, list) and len(v) == count]
-    return [
-        dict(zip(columns, values, strict=True))
-        for values in zip(*(window[c] for c in columns), strict=True)
-    ]
+            if isinstance(window, StepWindow):
+                yield from steps_of_window(window)
 
 
 @dataclass
 class RunRecord:
-    """One run: its configuration, its result if it has one, and what every process told."""
+    """Everything recorded about one run."""
 
     path: Path = Path()
-    config: Plain = field(default_factory=dict)
-    result: Plain = field(default_factory=dict)
-    """Empty while the run is going on, or when it was cut off."""
-    events: MutableSequence[Plain] = field(default_factory=list)
-    """The coordinator's, vitals apart."""
+    config: RunConfig = field(default_factory=RunConfig)
+    result: RunResult | None = None
+    """None while the run is in progress, or if it was interrupted."""
+    events: MutableSequence[Event] = field(default_factory=list)
+    """Events of the coordinator, without metrics."""
     processes: dict[str, ProcessRecord] = field(default_factory=dict)
     """By name: `run` (the coordinator's process), `worker-0`, `server-0`, ..."""
-    machines: dict[str, MutableSequence[Plain]] = field(default_factory=dict)
-    """Vitals of whole machines, by the name of the process that measured them."""
+    hosts: dict[str, MutableSequence[HostMetrics]] = field(default_factory=dict)
+    """Metrics of whole hosts, by the process that sampled them."""
     missing: list[str] = field(default_factory=list)
-    """What is not there or not whole, in words."""
+    """Descriptions of what is missing or incomplete."""
     keep: int | None = None
-    """How many events of a kind a live record remembers; None for all."""
+    """How many metrics events per process a live record keeps; None for all."""
 
     @property
     def workers(self) -> list[ProcessRecord]:
-        found = [p for p in self.processes.values() if p.process_name.startswith("worker-")]
+        found = [p for p in self.processes.values() if p.is_worker]
         return sorted(found, key=lambda p: p.number)
 
     @property
@@ -108,170 +195,112 @@ class RunRecord:
         return sorted(found, key=lambda p: p.number)
 
     @property
-    def verdict_events(self) -> list[Plain]:
-        """Verdicts as they began and ceased while the run went on."""
-        return [e for e in self.events if e.get("kind") == "verdict"]
+    def verdict_events(self) -> list[VerdictChanged]:
+        """Verdicts that began or were cleared during the run."""
+        return [e for e in self.events if isinstance(e, VerdictChanged)]
 
     @property
     def seconds(self) -> float:
-        """How far the run has been heard of."""
-        times = [float(p.vitals[-1]["t"]) for p in self.processes.values() if p.vitals]
-        times += [float(e["t"]) for e in list(self.events)[-1:]]
+        """Time of the last event."""
+        times = [p.metrics[-1].t for p in self.processes.values() if p.metrics]
+        times += [e.t for e in list(self.events)[-1:]]
         return max(times, default=0.0)
 
-    def process(self, who: str) -> ProcessRecord:
-        if who not in self.processes:
-            record = ProcessRecord(who)
+    def process(self, process: str) -> ProcessRecord:
+        if process not in self.processes:
+            record = ProcessRecord(process)
             if self.keep is not None:
-                record.vitals = deque(maxlen=self.keep)
+                record.metrics = deque(maxlen=self.keep)
                 record.steps = deque(maxlen=0)
-            self.processes[who] = record
-        return self.processes[who]
+            self.processes[process] = record
+        return self.processes[process]
 
-    def add(self, who: str, event: Plain) -> None:
-        """Add one event of a process; what is not an event of ours is passed over."""
-        kind = event.get("kind")
-        if not isinstance(event.get("t"), int | float):
-            return
-        if kind == "vitals":
-            if isinstance(event.get("phases"), list) and event.get("dt"):
-                self.process(who).vitals.append(event)
-        elif kind == "machine":
-            kept: MutableSequence[Plain] = [] if self.keep is None else deque(maxlen=self.keep)
-            self.machines.setdefault(who, kept).append(event)
-        elif who == "run":
+    def add(self, process: str, event: Event) -> None:
+        """Adds one event of a process."""
+        self._add(event, process)
+
+    @functools.singledispatchmethod
+    def _add(self, event: Event, process: str) -> None:
+        if process == COORDINATOR:
             self.events.append(event)
-        elif kind in ("worker", "server"):
-            self.process(who).started = event  # A resumed run begins again: the last one counts.
-        elif kind in ("steps", "steps_sum"):
-            self.process(who).steps.append(event)
-        elif kind == "profile":
-            self.process(who).profiles.append(event)
-        elif kind in ("worker_ended", "server_ended"):
-            self.process(who).ended = event
 
+    @_add.register
+    def _(self, event: ProcessMetrics, process: str) -> None:
+        if event.dt > 0:
+            self.process(process).metrics.append(event)
 
-def read_run(path: Path | str, *, steps: bool = True) -> RunRecord:
-    """Everything that a run's folder tells; never raises for what is cut off or missing.
+    @_add.register
+    def _(self, event: HostMetrics, process: str) -> None:
+        kept: MutableSequence[HostMetrics] = [] if self.keep is None else deque(maxlen=self.keep)
+        if event.dt > 0:
+            self.hosts.setdefault(process, kept).append(event)
 
-    Without `steps`, windows of steps are passed over: of a long run they are most of it.
-    """
-    folder = RunFolder(path)
-    record = RunRecord(path=Path(path))
-    record.config = _read_object(folder.config, record.missing)
-    if folder.result.exists():
-        record.result = _read_object(folder.result, record.missing)
-    else:
-        record.missing.append("result.json is missing: the run was cut off or is still going")
-    for who in folder.processes_with_events():
-        follower = EventTail(folder.events(who))
-        for event in follower.poll():
-            if steps or event.get("kind") not in ("steps", "steps_sum"):
-                record.add(who, event)
-        if follower.torn_bytes:
-            record.missing.append(
-                f"events/{who}.jsonl ends in the middle of an event "
-                f"({follower.torn_bytes} bytes without an end)"
-            )
-        if follower.unreadable:
-            record.missing.append(
-                f"events/{who}.jsonl has {follower.unreadable} lines that are no events"
-            )
-    _note_missing_files(record)
-    return record
+    @_add.register(WorkerStarted)
+    @_add.register(ServerStarted)
+    def _(self, event: WorkerStarted | ServerStarted, process: str) -> None:
+        self.process(process).started = event  # A resumed run starts again: the last one counts.
 
+    @_add.register(StepWindow)
+    @_add.register(StepSummary)
+    def _(self, event: StepWindow | StepSummary, process: str) -> None:
+        self.process(process).steps.append(event)
 
-def _note_missing_files(record: RunRecord) -> None:
-    if not record.events:
-        record.missing.append("events/run.jsonl is missing or empty")
-    elif record.events[-1].get("kind") != "ended":
-        record.missing.append(
-            f"the run's events stop at {record.events[-1]['t']:.1f} s without its end"
-        )
-    for kind in ("worker", "server"):
-        for number in range(int(record.config.get(f"{kind}s") or 0)):
-            process = record.processes.get(f"{kind}-{number}")
-            if process is None:
-                record.missing.append(f"events/{kind}-{number}.jsonl is missing or empty")
-            elif not process.ended:
-                last = process.vitals[-1]["t"] if process.vitals else process.started.get("t", 0.0)
-                record.missing.append(f"{kind} {number} is heard of up to {last:.1f} s, no totals")
+    @_add.register
+    def _(self, event: ProfileWritten, process: str) -> None:
+        self.process(process).profiles.append(event)
 
+    @_add.register(WorkerEnded)
+    @_add.register(ServerEnded)
+    def _(self, event: WorkerEnded | ServerEnded, process: str) -> None:
+        self.process(process).ended = event
 
-def _read_object(path: Path, missing: list[str]) -> Plain:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        missing.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError):
-        missing.append(f"{path.name} is cut off or not readable")
-        return {}
-    if not isinstance(value, dict) or not value:
-        missing.append(f"{path.name} holds nothing")
-        return {}
-    return value
-
-
-class EventTail:
-    """Reads what is appended to an event file; half a line is left for the next time."""
-
-    def __init__(self, path: Path, *, skip: tuple[bytes, ...] = ()) -> None:
-        """`skip`: lines that begin so are passed over, where a reader has no use for them."""
-        self.path = path
-        self._skip = skip
-        self._offset = 0
-        self.size = 0
-        """After a poll: bytes of the file."""
-        self.restarts = 0
-        """How often the file turned out to be shorter than before: another run's."""
-        self.torn_bytes = 0
-        """After a poll: bytes at the end that make no whole line yet."""
-        self.unreadable = 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that a poll with a limit left for the next one."""
-        return self.size - self._offset - self.torn_bytes
-
-    def poll(self, limit_bytes: int = -1) -> list[Plain]:
-        """Events that came since the last time; none where the file does not exist yet.
-
-        With a limit no more than so many bytes are read at once (a longer line is read whole).
-        """
-        try:
-            with self.path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                if self.size < self._offset:
-                    self._offset = 0  # Replaced by another run's.
-                    self.restarts += 1
-                file.seek(self._offset)
-                data = file.read(limit_bytes)
-                if limit_bytes >= 0 and not data.endswith(b"\n"):
-                    data += file.readline()
-        except FileNotFoundError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        self.torn_bytes = len(data) - whole
+    def list_missing(self) -> list[str]:
+        """Describes events that a complete run would have."""
         found = []
-        for line in data[:whole].splitlines():
-            if self._skip and line.startswith(self._skip):
-                continue
-            try:
-                event = json.loads(line)
-            except ValueError:
-                self.unreadable += 1
-                continue
-            if isinstance(event, dict):
-                found.append(event)
-            else:
-                self.unreadable += 1
+        if not self.events:
+            found.append("events/run.jsonl is missing or empty")
+        elif not isinstance(self.events[-1], RunEnded):
+            found.append(
+                f"the last event of the run is at {self.events[-1].t:.1f} s, without its end"
+            )
+        if self.config.get("virtual"):
+            return found  # The twin records no events of workers.
+        for role, count in (
+            ("worker", self.config.get("workers")),
+            ("server", self.config.get("servers")),
+        ):
+            for number in range(count if isinstance(count, int) else 0):
+                process = self.processes.get(f"{role}-{number}")
+                if process is None:
+                    found.append(f"events/{role}-{number}.jsonl is missing or empty")
+                elif process.ended is None:
+                    found.append(
+                        f"{role} {number} has no totals: its last event is at "
+                        f"{process.last_event_s:.1f} s"
+                    )
         return found
 
 
-def step_seconds(window: Plain) -> dict[str, float]:
-    """Seconds by step phase of a window of steps, single or summed."""
-    if window.get("kind") == "steps_sum":
-        return {n: window["phases_us"].get(n, 0) / 1e6 for n in STEP_PHASES}
-    return {n: sum(window.get(n) or ()) / 1e6 for n in STEP_PHASES}
+def read_run(path: Path | str, *, steps: bool = True) -> RunRecord:
+    """Reads everything in a run folder; never raises for what is missing or truncated.
+
+    Without `steps`, step windows are skipped: they are most of a long run's folder.
+    """
+    reader = RunReader(path, skip=() if steps else STEP_EVENTS)
+    record = RunRecord(path=Path(path), config=reader.config, result=reader.result)
+    for process, event in reader.poll():
+        record.add(process, event)
+    record.missing = reader.missing + record.list_missing()
+    return record
+
+
+def read_steps(path: Path | str, worker: int) -> list[StepRecord]:
+    """Returns the single steps of one worker, in order."""
+    name = f"worker-{worker}"
+    reader = RunReader(path, skip={ProcessMetrics, HostMetrics}, processes=(name,))
+    return [
+        step
+        for _, event in reader.poll()
+        if isinstance(event, StepWindow)
+        for step in steps_of_window(event)
+    ]

@@ -1,4 +1,4 @@
-"""The old name of `paceline.telemetry.reader`, for one release."""
+"""Deprecated alias of `paceline.telemetry.reader`; will be removed in the next release."""
 
 from paceline.telemetry.reader import EventTail as Follower
 from paceline.telemetry.reader import read_run

@@ -1,30 +1,52 @@
-"""result.json: a run summed up from the coordinator's history and the workers' totals."""
+"""Builds result.json from the coordinator's history and the workers' totals."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from paceline.protocol.history import History
-from paceline.telemetry.events import PHASES, STEP_PHASES, EpochRow
+from paceline.telemetry.events import (
+    PHASES,
+    STEP_PHASES,
+    EpochRow,
+    HostMetrics,
+    ProcessMetrics,
+    StepSummary,
+    StepWindow,
+)
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.phase_clock import STAGES
-from paceline.telemetry.reader import read_run
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.reader import RunReader, read_run
+from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.schema import (
+    Phases,
+    ProcessResources,
+    RunConfig,
+    RunResult,
+    StalenessSummary,
+)
 from paceline.telemetry.verdicts import verdicts
+
+WorkerTotals = Mapping[int, Mapping[str, Any]]
+"""Totals that each worker reports at its end, by worker."""
 
 
 class CoordinatorState(Protocol):
-    """What is needed of a coordinator after a run."""
+    """The part of a coordinator that results are made from."""
 
     history: History
-    totals: dict[int, dict[str, Any]]
     final: dict[str, float | None]
+
+    @property
+    def totals(self) -> WorkerTotals: ...
 
 
 class FinishedRun(Protocol):
+    """Outcome of a run as the launcher or the twin returns it."""
+
     @property
     def status(self) -> str: ...
     @property
@@ -36,14 +58,14 @@ class FinishedRun(Protocol):
 
 
 def make_result(
-    config: dict[str, Any],
+    config: RunConfig,
     outcome: FinishedRun,
     folder: RunFolder,
     *,
     virtual: bool = False,
     live: LiveRun | None = None,
-) -> dict[str, Any]:
-    """Every field of the contract; what a run that failed never measured is null."""
+) -> RunResult:
+    """Returns every field of the contract; None for what a failed run did not measure."""
     history = outcome.coordinator.history
     totals = outcome.coordinator.totals
     final = outcome.coordinator.final
@@ -103,9 +125,9 @@ def make_result(
 
 
 def prediction_and_actual(
-    config: dict[str, Any], totals: dict[int, dict[str, Any]], samples: int, train_s: float
-) -> dict[str, Any] | None:
-    """What a plan expected, with what it came to; None where nothing was expected."""
+    config: RunConfig, totals: WorkerTotals, samples: int, train_s: float
+) -> dict[str, object] | None:
+    """Returns the plan's prediction next to the measured values; None without a prediction."""
     expected = config.get("predicted")
     if expected is None:
         return None
@@ -118,7 +140,7 @@ def prediction_and_actual(
     }
 
 
-def staleness_summary(counts: Counter[int]) -> dict[str, Any]:
+def staleness_summary(counts: Counter[int]) -> StalenessSummary:
     total = sum(counts.values())
     return {
         "mean": round(sum(k * v for k, v in counts.items()) / total, 6) if total else None,
@@ -127,8 +149,8 @@ def staleness_summary(counts: Counter[int]) -> dict[str, Any]:
     }
 
 
-def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, float | None]:
-    """Worker 0's division of the wall time; the orderly end of all processes counts as saving."""
+def sum_stages(totals: WorkerTotals, seconds: float) -> dict[str, float | None]:
+    """Returns the stages of worker 0; shutting down the processes counts as saving."""
     if 0 not in totals:
         return dict.fromkeys(STAGES)
     stages: dict[str, float] = {name: round(float(totals[0]["stages"][name]), 6) for name in STAGES}
@@ -136,47 +158,44 @@ def sum_stages(totals: dict[int, dict[str, Any]], seconds: float) -> dict[str, f
     return dict(stages)
 
 
-def resource_summary(live: LiveRun | None) -> dict[str, dict[str, Any]]:
-    """What each process used; empty where nothing was sampled."""
+def resource_summary(live: LiveRun | None) -> dict[str, ProcessResources]:
+    """Returns the resource usage per process; empty without telemetry."""
     if live is None:
         return {}
     return {who: live.totals[who].describe() for who in sorted(live.totals)}
 
 
 def bytes_by_role(live: LiveRun | None) -> dict[str, dict[str, int]]:
-    """Bytes over TCP by role, as the kernel counted them on both ends."""
+    """Returns the TCP bytes per role, counted by the kernel on both ends."""
     if live is None:
         return {}
     found: dict[str, dict[str, int]] = {}
     for who, totals in live.totals.items():
-        role = {"run": "coordinator"}.get(who, who.split("-")[0])
+        role = "coordinator" if who == COORDINATOR else who.split("-")[0]
         sums = found.setdefault(role, {"sent": 0, "received": 0})
         sums["sent"] += totals.net_out
         sums["received"] += totals.net_in
     return found
 
 
-def run_verdicts(live: LiveRun | None, folder: RunFolder) -> list[dict[str, Any]]:
-    """What limited the run as a whole."""
+def run_verdicts(live: LiveRun | None, folder: RunFolder) -> list[Mapping[str, Any]]:
+    """Returns the verdicts over the whole run; none without telemetry."""
     if live is None:
         return []
     return [dataclasses.asdict(v) for v in verdicts(read_run(folder.path, steps=False))]
 
 
-Phases = dict[str, dict[str, float]]
-
-
 def phases_of_workers(
-    totals: dict[int, dict[str, Any]], folder: RunFolder | None
+    totals: WorkerTotals, folder: RunFolder | None
 ) -> tuple[Phases, dict[str, Phases]]:
-    """Seconds by worker and phase: of the whole run, and of steps in the first epoch and later.
+    """Returns the seconds by worker and time category: whole run, first epoch and later epochs.
 
-    Virtual workers know by themselves how long they waited; real ones' steps tell.
+    Simulated workers report how long they waited; for real ones it is computed from their steps.
     """
     recorded = RecordedSteps()
     if folder is not None:
         for worker in sorted(totals):
-            recorded.read(worker, folder.events(f"worker-{worker}"))
+            recorded.read(worker, folder)
     waits = recorded.waited()
     phases: Phases = {}
     parts: dict[str, Phases] = {}
@@ -203,14 +222,14 @@ def _move(phases: dict[str, float], waited_s: float) -> dict[str, float]:
 
 
 PARTS = ("first_epoch", "rest")
-"""The first epoch is apart: caches, allocators and connections are cold in it."""
+"""The first epoch is separate because caches, allocators and connections are cold."""
 
 
 class RecordedSteps:
-    """Reads workers' steps once: seconds by phase, and what of the exchanges was waiting.
+    """Seconds by time category from the workers' steps, and the waiting part of exchanges.
 
-    In a synchronous exchange the last to arrive does not wait: what it takes is the exchange
-    itself, and what others take beyond that is waiting.
+    In a synchronous exchange the last worker to arrive does not wait: its time is the exchange
+    itself, and the additional time of the others is waiting.
     """
 
     def __init__(self) -> None:
@@ -218,33 +237,38 @@ class RecordedSteps:
         self._exchanges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._workers: set[int] = set()
 
-    def read(self, worker: int, path: Path) -> None:
+    def read(self, worker: int, folder: RunFolder) -> None:
         self._workers.add(worker)
-        for event in read_events(path):
-            if event.get("kind") == "steps_sum":
-                part = PARTS[event["epoch"] > 0]
-                self._add(worker, part, {k: v / 1e6 for k, v in event["phases_us"].items()})
-            elif event.get("kind") == "steps":
-                self._read_window(worker, event)
+        reader = RunReader(
+            folder.path,
+            skip={ProcessMetrics, HostMetrics},
+            processes=(f"worker-{worker}",),
+        )
+        for _, event in reader.poll():
+            if isinstance(event, StepSummary):
+                seconds = {name: us / 1e6 for name, us in event.phases_us.items()}
+                self._add(worker, PARTS[event.epoch > 0], seconds)
+            elif isinstance(event, StepWindow):
+                self._add_window(worker, event)
 
-    def _add(self, worker: int, part: str, seconds: dict[str, float]) -> None:
+    def _add(self, worker: int, part: str, seconds: Mapping[str, float]) -> None:
         sums = self.seconds.setdefault((worker, part), dict.fromkeys(STEP_PHASES, 0.0))
         for name in STEP_PHASES:
             sums[name] += seconds.get(name, 0.0)
 
-    def _read_window(self, worker: int, event: dict[str, Any]) -> None:
-        epochs = event["epoch"]
-        first = sum(epoch == 0 for epoch in epochs)  # Epochs only ever grow.
+    def _add_window(self, worker: int, window: StepWindow) -> None:
+        first = sum(epoch == 0 for epoch in window.epoch)  # Epochs never decrease.
         for part, cut in zip(PARTS, (slice(None, first), slice(first, None)), strict=True):
-            if epochs[cut]:
-                self._add(worker, part, {n: sum(event[n][cut]) / 1e6 for n in STEP_PHASES})
-        columns = (epochs, event["start"], event["staleness"], event["comm_exposed"])
+            if window.epoch[cut]:
+                seconds = {n: sum(getattr(window, n)[cut]) / 1e6 for n in STEP_PHASES}
+                self._add(worker, part, seconds)
+        columns = (window.epoch, window.start, window.staleness, window.comm_exposed)
         for epoch, start, staleness, comm_us in zip(*columns, strict=True):
             if staleness < 0:
                 self._exchanges[epoch, start].append((worker, comm_us))
 
     def waited(self) -> dict[tuple[int, str], float]:
-        """Seconds by worker and part."""
+        """Returns the seconds of waiting by worker and part."""
         waited: dict[tuple[int, str], float] = defaultdict(float)
         for (epoch, _), parts in self._exchanges.items():
             if len(parts) > 1 and len(parts) == len(self._workers):

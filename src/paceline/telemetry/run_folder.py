@@ -13,13 +13,15 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol, cast
 
 from paceline.errors import UsageError
 from paceline.telemetry.events import Event
+from paceline.telemetry.schema import RunResult
 
+COORDINATOR = "run"
+"""Name of the coordinator's process in events, logs and metrics."""
 KERAS = "model.keras"
 """Beside a Keras model's weights: the whole model, as Keras itself keeps it."""
 RUN_FILES = (
@@ -114,7 +116,8 @@ class RunFolder:
             elif target.exists():
                 target.unlink()
 
-    def read_result(self) -> dict[str, Any]:
+    def read_result(self) -> RunResult:
+        """Returns result.json. Raises UsageError if it is missing or not valid JSON."""
         if not self.result.exists():
             raise UsageError(f"{self.path} has no result.json: name the folder of a finished run")
         try:
@@ -122,7 +125,7 @@ class RunFolder:
         except ValueError as error:
             raise UsageError(f"{self.result} is not readable JSON ({error})") from None
         assert isinstance(value, dict)
-        return value
+        return cast(RunResult, value)
 
     def processes_with_events(self) -> list[str]:
         """`run`, workers and servers, each kind in its order."""
@@ -132,9 +135,9 @@ class RunFolder:
         known = [p for p in parts if p[0] in order and (p[1].isdigit() or p[0] == "run")]
         return [stem for *_, stem in sorted(known, key=lambda p: (order[p[0]], int(p[1] or 0)))]
 
-    def workers_with_events(self) -> list[str]:
-        found = self.path.glob("events/worker-*.jsonl")
-        return sorted((p.stem for p in found), key=lambda stem: int(stem.split("-")[1]))
+    def event_bytes(self) -> int:
+        """Returns the total size of the event files."""
+        return sum(path.stat().st_size for path in self.path.glob("events/*.jsonl"))
 
 
 class EventSink(Protocol):
@@ -175,22 +178,6 @@ def truncate_partial_line(path: Path) -> None:
         keep = text.rfind(b"\n") + 1
         if keep != len(text):
             file.truncate(keep)
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file; stops at the first line that is not whole."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
-            try:
-                event = json.loads(line)
-            except ValueError:
-                return
-            if isinstance(event, dict):
-                yield event
 
 
 def partial_checkpoint_path(folder: Path, name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
@@ -14,8 +13,10 @@ from paceline.plan.cost_model import exposed_without_layers_s
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.registry import parse_strategy
-from paceline.telemetry.reader import steps_of_window
-from paceline.telemetry.run_folder import RunFolder, read_events
+from paceline.telemetry.reader import read_steps
+from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.schema import RunResult
+from paceline.telemetry.steps import StepRecord
 
 FEWEST_STEPS = 5
 WARM_UP = 0.1
@@ -40,11 +41,10 @@ def calibrate_from_run(path: Path) -> Pool:
     if not folder.result.exists():
         raise UsageError(f"--calibrate {path}: no finished run lies there")
     result = folder.read_result()
-    config = json.loads(folder.config.read_text(encoding="utf-8"))
     if result.get("virtual"):
         raise UsageError(f"--calibrate {path}: that run was virtual: its machines are in {path}")
     workers = int(result["workers"])
-    steps = [read_steps(folder, worker) for worker in range(workers)]
+    steps = [read_warm_steps(path, worker) for worker in range(workers)]
     few = [w for w, s in enumerate(steps) if len(s) < FEWEST_STEPS]
     if few:
         raise UsageError(
@@ -66,26 +66,19 @@ def calibrate_from_run(path: Path) -> Pool:
         hosts=hosts,
         link=Link(mbit_s=float("inf"), latency_ms=0.0),
     )
-    return pool.model_copy(update=fit_exchange(result, config, steps))
+    return pool.model_copy(update=fit_exchange(result, result["strategy"], steps))
 
 
-def read_steps(folder: RunFolder, worker: int) -> list[dict[str, Any]]:
-    """A worker's steps, one by one, without its warm-up."""
-    rows: list[dict[str, Any]] = []
-    for event in read_events(folder.events(f"worker-{worker}")):
-        if event.get("kind") == "steps":
-            rows.extend(steps_of_window(event))
+def read_warm_steps(path: Path, worker: int) -> list[StepRecord]:
+    """Returns the single steps of a worker without its warm-up."""
+    rows = read_steps(path, worker)
     return rows[int(WARM_UP * len(rows)) :]
 
 
-def busy_s(step: dict[str, Any]) -> float:
-    return float(step["input"] + step["forward"] + step["backward"]) / 1e6
-
-
-def fit_step(steps: list[dict[str, Any]]) -> StepCost:
+def fit_step(steps: list[StepRecord]) -> StepCost:
     """A line through seconds over samples; with shares of one size, all of it by the sample."""
-    pairs = [(s["hi"] - s["lo"], busy_s(s)) for s in steps if s["hi"] > s["lo"]]
-    update_s = trimmed_mean([s["optimizer"] / 1e6 for s in steps])
+    pairs = [(s.samples, s.compute_s) for s in steps if s.samples > 0]
+    update_s = trimmed_mean([s.optimizer / 1e6 for s in steps])
     sizes = {n for n, _ in pairs}
     if max(sizes) >= 2 * min(sizes):
         slope, fixed = statistics.linear_regression([n for n, _ in pairs], [s for _, s in pairs])
@@ -97,18 +90,18 @@ def fit_step(steps: list[dict[str, Any]]) -> StepCost:
 
 def measure_shares(path: Path, workers: int) -> list[tuple[float, float]] | None:
     """Each worker's usual share and its seconds; None of a run too short to learn from."""
-    steps = [read_steps(RunFolder(path), worker) for worker in range(workers)]
+    steps = [read_warm_steps(path, worker) for worker in range(workers)]
     if any(len(mine) < FEWEST_STEPS for mine in steps):
         return None
     return [measure_share(mine) for mine in steps]
 
 
-def measure_share(steps: list[dict[str, Any]]) -> tuple[float, float]:
+def measure_share(steps: list[StepRecord]) -> tuple[float, float]:
     """A worker's usual share of a batch, and the seconds that it computes for it."""
-    worked = [s for s in steps if s["hi"] > s["lo"]]
+    worked = [s for s in steps if s.samples > 0]
     return (
-        statistics.fmean(s["hi"] - s["lo"] for s in worked),
-        trimmed_mean([busy_s(s) for s in worked]),
+        statistics.fmean(s.samples for s in worked),
+        trimmed_mean([s.compute_s for s in worked]),
     )
 
 
@@ -124,36 +117,36 @@ def trimmed_mean(values: list[float]) -> float:
     return statistics.fmean(trim_outliers(values))
 
 
-def coefficient_of_variation(steps: list[dict[str, Any]]) -> float:
+def coefficient_of_variation(steps: list[StepRecord]) -> float:
     """Standard deviation over mean of the seconds a sample."""
-    kept = trim_outliers([busy_s(s) / (s["hi"] - s["lo"]) for s in steps if s["hi"] > s["lo"]])
+    kept = trim_outliers([s.compute_s / s.samples for s in steps if s.samples > 0])
     mean = statistics.fmean(kept)
     return statistics.pstdev(kept) / mean if mean > 0 else 0.0
 
 
 def fit_exchange(
-    result: dict[str, Any], config: dict[str, Any], steps: list[list[dict[str, Any]]]
+    result: RunResult, strategy: str, steps: list[list[StepRecord]]
 ) -> dict[str, float]:
     """How fast processes exchange, from the steps under the run's first strategy."""
     workers = len(steps)
-    first = parse_strategy(config["strategy"]).phases[0]
+    first = parse_strategy(strategy).phases[0]
     if workers < 2 or not result.get("parameter_bytes"):
         return {}
-    nbytes = float(result["parameter_bytes"])
+    nbytes = float(result["parameter_bytes"] or 0)
     until = result["switches"][0]["samples"] if result["switches"] else float("inf")
     per_epoch = result["history"][0]["samples"] if result["history"] else float("inf")
-    mine = [[s for s in worker if s["epoch"] * per_epoch + s["start"] < until] for worker in steps]
+    mine = [[s for s in worker if s.epoch * per_epoch + s.start < until] for worker in steps]
     if not all(mine):
         return {}
     if isinstance(first, AllReduce):
         # The least of an exchange is what it takes when nobody has to be waited for.
-        least = [min(s["comm_exposed"] for s in same) / 1e6 for same in zip(*mine, strict=False)]
+        least = [min(s.comm_exposed for s in same) / 1e6 for same in zip(*mine, strict=False)]
         exposed = max(1e-9, statistics.median(least))
-        busy = statistics.median(busy_s(s) for worker in mine for s in worker)
+        busy = statistics.median(s.compute_s for worker in mine for s in worker)
         whole = total_exchange_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
         return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / whole / 1e9}
     if isinstance(first, ParameterServer):
-        each = [(s["comm_exposed"] + s.get("queue", 0)) / 1e6 for worker in mine for s in worker]
+        each = [(s.comm_exposed + s.queue) / 1e6 for worker in mine for s in worker]
         seconds = max(1e-9, statistics.median(each))
         return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
     return {}

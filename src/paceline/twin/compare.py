@@ -13,12 +13,13 @@ from paceline.report.comparison import write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.schema import RunResult
 from paceline.twin.run import TwinOptions, check_servers, run_twin
 
 
 def run_labelled(
     job: Job | JobRef, strategy: Strategy, options: TwinOptions, *, progress: bool
-) -> dict[str, Any]:
+) -> RunResult:
     with terminal_reporter(f"{strategy} (virtual)", quiet=not progress) as show:
         return run_twin(job, strategy, dataclasses.replace(options, show=show))
 

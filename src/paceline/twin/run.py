@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
@@ -32,6 +31,7 @@ from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.schema import RunConfig, RunResult
 from paceline.twin.backend import TimeOnlyBackend, WeightsBackend
 from paceline.twin.machines import SimulatedMachines
 from paceline.twin.simulator import Simulator
@@ -77,7 +77,7 @@ class TwinOptions:
         return self.workers if self.workers is not None else len(self.pool.slots)
 
 
-def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dict[str, Any]:
+def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> RunResult:
     """Play a job and return its result; raises as a real run does."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
@@ -103,7 +103,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     troubles = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
     facts = describe_job(resolved, job_reference(job, resolved))
-    config = {
+    config: RunConfig = {
         "format": 1,
         "strategy": str(strategy),
         "workers": workers,
@@ -159,10 +159,10 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> dic
     return raise_unless_done(result, outcome, folder)
 
 
-def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], dict[str, Any]]:
+def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], RunResult]:
     """A way to run in virtual time what was asked for on real processes."""
 
-    def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> dict[str, Any]:
+    def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> RunResult:
         return run_twin(
             job,
             strategy,

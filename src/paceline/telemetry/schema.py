@@ -1,0 +1,113 @@
+"""Types of the JSON files of a run: run.json and result.json.
+
+Both files are contracts. They are read from folders of other versions and from interrupted runs,
+so every key may be missing, and readers check the types of the values they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+Phases = dict[str, dict[str, float]]
+"""Seconds by process and time category."""
+
+
+class StalenessSummary(TypedDict, total=False):
+    """Staleness of all gradients of a run, in updates."""
+
+    mean: float | None
+    max: int | None
+    histogram: dict[str, int]
+
+
+class ProcessResources(TypedDict, total=False):
+    """Resource usage of one process over the whole run."""
+
+    seconds: float
+    cpu_user_s: float
+    cpu_system_s: float
+    cpu_mean: float
+    cpu_peak: float
+    run_wait_s: float
+    throttled_s: float
+    rss_mean: int
+    rss_peak: int
+    net_in: int
+    net_out: int
+    net_in_peak: float
+    net_out_peak: float
+    disk_read: int
+    disk_write: int
+
+
+class RunConfig(TypedDict, total=False):
+    """run.json: the configuration of a run, its versions and the machine that started it."""
+
+    format: int
+    strategy: str
+    engine: str | None
+    workers: int
+    servers: int
+    threads: int | None
+    pin: bool
+    timeout_s: float
+    troubles: Sequence[Mapping[str, object]]
+    predicted: Mapping[str, object] | None
+    job: Mapping[str, Any]
+    labels: Mapping[str, str]
+    started: str
+    versions: Mapping[str, object]
+    machine: Mapping[str, object]
+    virtual: bool
+    depth: str
+    pool: Mapping[str, object]
+
+
+class RunResult(TypedDict, total=False):
+    """result.json: the outcome of a run. Metrics that were not measured are None."""
+
+    status: str
+    error: str | None
+    strategy: str
+    model: str | None
+    data: str | None
+    workers: int
+    servers: int
+    seed: int | None
+    batch: int | None
+    epochs: int
+    samples: int
+    updates: int
+    seconds: float | None
+    samples_per_s: float | None
+    train_loss: float | None
+    train_acc: float | None
+    val_loss: float | None
+    val_acc: float | None
+    test_loss: float | None
+    test_acc: float | None
+    stages: Mapping[str, float | None]
+    history: list[Mapping[str, Any]]
+    switches: list[Mapping[str, Any]]
+    decisions: list[Mapping[str, Any]]
+    staleness: StalenessSummary
+    lag: dict[str, int]
+    phases: Phases
+    step_phases: dict[str, Phases]
+    resources: dict[str, ProcessResources]
+    bytes_by_role: dict[str, dict[str, int]]
+    verdicts: list[Mapping[str, Any]]
+    input: dict[str, object]
+    bytes_sent: int
+    parameter_bytes: int | None
+    collectives: dict[str, str] | None
+    parts: dict[str, object]
+    bytes_before_codec: int
+    peak_rss_bytes: int | None
+    predicted: Mapping[str, object] | None
+    virtual: bool
+    labels: Mapping[str, str]
+    versions: Mapping[str, object]
+    dir: str
+    """Added by readers: the folder of the run."""
