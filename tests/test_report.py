@@ -317,7 +317,7 @@ def test_findings_claim_nothing_with_one_seed() -> None:
     results = [make_result("allreduce", pace_s=2.4), make_result("ps", pace_s=1.0, test_acc=0.99)]
     text = " ".join(list_findings(compare_results(results), label_runs(results)))
     assert "one seed" in text
-    assert "cannot be told from chance" in text
+    assert "significance is unknown" in text
     assert "faster" not in text
     assert "higher" not in text
 
@@ -330,14 +330,14 @@ def test_findings_with_seeds_claim_what_the_spread_allows() -> None:
     ]
     text = " ".join(list_findings(compare_results(results), label_runs(results)))
     assert "ps was faster than allreduce" in text
-    assert "no difference is claimed" in text  # the same accuracies for both
-    assert "time spent idle" in text
+    assert "does not differ significantly" in text  # the same accuracies for both
+    assert "Idle time of the workers" in text
 
 
 def test_findings_say_when_the_work_was_not_equal() -> None:
     results = [make_result("a", epochs=4), make_result("b", epochs=8, virtual=True)]
     text = " ".join(list_findings(compare_results(results), label_runs(results)))
-    assert "equally many samples" in text
+    assert "different numbers of samples" in text
     assert "simulated" in text
 
 
@@ -367,9 +367,9 @@ def test_table_fits_its_terminal_with_numbers_whole(width: int) -> None:
     out = io.StringIO()
     Console(file=out, width=width).print(results_table(results, width=width))
     shown = out.getvalue()
-    for cell in ("95.80 ± 0.28 %", "21.6 ± 0.3 s", "0.210 s"):
+    for cell in ("95.80 ± 0.28%", "21.6 ± 0.3 s", "0.210 s"):
         assert cell in shown
-    assert ("Left out for want of width: updates" in shown) == (width < 130)
+    assert ("Hidden columns (terminal too narrow): updates" in shown) == (width < 120)
 
 
 # ---- charts
@@ -512,9 +512,9 @@ def test_whole_run_reports_nothing_missing(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="contains no run"):
         write_report([tmp_path], tmp_path / "r.html", title="Nothing")
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="contains no run"):
         write_report([tmp_path / "absent"], tmp_path / "r.html", title="Nothing")
 
 

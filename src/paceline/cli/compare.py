@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,9 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.settings import ProcessSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings_to_plain
+
+if TYPE_CHECKING:
+    from paceline.report.comparison import Comparison
 
 DEFAULT_WORKERS, DEFAULT_SEEDS, DEFAULT_SCALE = 2, 1, "full"
 """Defaults of options that cannot be combined with --matrix, or that require it."""
@@ -130,7 +133,7 @@ def run_matrix_command(
     processes: ProcessSettings,
     common: CommonOptions,
     fields: Job,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Comparison, str]:
     """Runs a matrix; returns its comparison and its title."""
     from paceline.launch.matrix import MatrixOptions, Run, run_matrix
     from paceline.launch.matrix_file import read_matrix
@@ -158,9 +161,7 @@ def run_matrix_command(
     return run_matrix(matrix, matrix_options, run=run), matrix.title
 
 
-def show_comparison(
-    comparison: dict[str, Any], out: Path, title: str = "Strategies compared"
-) -> int:
+def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies compared") -> int:
     """Prints the table and writes a report of all runs; returns 1 if a run failed, else 0."""
     from rich.console import Console
 

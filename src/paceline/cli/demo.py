@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.cli.commands import command
 from paceline.cli.compare import show_comparison
 from paceline.options import Option
+
+if TYPE_CHECKING:
+    from paceline.report.comparison import Comparison
 
 STRATEGIES = "single; allreduce; ps; switch(allreduce, ps, at=50%)"
 SIMULATED = "allreduce; ps; " + "; ".join(f"switch(allreduce, ps, at={p}%)" for p in (25, 50, 75))
@@ -53,7 +56,7 @@ def demo(*, options: DemoOptions) -> int:
     return max(real, simulated)
 
 
-def run_twin_demo(folder: Path, epochs: int) -> dict[str, Any]:
+def run_twin_demo(folder: Path, epochs: int) -> Comparison:
     """Compares strategies on five simulated machines with the same data."""
     from paceline.job import build_job
     from paceline.strategies.registry import parse_strategies

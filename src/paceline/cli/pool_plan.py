@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,7 @@ class PoolPlan:
             "seconds_interval": list(found.interval),
         }
 
-    def remember(self, out: Path, seats: list[Host], result: dict[str, Any]) -> None:
+    def remember(self, out: Path, seats: list[Host], result: Mapping[str, Any]) -> None:
         """Prints prediction and measurement, and records the run for later plans."""
         from paceline.plan.run_log import (
             LoggedRun,

@@ -9,9 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from paceline.dashboard.run_view import Payload, RunView
-from paceline.report.comparison import as_mapping
 from paceline.report.run_loader import find_run_folders
-from paceline.report.stats import as_finite
 from paceline.telemetry.events import (
     EpochEnded,
     EpochRow,
@@ -22,6 +20,8 @@ from paceline.telemetry.events import (
     StrategyStarted,
     VerdictChanged,
 )
+from paceline.telemetry.metrics import View, metrics_in
+from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.reader import RunReader
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
 from paceline.telemetry.schema import RunConfig
@@ -41,9 +41,6 @@ POLL_S = 0.5
 
 RUN_FACTS = ("status", "error", "strategy", "model", "data", "workers", "servers", "seed", "batch",
              "epochs", "virtual")  # fmt: skip
-METRIC_KEYS = ("samples", "updates", "seconds", "samples_per_s", "train_loss", "train_acc",
-               "val_loss", "val_acc", "test_loss", "test_acc", "bytes_sent",
-               "peak_rss_bytes")  # fmt: skip
 
 
 class RunSummary:
@@ -133,7 +130,8 @@ class RunSummary:
         payload["started"] = config.get("started")
         payload["verdicts"] = list(self._verdicts.values())
         if result is not None:
-            payload |= {k: result.get(k) for k in (*RUN_FACTS, *METRIC_KEYS)}
+            payload |= {k: result.get(k) for k in RUN_FACTS}
+            payload |= {m.key: m.value(result) for m in metrics_in(View.DASHBOARD)}
             payload["epoch"] = result.get("epochs")
             is_done = result.get("status") == "done"
             payload["share"] = 1.0 if is_done else self._share(result.get("samples"))

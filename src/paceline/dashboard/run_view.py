@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from paceline.dashboard.time_bins import Array, DownsampledCurve, TimeBins
-from paceline.report.stats import as_finite
 from paceline.telemetry.events import (
     PHASES,
     CheckpointSaved,
@@ -34,6 +33,7 @@ from paceline.telemetry.events import (
     WorkerEnded,
     WorkerStarted,
 )
+from paceline.telemetry.numbers import as_finite
 from paceline.telemetry.reader import RunReader
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
 from paceline.telemetry.schema import RunConfig

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
@@ -14,7 +13,7 @@ from paceline.launch.engines import fork_client
 from paceline.launch.run import check_sizes, run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
-from paceline.report.comparison import write_comparison
+from paceline.report.comparison import Comparison, write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
@@ -35,7 +34,7 @@ def compare(
     troubles: tuple[InjectedSlowdown, ...] = (),
     force: bool = False,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Comparison:
     """Run every strategy with every seed; returns what `comparison.json` holds.
 
     A run that fails or diverges is kept and counted; the others still run. `single` always runs
@@ -59,7 +58,7 @@ def compare_strategies(
     *,
     seeds: int = 1,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Comparison:
     """Runs the comparison of `compare` with the given run options; `out` is its folder."""
     folder, workers, force = options.out, options.workers, options.force
     chosen = [parse_strategy(s) for s in strategies]
@@ -78,7 +77,7 @@ def compare_strategies(
     options = dataclasses.replace(options, threads=options.threads_each)
     clear_runs(folder)
     fork_client.warm_up()
-    results = []
+    results: list[RunResult] = []
     # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(chosen):

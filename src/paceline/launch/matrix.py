@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.launch.settings import ProcessSettings
 from paceline.options import field_values
-from paceline.report.comparison import compare_tasks
+from paceline.report.comparison import Comparison, compare_tasks
 from paceline.report.matrix_progress import MatrixProgress
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
@@ -45,9 +45,7 @@ class MatrixOptions(ProcessSettings):
     progress: bool = False
 
 
-def run_matrix(
-    matrix: Matrix, options: MatrixOptions, *, run: Run = run_training
-) -> dict[str, Any]:
+def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_training) -> Comparison:
     """Make every run that is not there yet; returns what `comparison.json` holds.
 
     A run that fails or diverges is kept and counted, and the others go on. What was made before
@@ -82,7 +80,7 @@ def lock_matrix_folder(out: Path) -> Iterator[None]:
 
 def run_cells(
     matrix: Matrix, cells: list[MatrixCell], options: MatrixOptions, run: Run
-) -> dict[str, Any]:
+) -> Comparison:
     if options.force:
         clear_runs(options.out)
     write_json(
@@ -179,6 +177,6 @@ def check_folder(out: Path, cells: list[MatrixCell]) -> None:
         )
 
 
-def without_data_location(row: dict[str, Any]) -> dict[str, Any]:
+def without_data_location(row: Mapping[str, Any]) -> dict[str, object]:
     """A run without where its data lies, which may have moved since."""
     return {**row, "job": {k: v for k, v in row.get("job", {}).items() if k != "data_dir"}}

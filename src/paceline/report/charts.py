@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from paceline.report.comparison import as_mapping
 from paceline.report.number_format import format_number, format_seconds
 from paceline.report.phase_times import average_phases
 from paceline.report.run_loader import ReportRun
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES
+from paceline.telemetry.numbers import as_mapping
 
 Figure = dict[str, Any]
+"""A Plotly figure as JSON: `data` and `layout`."""
+Trace = dict[str, Any]
+"""One entry of a figure's `data`, or a shape or axis of its `layout`."""
 
 # Okabe and Ito's colours without black and yellow, which vanish on one of the two backgrounds.
 STRATEGY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -68,8 +71,8 @@ def draw_curves(runs: Sequence[ReportRun], measure: str, *, against: str) -> Fig
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = style_strategies(labels)
     axis = 0 if against == "epochs" else 1
-    traces: list[dict[str, Any]] = []
-    shapes: list[dict[str, Any]] = []
+    traces: list[Trace] = []
+    shapes: list[Trace] = []
     marks: dict[str, list[tuple[float, str]]] = {}
     values: list[float] = []
     for label in labels:
@@ -92,7 +95,7 @@ def draw_curves(runs: Sequence[ReportRun], measure: str, *, against: str) -> Fig
     if not traces:
         return None
     is_loss = measure.endswith("loss")
-    y_axis: dict[str, Any] = {"automargin": True, "rangemode": "normal"}
+    y_axis: Trace = {"automargin": True, "rangemode": "normal"}
     if not is_loss:
         y_axis["tickformat"] = ".1~%"
     elif min(values) > 0 and max(values) / min(values) > LOG_AXIS_RATIO:
@@ -119,7 +122,7 @@ def list_log_ticks(values: Sequence[float]) -> list[float]:
 
 def make_line(
     run: ReportRun, xs: list[float], ys: list[float], *, colour: str, dash: str, bold: bool
-) -> dict[str, Any]:
+) -> Trace:
     seed = run.result.get("seed")
     text = escape_plotly(run.label) + (f", seed {escape_plotly(seed)}" if seed is not None else "")
     return {
@@ -137,7 +140,7 @@ def make_line(
 
 def make_mean_line(
     runs: Sequence[ReportRun], measure: str, axis: int, *, colour: str, dash: str
-) -> dict[str, Any]:
+) -> Trace:
     """The mean of the runs at each epoch that all of them reached."""
     by_epoch: dict[float, list[tuple[float, float, float]]] = {}
     for run in runs:
@@ -162,7 +165,7 @@ def describe_switch(switch: Mapping[str, Any]) -> str:
 
 def make_switch_marker(
     run: ReportRun, switch: Mapping[str, Any], x: float, y: float, colour: str
-) -> dict[str, Any]:
+) -> Trace:
     """A diamond on the run's own curve, which tells all about the switch when pointed at."""
     words = [
         f"switch {describe_switch(switch)}",
@@ -183,7 +186,7 @@ def make_switch_marker(
     }
 
 
-def make_switch_line(x: float, colour: str, *, bold: bool) -> dict[str, Any]:
+def make_switch_line(x: float, colour: str, *, bold: bool) -> Trace:
     return {
         "type": "line",
         "name": "switch",
@@ -199,9 +202,7 @@ def make_switch_line(x: float, colour: str, *, bold: bool) -> dict[str, Any]:
     }
 
 
-def make_switch_labels(
-    marks: Mapping[str, list[tuple[float, str]]], x_most: float
-) -> list[dict[str, Any]]:
+def make_switch_labels(marks: Mapping[str, list[tuple[float, str]]], x_most: float) -> list[Trace]:
     """One upright label for the switches that lie close together, at their mean place."""
     switches = sorted({mark for group in marks.values() for mark in group})
     clusters: list[list[tuple[float, str]]] = []
@@ -290,7 +291,7 @@ def draw_staleness(runs: Sequence[ReportRun]) -> Figure | None:
     """Share of updates by staleness, one colour a strategy; None when every update was fresh."""
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = style_strategies(labels)
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     for label in labels:
         counts = count_staleness([run for run in runs if run.label == label])
         total = sum(counts.values())

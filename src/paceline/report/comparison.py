@@ -1,42 +1,87 @@
-"""Runs side by side: per strategy the mean and spread over seeds, and every run that went in."""
+"""Compares runs: mean and spread over seeds per strategy, and all runs behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
-from paceline.report.stats import as_finite, mean_and_std
+from paceline.report.stats import Spread, as_finite, mean_and_std
+from paceline.telemetry import metrics
+from paceline.telemetry.numbers import as_mapping
 from paceline.telemetry.run_folder import write_json
+from paceline.telemetry.schema import RunResult
 
-MEASURES = (
-    "seconds",
-    "samples_per_s",
-    "test_acc",
-    "val_acc",
-    "train_acc",
-    "train_loss",
-    "val_loss",
-    "test_loss",
-    "samples",
-    "updates",
-)
 SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")
-"""Runs of one strategy that differ in one of these are not the same thing repeated."""
+"""Runs of one strategy that differ in one of these are not repetitions of each other."""
 
 
-def compare_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Group runs by strategy text, in the order given, and measure each group over its seeds.
+class RunEntry(TypedDict):
+    """One run of a comparison."""
 
-    A result may carry `dir`, the folder it came from. Only runs that are `done` are averaged; the
-    others are kept among the runs and counted in `runs_failed`. Where runs of one strategy differ
-    in model, data, batch, workers, servers or being virtual, they form groups of their own and
-    `label` says how they differ; otherwise `label` is the strategy text, or a matrix's name for it.
+    dir: str | None
+    seed: int | None
+    status: str | None
+    seconds: float | None
+    test_acc: float | None
+    error: str | None
+
+
+class StrategyEntry(TypedDict, total=False):
+    """One strategy of a comparison; it has a `Spread` under the key of every metric too."""
+
+    task: str
+    label: str
+    strategy: str
+    model: str | None
+    data: str | None
+    batch: int | None
+    workers: int | None
+    servers: int | None
+    virtual: bool
+    runs_total: int
+    runs_done: int
+    runs_failed: int
+    seconds: Spread
+    test_acc: Spread
+    val_acc: Spread
+    staleness_mean: Spread
+    switch_pause_s: Spread
+    switch_drain_s: Spread
+    runs: list[RunEntry]
+    seconds_over_first_strategy_seconds: float | None
+    seconds_minus_first_strategy_seconds: float | None
+    first_strategy_seconds: float | None
+
+
+class Comparison(TypedDict, total=False):
+    """comparison.json. A matrix has `tasks`, a comparison of strategies `first_strategy`."""
+
+    task: str
+    first_strategy: str | None
+    runs_total: int
+    runs_failed: int
+    spread: str
+    tasks: list[Comparison]
+    strategies: list[StrategyEntry]
+
+
+def spread_of(entry: StrategyEntry, key: str) -> Spread:
+    """Returns a metric of a strategy by its key."""
+    return cast(Spread, entry[key])  # type: ignore[literal-required]
+
+
+def compare_results(results: Sequence[RunResult]) -> Comparison:
+    """Groups runs by strategy, in the given order, and summarizes each group over its seeds.
+
+    Only runs that are `done` are averaged; the others are listed and counted in `runs_failed`. Runs
+    of one strategy that differ in one of `SETTINGS` form separate groups, and `label` states the
+    difference. Otherwise `label` is the strategy text, or its name in a matrix.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[RunResult]] = {}
     for result, label in zip(results, label_results(results), strict=True):
         groups.setdefault(label, []).append(result)
-    strategies = [summarise_group(label, runs) for label, runs in groups.items()]
+    strategies = [summarize_group(label, runs) for label, runs in groups.items()]
     if strategies:
         first_seconds = strategies[0]["seconds"]["mean"]
         for entry in strategies:
@@ -51,9 +96,9 @@ def compare_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def label_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One label a result: its strategy, and whatever sets it apart from others of the same text."""
-    alike: dict[str, list[Mapping[str, Any]]] = {}
+def label_results(results: Sequence[RunResult]) -> list[str]:
+    """Returns one label per result: its strategy, and how it differs from others of that text."""
+    alike: dict[str, list[RunResult]] = {}
     for result in results:
         alike.setdefault(name_strategy(result), []).append(result)
     labels = []
@@ -61,7 +106,7 @@ def label_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
         strategy = name_strategy(result)
         notes = []
         for setting in SETTINGS:
-            known = [r[setting] for r in alike[strategy] if r.get(setting) is not None]
+            known = [r.get(setting) for r in alike[strategy] if r.get(setting) is not None]
             if all(value == known[0] for value in known):
                 continue
             value = result.get(setting)
@@ -70,8 +115,8 @@ def label_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return labels
 
 
-def name_strategy(result: Mapping[str, Any]) -> str:
-    """What tables call a run: the name that a matrix gave it, else its strategy's text."""
+def name_strategy(result: RunResult) -> str:
+    """Returns the name that a matrix gave the run, or else the text of its strategy."""
     arm = as_mapping(result.get("labels")).get("arm")
     return str(arm or result.get("strategy") or "unknown")
 
@@ -86,25 +131,20 @@ def describe_setting(setting: str, value: object) -> str:
     return str(value)
 
 
-def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_group(label: str, runs: list[RunResult]) -> StrategyEntry:
     done = [run for run in runs if run.get("status") == "done"]
     strategy = str(runs[0].get("strategy") or "unknown")
-    entry: dict[str, Any] = {"label": label, "strategy": strategy}
+    entry: StrategyEntry = {"label": label, "strategy": strategy}
     for setting in SETTINGS:
-        entry[setting] = next((r[setting] for r in runs if r.get(setting) is not None), None)
+        known = [r.get(setting) for r in runs if r.get(setting) is not None]
+        entry[setting] = known[0] if known else None  # type: ignore[literal-required]
     entry["virtual"] = bool(entry["virtual"])
     entry["runs_total"] = len(runs)
     entry["runs_done"] = len(done)
     entry["runs_failed"] = len(runs) - len(done)
-    for measure in MEASURES:
-        entry[measure] = mean_and_std(run.get(measure) for run in done)
-    entry["staleness_mean"] = mean_and_std(
-        as_mapping(run.get("staleness")).get("mean") for run in done
-    )
-    entry["bytes_sent"] = mean_and_std(run.get("bytes_sent") for run in done)
-    entry["bytes_over_uncoded"] = mean_and_std(compare_bytes(run) for run in done)
-    entry["switch_pause_s"] = mean_and_std(sum_switches(run, "pause_s") for run in done)
-    entry["switch_drain_s"] = mean_and_std(sum_switches(run, "drain_s") for run in done)
+    for metric in metrics.METRICS:
+        # The table of metrics decides which keys there are: they cannot be literals here.
+        entry[metric.key] = mean_and_std(metric.value(run) for run in done)  # type: ignore[literal-required]
     entry["runs"] = [
         {
             "dir": run.get("dir"),
@@ -119,8 +159,8 @@ def summarise_group(label: str, runs: list[Mapping[str, Any]]) -> dict[str, Any]
     return entry
 
 
-def add_ratio(entry: dict[str, Any], first_seconds: float | None) -> None:
-    """Set the time against the first strategy's: a ratio below 1 is faster, absolutes beside."""
+def add_ratio(entry: StrategyEntry, first_seconds: float | None) -> None:
+    """Adds the time relative to the first strategy: a ratio below 1 is faster."""
     mean = entry["seconds"]["mean"]
     ratio = difference = None
     if mean is not None and first_seconds:
@@ -130,34 +170,18 @@ def add_ratio(entry: dict[str, Any], first_seconds: float | None) -> None:
     entry["first_strategy_seconds"] = first_seconds
 
 
-def sum_switches(result: Mapping[str, Any], what: str) -> float | None:
-    """Seconds of all switches of a run; None when it never switched, which is not a pause of 0."""
-    rows = result.get("switches")
-    if not isinstance(rows, list) or not rows:
-        return None
-    return sum(as_finite(as_mapping(row).get(what)) or 0.0 for row in rows)
+def compare_tasks(results: Sequence[RunResult]) -> Comparison:
+    """Compares within each task of a matrix, because ratios across tasks are meaningless.
 
-
-def compare_bytes(result: Mapping[str, Any]) -> float | None:
-    """Bytes sent over what they would have been without a codec; None where there was none."""
-    sent, uncoded = as_finite(result.get("bytes_sent")), as_finite(result.get("bytes_before_codec"))
-    return sent / uncoded if sent and uncoded and sent != uncoded else None
-
-
-def as_mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def compare_tasks(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same for a matrix: within each task, because ratios across tasks mean nothing.
-
-    `tasks` holds a comparison each; `strategies` the entries of all, each with its `task`.
+    `tasks` has one comparison per task, `strategies` the entries of all with their `task`.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[RunResult]] = {}
     for result in results:
         task = as_mapping(result.get("labels")).get("task")
         groups.setdefault(str(task or "unknown"), []).append(result)
-    tasks = [{"task": task, **compare_results(group)} for task, group in groups.items()]
+    tasks: list[Comparison] = [
+        {"task": task, **compare_results(group)} for task, group in groups.items()
+    ]
     return {
         "runs_total": len(results),
         "runs_failed": sum(task["runs_failed"] for task in tasks),
@@ -168,8 +192,8 @@ def compare_tasks(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write_comparison(path: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the results, write `comparison.json` at `path` atomically, and return it."""
+def write_comparison(path: Path, results: Sequence[RunResult]) -> Comparison:
+    """Compares the results, writes comparison.json atomically, and returns the comparison."""
     comparison = compare_results(results)
     write_json(path, comparison)
     return comparison

@@ -16,7 +16,8 @@ from paceline.report.published_results import (
 )
 from paceline.report.run_groups import RunGroup, split_tasks
 from paceline.report.run_loader import ReportRun
-from paceline.report.tables import ReportTable, list_tables
+from paceline.report.study_tables import list_tables
+from paceline.report.tables import ReportTable
 
 
 @dataclass(frozen=True, kw_only=True)

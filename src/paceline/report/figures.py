@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.report.charts import Figure
+from paceline.report.charts import Figure, Trace
 
 DASH_STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "pentagon": "p",
@@ -69,7 +69,7 @@ def draw(figure: Figure) -> Any:
         return canvas
 
 
-def draw_scatter(axes: Any, trace: dict[str, Any]) -> None:
+def draw_scatter(axes: Any, trace: Trace) -> None:
     line, marker = trace.get("line", {}), trace.get("marker", {})
     mode = trace.get("mode", "lines")
     symbol = str(marker.get("symbol", "circle"))
@@ -90,7 +90,7 @@ def draw_scatter(axes: Any, trace: dict[str, Any]) -> None:
     )
 
 
-def name_series(trace: dict[str, Any]) -> str:
+def name_series(trace: Trace) -> str:
     name = unescape(str(trace.get("name", "")))
     # Single seeds under a bold mean, and the marks on a curve, need no line in the legend.
     is_thin = trace.get("opacity", 1.0) < 1.0
@@ -98,7 +98,7 @@ def name_series(trace: dict[str, Any]) -> str:
     return "_" + name if is_thin or is_mark or not name else name
 
 
-def draw_bar_axes(axes: Any, traces: list[dict[str, Any]], layout: dict[str, Any]) -> None:
+def draw_bar_axes(axes: Any, traces: list[Trace], layout: Trace) -> None:
     if not traces:
         return
     if layout.get("barmode") == "stack":
@@ -132,7 +132,7 @@ def draw_bar_axes(axes: Any, traces: list[dict[str, Any]], layout: dict[str, Any
         )
 
 
-def style_axes(axes: Any, layout: dict[str, Any]) -> None:
+def style_axes(axes: Any, layout: Trace) -> None:
     from matplotlib.ticker import FuncFormatter
 
     for side, setter in (("xaxis", axes.set_xlabel), ("yaxis", axes.set_ylabel)):

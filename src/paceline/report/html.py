@@ -7,14 +7,15 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import UsageError
 from paceline.report import charts, html_page, number_format, summary_table
-from paceline.report.comparison import as_mapping
+from paceline.report.charts import Figure
 from paceline.report.document import ReportDocument, ReportSection, make_content
 from paceline.report.run_loader import UNFINISHED, ReportRun, load_runs
 from paceline.report.stats import as_finite, mean_and_std
+from paceline.telemetry.metrics import View, metrics_in
+from paceline.telemetry.numbers import as_mapping
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 
@@ -51,7 +52,7 @@ def write_text(out: Path, text: str) -> Path:
 
 
 def render_report(content: ReportDocument) -> str:
-    figures: list[dict[str, Any]] = []
+    figures: list[Figure] = []
     runs = content.runs
     body = [*render_header(content), *render_problems(runs)]
     several = len(content.sections) > 1
@@ -78,7 +79,7 @@ def render_contents(content: ReportDocument) -> list[str]:
     return [f"<ul>{links}</ul>"]
 
 
-def render_section(section: ReportSection, figures: list[dict[str, Any]]) -> list[str]:
+def render_section(section: ReportSection, figures: list[Figure]) -> list[str]:
     runs = section.task.runs
     return [
         *render_summary(section),
@@ -102,7 +103,7 @@ def render_sheets(section: ReportSection) -> list[str]:
     return ["<h2>Tables</h2>", *parts] if parts else []
 
 
-def render_frontier(section: ReportSection, figures: list[dict[str, Any]]) -> list[str]:
+def render_frontier(section: ReportSection, figures: list[Figure]) -> list[str]:
     named = {name: (heading, figure) for name, heading, figure in section.figures}
     boxes = [
         figure_placeholder(*named[name], figures)
@@ -175,7 +176,7 @@ def render_summary(section: ReportSection) -> list[str]:
     return parts
 
 
-def render_curves(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
+def render_curves(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]:
     boxes = []
     for measure, word in (("val_acc", "Validation accuracy"), ("train_loss", "Training loss")):
         for against in ("epochs", "seconds"):
@@ -201,7 +202,7 @@ def render_curves(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> l
     return [*parts, f'<div class="grid">{"".join(boxes)}</div>']
 
 
-def figure_placeholder(heading: str, figure: dict[str, Any], figures: list[dict[str, Any]]) -> str:
+def figure_placeholder(heading: str, figure: Figure, figures: list[Figure]) -> str:
     """Reserve the figure's place at its height, so that the page does not jump when drawn."""
     figures.append(figure)
     return (
@@ -211,7 +212,7 @@ def figure_placeholder(heading: str, figure: dict[str, Any], figures: list[dict[
     )
 
 
-def render_phases(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
+def render_phases(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]:
     drawn = charts.draw_phases(runs)
     if not drawn:
         return []
@@ -233,7 +234,7 @@ def render_phases(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> l
     ]
 
 
-def render_staleness(runs: Sequence[ReportRun], figures: list[dict[str, Any]]) -> list[str]:
+def render_staleness(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]:
     counted = [run.label for run in runs if charts.count_staleness([run])]
     if not counted:
         return []
@@ -311,6 +312,7 @@ def render_stages(runs: Sequence[ReportRun]) -> list[str]:
 
 
 def render_runs(runs: Sequence[ReportRun]) -> list[str]:
+    metrics = metrics_in(View.RUNS)
     rows = []
     for run in runs:
         result = run.result
@@ -320,16 +322,10 @@ def render_runs(runs: Sequence[ReportRun]) -> list[str]:
                 run.label,
                 number_format.NOTHING if result.get("seed") is None else result["seed"],
                 run.status + (", virtual" if result.get("virtual") else ""),
-                number_format.format_seconds(as_finite(result.get("seconds"))),
-                number_format.format_percent(as_finite(result.get("test_acc"))),
-                number_format.format_percent(as_finite(result.get("val_acc"))),
-                number_format.format_number(as_finite(result.get("samples"))),
-                number_format.format_bytes(as_finite(result.get("bytes_sent"))),
-                number_format.format_bytes(as_finite(result.get("peak_rss_bytes"))),
+                *(number_format.format_metric(m, m.value(result)) for m in metrics),
             ]
         )
-    columns = ("run", "strategy", "seed", "status", "seconds", "test acc", "val acc", "samples",
-               "bytes sent", "peak memory")  # fmt: skip
+    columns = ("run", "strategy", "seed", "status", *(metric.title for metric in metrics))
     return [
         "<h2>Runs</h2>",
         html_page.render_table(columns, rows, words=("run", "strategy", "status")),

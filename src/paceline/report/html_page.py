@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -86,7 +86,7 @@ POLICY = (
 )
 
 
-def render_page(title: str, body: Sequence[str], figures: Sequence[dict[str, Any]]) -> str:
+def render_page(title: str, body: Sequence[str], figures: Sequence[Mapping[str, object]]) -> str:
     """The whole document: a figure is drawn in the element whose `data-figure` is its number."""
     scripts = ""
     if figures:
@@ -112,7 +112,7 @@ def render_page(title: str, body: Sequence[str], figures: Sequence[dict[str, Any
 """
 
 
-def encode_figures(figures: Sequence[dict[str, Any]]) -> str:
+def encode_figures(figures: Sequence[Mapping[str, object]]) -> str:
     """JSON that cannot end the script element around it."""
     text = json.dumps(drop_nan(figures), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,10 +1,12 @@
-"""How numbers are written for people: one way in the terminal, in Markdown and in HTML."""
+"""Number formats shared by the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+
+from paceline.report.stats import Spread
+from paceline.telemetry.metrics import Metric, Unit
 
 NOTHING = "–"  # noqa: RUF001
 
@@ -23,7 +25,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time to wait, coarse enough to be read at a glance."""
+    """Formats a duration coarsely, for estimates of the time left."""
     whole = max(0, round(seconds))
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
@@ -33,7 +35,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(share: float | None, digits: int = 2) -> str:
-    return NOTHING if share is None else f"{100 * share:.{digits}f} %"
+    return NOTHING if share is None else f"{100 * share:.{digits}f}%"
 
 
 def format_number(value: float | None) -> str:
@@ -54,16 +56,16 @@ def format_bytes(value: float | None) -> str:
     return f"{value:.1f} TB"
 
 
-def format_accuracy_spread(spread: Mapping[str, Any]) -> str:
-    """Mean ± sample standard deviation, in percent; the mean alone with one seed."""
+def format_accuracy_spread(spread: Spread) -> str:
+    """Formats mean ± sample standard deviation in percent; only the mean with one seed."""
     if spread["mean"] is None:
         return NOTHING
     if spread["std"] is None:
-        return f"{100 * spread['mean']:.2f} %"
-    return f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f} %"
+        return f"{100 * spread['mean']:.2f}%"
+    return f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f}%"
 
 
-def format_seconds_spread(spread: Mapping[str, Any]) -> str:
+def format_seconds_spread(spread: Spread) -> str:
     if spread["mean"] is None:
         return NOTHING
     text = format_seconds(spread["mean"])
@@ -74,11 +76,53 @@ def format_seconds_spread(spread: Mapping[str, Any]) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Seconds against the first strategy's: below 1 is faster."""
+    """Formats a time relative to the first strategy; below 1 is faster."""
     return NOTHING if ratio is None else f"× {ratio:.2f}"  # noqa: RUF001
 
 
 def to_single_line(text: object) -> str:
-    """The text without control characters or line breaks, for a log that others parse."""
+    """Removes control characters and line breaks."""
     kept = "".join(c if c.isprintable() else " " for c in str(text))
     return " ".join(kept.split())
+
+
+def format_number_spread(spread: Spread) -> str:
+    text = format_number(spread["mean"])
+    if spread["mean"] is None or not spread["std"]:
+        return text
+    return f"{text} ± {format_number(spread['std'])}"
+
+
+def format_loss(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def format_loss_spread(spread: Spread) -> str:
+    text = format_loss(spread["mean"])
+    return text if spread["std"] is None else f"{text} ± {spread['std']:.4f}"
+
+
+def format_bytes_spread(spread: Spread) -> str:
+    text = format_bytes(spread["mean"])
+    return text if not spread["std"] else f"{text} ± {format_bytes(spread['std'])}"
+
+
+VALUE_FORMATS: dict[Unit, Callable[[float | None], str]] = {
+    Unit.SECONDS: format_seconds,
+    Unit.BYTES: format_bytes,
+    Unit.FRACTION: format_percent,
+    Unit.COUNT: format_number,
+    Unit.LOSS: format_loss,
+}
+SPREAD_FORMATS: dict[Unit, Callable[[Spread], str]] = {
+    Unit.SECONDS: format_seconds_spread,
+    Unit.BYTES: format_bytes_spread,
+    Unit.FRACTION: format_accuracy_spread,
+    Unit.COUNT: format_number_spread,
+    Unit.LOSS: format_loss_spread,
+}
+
+
+def format_metric(metric: Metric, value: float | None) -> str:
+    """Formats a value in the unit of its metric."""
+    return VALUE_FORMATS[metric.unit](value)

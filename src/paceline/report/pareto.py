@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from paceline.report.charts import Figure, escape_plotly, style_strategies
+from paceline.report.charts import Figure, Trace, escape_plotly, style_strategies
+from paceline.report.comparison import StrategyEntry, spread_of
 from paceline.report.run_groups import RunGroup
-from paceline.report.stats import as_finite
+from paceline.report.stats import as_finite, mean_of
 
 
 def choose_measure(task: RunGroup) -> str:
     """Test accuracy, else validation."""
     for measure in ("test_acc", "val_acc"):
-        if any(entry[measure]["mean"] is not None for entry in task.entries):
+        if any(spread_of(entry, measure)["mean"] is not None for entry in task.entries):
             return measure
     return "test_acc"
 
 
-def find_frontier(task: RunGroup) -> list[dict[str, Any]]:
+def find_frontier(task: RunGroup) -> list[StrategyEntry]:
     """The entries that no other is both faster and more accurate than, by their means."""
     measure = choose_measure(task)
-    known = [e for e in task.entries if e["seconds"]["mean"] and e[measure]["mean"] is not None]
-    ranked = sorted(known, key=lambda e: (e["seconds"]["mean"], -e[measure]["mean"]))
-    front: list[dict[str, Any]] = []
+    known = [
+        e
+        for e in task.entries
+        if e["seconds"]["mean"] and spread_of(e, measure)["mean"] is not None
+    ]
+    ranked = sorted(known, key=lambda e: (mean_of(e["seconds"]), -mean_of(spread_of(e, measure))))
+    front: list[StrategyEntry] = []
     for entry in ranked:
-        if not front or entry[measure]["mean"] > front[-1][measure]["mean"]:
+        if not front or mean_of(spread_of(entry, measure)) > mean_of(spread_of(front[-1], measure)):
             front.append(entry)
     return front
 
@@ -33,17 +36,21 @@ def draw_frontier(task: RunGroup) -> Figure | None:
     """Every run a small point, every strategy's mean a large one; None with fewer than two."""
     measure = choose_measure(task)
     front = find_frontier(task)
-    known = [e for e in task.entries if e["seconds"]["mean"] and e[measure]["mean"] is not None]
+    known = [
+        e
+        for e in task.entries
+        if e["seconds"]["mean"] and spread_of(e, measure)["mean"] is not None
+    ]
     if len(known) < 2:
         return None
     styles = style_strategies([entry["label"] for entry in task.entries])
-    traces: list[dict[str, Any]] = [
+    traces: list[Trace] = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": "frontier",
             "x": [entry["seconds"]["mean"] for entry in front],
-            "y": [entry[measure]["mean"] for entry in front],
+            "y": [spread_of(entry, measure)["mean"] for entry in front],
             "line": {"color": "#888888", "width": 1.5, "dash": "dot", "shape": "hv"},
             "hoverinfo": "skip",
         }
@@ -75,7 +82,7 @@ def draw_frontier(task: RunGroup) -> Figure | None:
                 "mode": "markers",
                 "name": escape_plotly(entry["label"]),
                 "x": [entry["seconds"]["mean"]],
-                "y": [entry[measure]["mean"]],
+                "y": [spread_of(entry, measure)["mean"]],
                 "marker": {
                     "color": colour,
                     "size": 13,

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.report.charts import DASHES, STRATEGY_COLOURS, Figure, escape_plotly
+from paceline.report.charts import DASHES, STRATEGY_COLOURS, Figure, Trace, escape_plotly
+from paceline.report.comparison import StrategyEntry, spread_of
 from paceline.report.run_groups import RunGroup
 from paceline.report.run_loader import ReportRun
 from paceline.report.stats import as_finite, mean_and_std
@@ -112,7 +113,7 @@ def find_curve(data: str, strategy: str, batch: int) -> list[float]:
     return []
 
 
-def find_published(task: RunGroup) -> list[tuple[dict[str, Any], PublishedRun]]:
+def find_published(task: RunGroup) -> list[tuple[StrategyEntry, PublishedRun]]:
     """For each entry the published run of the same model, data, strategy and batch, if any."""
     found = []
     rows = list_published_runs()
@@ -154,7 +155,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
     for entry, row in pairs:
         ours, theirs = entry["seconds"]["mean"], row.figures.get("seconds")
         measure = "test_acc" if "test_acc" in row.figures else "val_acc"
-        mine, printed = entry[measure]["mean"], row.figures.get(measure)
+        mine, printed = spread_of(entry, measure)["mean"], row.figures.get(measure)
         rows.append(
             [
                 entry["label"],
@@ -165,7 +166,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
                 printed,
                 mine,
                 difference_or_none(printed, base.figures.get(measure)),
-                difference_or_none(mine, first[measure]["mean"]),
+                difference_or_none(mine, spread_of(first, measure)["mean"]),
             ]
         )
     study = pairs[0][1].study
@@ -219,7 +220,9 @@ def sentences_on_published(task: RunGroup) -> list[str]:
     for entry, row in pairs[1:]:
         measure = "test_acc" if "test_acc" in row.figures else "val_acc"
         printed = difference_or_none(row.figures.get(measure), base.figures.get(measure))
-        mine = difference_or_none(entry[measure]["mean"], first[measure]["mean"])
+        mine = difference_or_none(
+            spread_of(entry, measure)["mean"], spread_of(first, measure)["mean"]
+        )
         if printed is None or mine is None:
             continue
         found.append(
@@ -231,7 +234,7 @@ def sentences_on_published(task: RunGroup) -> list[str]:
 
 def draw_published(task: RunGroup) -> Figure | None:
     """Training accuracy by epoch, ours bold beside the published curves; None without any."""
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     drawn: set[str] = set()
     for number, (entry, row) in enumerate(find_published(task)):
         printed = find_curve(row.data, {"ps": "ps_async"}.get(row.arm, row.arm), row.batch or 0)

@@ -1,34 +1,38 @@
-"""Runs that may be compared with each other: of one model, one data set and one batch."""
+"""Groups runs that can be compared: same task, or same model and dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from paceline.report.comparison import as_mapping, compare_results, label_results
+from paceline.report.comparison import (
+    Comparison,
+    StrategyEntry,
+    compare_results,
+    label_results,
+)
 from paceline.report.run_loader import ReportRun
+from paceline.telemetry.numbers import as_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """Comparable runs, labelled among themselves."""
+    """Comparable runs with labels that are unique among them."""
 
     name: str
     runs: list[ReportRun]
-    comparison: dict[str, Any]
+    comparison: Comparison
 
     @property
-    def entries(self) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = self.comparison["strategies"]
-        return entries
+    def entries(self) -> list[StrategyEntry]:
+        return self.comparison["strategies"]
 
-    def runs_of(self, entry: dict[str, Any]) -> list[ReportRun]:
+    def runs_of(self, entry: StrategyEntry) -> list[ReportRun]:
         return [run for run in self.runs if run.label == entry["label"]]
 
 
 def split_tasks(runs: Sequence[ReportRun]) -> list[RunGroup]:
-    """One task for each name that a matrix gave, else for each model and data set."""
+    """Returns one group per task of a matrix, or else per model and dataset."""
     groups: dict[str, list[ReportRun]] = {}
     for run in runs:
         groups.setdefault(name_task(run), []).append(run)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.report.comparison import as_mapping, label_results
+from paceline.report.comparison import label_results
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES, StrategySwitched
+from paceline.telemetry.numbers import as_mapping
 from paceline.telemetry.partial_result import UNFINISHED, result_from_events
 from paceline.telemetry.reader import STEP_EVENTS, RunReader, RunRecord
 from paceline.telemetry.schema import RunConfig, RunResult

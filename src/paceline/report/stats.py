@@ -1,27 +1,47 @@
-"""Mean and spread over seeds, and whether two strategies differ by more than their seeds do."""
+"""Mean and spread over seeds, and tests of whether two strategies differ significantly."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypedDict
 
-CHANCE = 0.05
-"""How often a difference may be claimed that is not there."""
+from paceline.telemetry.numbers import as_finite
+
+__all__ = [
+    "SIGNIFICANCE_LEVEL",
+    "Spread",
+    "as_finite",
+    "compare_means",
+    "interpolate",
+    "mean_and_std",
+    "mean_of",
+    "student_t_tail",
+    "welch_test",
+]
+
+SIGNIFICANCE_LEVEL = 0.05
+"""Differences with a smaller p-value are reported as significant."""
 
 
-def as_finite(value: object) -> float | None:
-    """The number, or None for what is missing, not a number, NaN or infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
+class Spread(TypedDict):
+    """A metric over seeds. `std` is None with fewer than two values, which is not a spread of 0."""
+
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    n: int
 
 
-def mean_and_std(values: Iterable[object]) -> dict[str, Any]:
-    """Mean, sample standard deviation, min and max of the values that are numbers.
+def mean_of(spread: Spread) -> float:
+    """Returns the mean of a spread that is known to have one."""
+    assert spread["mean"] is not None
+    return spread["mean"]
 
-    `std` is None with fewer than two values: one seed has no spread, which is not a spread of 0.
-    """
+
+def mean_and_std(values: Iterable[object]) -> Spread:
+    """Returns mean, sample standard deviation, min, max and count of the finite numbers."""
     numbers = [x for x in map(as_finite, values) if x is not None]
     n = len(numbers)
     if n == 0:
@@ -33,22 +53,22 @@ def mean_and_std(values: Iterable[object]) -> dict[str, Any]:
     return {"mean": mean, "std": std, "min": min(numbers), "max": max(numbers), "n": n}
 
 
-def compare_means(
-    a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
-) -> tuple[float, bool | None]:
-    """The difference of two means (a - b), and whether the spread of seeds allows to claim it."""
-    difference, _, sure = welch_test(a, b, comparisons=comparisons)
-    return difference, sure
+def compare_means(a: Spread, b: Spread, *, comparisons: int = 1) -> tuple[float, bool | None]:
+    """Returns the difference of two means (a - b) and whether it is significant."""
+    difference, _, significant = welch_test(a, b, comparisons=comparisons)
+    return difference, significant
 
 
 def welch_test(
-    a: dict[str, Any], b: dict[str, Any], *, comparisons: int = 1
+    a: Spread, b: Spread, *, comparisons: int = 1
 ) -> tuple[float, float | None, bool | None]:
-    """The difference (a - b), how often seeds alone would give one as large, and the verdict.
+    """Returns the difference (a - b), its p-value, and whether it is significant.
 
-    Welch's t test; the chance is multiplied by the number of comparisons made at once. Chance and
-    verdict are None when a side has fewer than two seeds: then nothing can be said.
+    Welch's t test with a Bonferroni correction for the number of comparisons. P-value and
+    significance are None if a side has fewer than two seeds. Both means must be known.
     """
+    assert a["mean"] is not None
+    assert b["mean"] is not None
     difference = a["mean"] - b["mean"]
     if a["std"] is None or b["std"] is None:
         return difference, None, None
@@ -57,12 +77,12 @@ def welch_test(
         return difference, float(difference == 0), difference != 0
     freedom = (part_a + part_b) ** 2 / (part_a**2 / (a["n"] - 1) + part_b**2 / (b["n"] - 1))
     t = abs(difference) / math.sqrt(part_a + part_b)
-    chance = min(1.0, 2 * student_t_tail(t, freedom) * comparisons)
-    return difference, chance, chance < CHANCE
+    p_value = min(1.0, 2 * student_t_tail(t, freedom) * comparisons)
+    return difference, p_value, p_value < SIGNIFICANCE_LEVEL
 
 
 def student_t_tail(t: float, freedom: float, *, intervals: int = 400) -> float:
-    """P(T > t) for Student's T, by Simpson's rule after substituting t = sqrt(freedom) tan(x)."""
+    """Returns P(T > t) for Student's T: Simpson's rule with t = sqrt(freedom) tan(x)."""
     low, high = math.atan(t / math.sqrt(freedom)), math.pi / 2
     width = (high - low) / intervals
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
@@ -76,7 +96,7 @@ def student_t_tail(t: float, freedom: float, *, intervals: int = 400) -> float:
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The value at x on the line through the points, held level beyond its two ends."""
+    """Interpolates linearly between the points; constant beyond the ends."""
     if x <= xs[0]:
         return ys[0]
     for i in range(1, len(xs)):

@@ -1,9 +1,8 @@
-"""The table of strategies: in the terminal, as Markdown, and as rows for the HTML report."""
+"""The summary table of strategies, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -11,49 +10,41 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.report import number_format
-from paceline.report.comparison import compare_results
-
-Comparable = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A comparison, as `compare_results` gives it, or the results themselves."""
-
-COLUMNS = (
-    "strategy",
-    "workers",
-    "runs",
-    "test acc",
-    "val acc",
-    "seconds",
-    "vs first",
-    "samples/s",
-    "updates",
-    "mean staleness",
-    "bytes of uncoded",
-    "switch pause",
+from paceline.report.comparison import (
+    Comparison,
+    StrategyEntry,
+    compare_results,
+    spread_of,
 )
-LEFT_COLUMNS = 1
-"""How many columns hold words, set to the left; the others hold numbers."""
+from paceline.telemetry.metrics import ALWAYS_SHOWN, View, metrics_in
+from paceline.telemetry.schema import RunResult
 
-DISPENSABLE = ("updates", "val acc", "samples/s", "runs", "workers", "mean staleness")
-"""What a narrow terminal does without, least important first."""
+Comparable = Comparison | Sequence[RunResult]
+"""A comparison as `compare_results` returns it, or the results themselves."""
+
+STRATEGY, WORKERS, RUNS, RATIO = "strategy", "workers", "runs", "time vs. first"
+LEFT_COLUMNS = 1
+"""Number of text columns, aligned left; the others hold numbers."""
+PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN}
+"""Priorities of the columns that are not metrics; see `Metric.priority`."""
 STRATEGY_WIDTH = 16
-"""Below this a strategy's name is folded beyond recognition."""
+"""The strategy column is not made narrower than this."""
 GAP_WIDTH = 2
 
 
 def results_table(comparison_or_results: Comparable, *, width: int | None = None) -> Table:
-    """The table for a terminal `width` columns wide (this one's, unless told).
+    """Returns the table for a terminal that is `width` columns wide; by default the current one.
 
-    ± is the sample standard deviation over seeds. On a narrow terminal the columns that matter
-    least are left out, and named under the table: better than numbers folded over four lines.
+    ± is the sample standard deviation over seeds. If the terminal is too narrow, the columns with
+    the lowest priority are hidden and listed below the table.
     """
     columns, rows = nonempty_columns(comparison_or_results)
     widths = [measure_column(name, [row[i] for row in rows]) for i, name in enumerate(columns)]
-    widest = width or Console().width
-    left_out = choose_hidden_columns(columns, widths, widest)
-    kept = [i for i, name in enumerate(columns) if name not in left_out]
+    hidden = choose_hidden_columns(columns, widths, width or Console().width)
+    kept = [i for i, name in enumerate(columns) if name not in hidden]
     notes = [describe_table(comparison_or_results)]
-    if left_out:
-        notes.append(f"Left out for want of width: {', '.join(left_out)}.")
+    if hidden:
+        notes.append(f"Hidden columns (terminal too narrow): {', '.join(hidden)}.")
     table = Table(
         caption=" ".join(filter(None, notes)),
         caption_justify="left",
@@ -67,27 +58,29 @@ def results_table(comparison_or_results: Comparable, *, width: int | None = None
         else:
             table.add_column(columns[i], justify="right", width=widths[i])
     for row in rows:
-        # Text, not str: a strategy's brackets are not console markup.
+        # Text, not str: brackets in a strategy are not console markup.
         table.add_row(*(Text(number_format.to_single_line(row[i])) for i in kept))
     return table
 
 
 def measure_column(name: str, cells: Sequence[str]) -> int:
-    """Characters a column needs: its cells whole, its heading broken between words."""
+    """Returns the width of a column: its cells unbroken, its heading wrapped between words."""
     return max(map(len, [*name.split(), *cells]))
 
 
 def choose_hidden_columns(columns: Sequence[str], widths: Sequence[int], widest: int) -> list[str]:
-    """The columns to leave out, least important first, until the rest fits."""
+    """Returns the columns to hide, lowest priority first, until the rest fits."""
     needed = dict(zip(columns, widths, strict=True))
-    needed["strategy"] = min(needed["strategy"], STRATEGY_WIDTH)
-    left_out: list[str] = []
-    for name in DISPENSABLE:
-        if sum(needed.values()) + GAP_WIDTH * (len(needed) + 1) <= widest:
+    needed[STRATEGY] = min(needed[STRATEGY], STRATEGY_WIDTH)
+    priorities = {**PRIORITIES, **{m.title: m.priority for m in metrics_in(View.SUMMARY)}}
+    hidden: list[str] = []
+    for name in sorted(columns, key=priorities.__getitem__):
+        fits = sum(needed.values()) + GAP_WIDTH * (len(needed) + 1) <= widest
+        if fits or priorities[name] >= ALWAYS_SHOWN:
             break
-        if needed.pop(name, None) is not None:
-            left_out.append(name)
-    return left_out
+        del needed[name]
+        hidden.append(name)
+    return hidden
 
 
 def as_markdown(comparison_or_results: Comparable) -> str:
@@ -99,76 +92,69 @@ def as_markdown(comparison_or_results: Comparable) -> str:
 
 
 def nonempty_columns(comparison_or_results: Comparable) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows without the columns that say nothing: empty, or one against itself."""
-    rows = make_rows(comparison_or_results)
+    """Returns column titles and rows, without columns that are empty or compare with themselves."""
+    entries = as_comparison(comparison_or_results)["strategies"]
+    cells = [make_cells(entry) for entry in entries]
     used = [
-        i
-        for i, name in enumerate(COLUMNS)
-        if any(row[i] != number_format.NOTHING for row in rows)
-        and (name != "vs first" or len(rows) > 1)
+        name
+        for name in (cells[0] if cells else {})
+        if any(row[name] != number_format.NOTHING for row in cells)
+        and (name != RATIO or len(cells) > 1)
     ]
-    return [COLUMNS[i] for i in used], [[row[i] for i in used] for row in rows]
+    return used, [[row[name] for name in used] for row in cells]
 
 
-def make_rows(comparison_or_results: Comparable) -> list[list[str]]:
-    """One row a strategy, one text a column."""
-    comparison = as_comparison(comparison_or_results)
-    return [make_row(entry) for entry in comparison["strategies"]]
-
-
-def make_row(entry: Mapping[str, Any]) -> list[str]:
+def make_cells(entry: StrategyEntry) -> dict[str, str]:
+    """Returns the text of each column of one strategy, in order."""
     label = entry["label"]
     if entry["virtual"] and "virtual" not in label:
         label += " (virtual)"
-    return [
-        label,
-        describe_workers(entry),
-        format_run_counts(entry),
-        number_format.format_accuracy_spread(entry["test_acc"]),
-        number_format.format_accuracy_spread(entry["val_acc"]),
-        number_format.format_seconds_spread(entry["seconds"]),
-        number_format.format_ratio(entry["seconds_over_first_strategy_seconds"]),
-        number_format.format_number(entry["samples_per_s"]["mean"]),
-        number_format.format_number(entry["updates"]["mean"]),
-        number_format.format_number(entry["staleness_mean"]["mean"]),
-        number_format.format_percent(entry["bytes_over_uncoded"]["mean"]),
-        number_format.format_seconds(entry["switch_pause_s"]["mean"]),
-    ]
+    cells = {STRATEGY: label, WORKERS: describe_workers(entry), RUNS: format_run_counts(entry)}
+    for metric in metrics_in(View.SUMMARY):
+        spread = spread_of(entry, metric.key)
+        if metric.spread_in_summary:
+            cells[metric.title] = number_format.SPREAD_FORMATS[metric.unit](spread)
+        else:
+            cells[metric.title] = number_format.format_metric(metric, spread["mean"])
+        if metric.key == "seconds":
+            ratio = entry["seconds_over_first_strategy_seconds"]
+            cells[RATIO] = number_format.format_ratio(ratio)
+    return cells
 
 
-def as_comparison(comparison_or_results: Comparable) -> Mapping[str, Any]:
-    if isinstance(comparison_or_results, Mapping):
+def as_comparison(comparison_or_results: Comparable) -> Comparison:
+    if isinstance(comparison_or_results, dict):
         return comparison_or_results
     return compare_results(comparison_or_results)
 
 
 def describe_table(comparison_or_results: Comparable) -> str:
-    """What the figures mean, and what they leave out."""
+    """Returns the caption: how to read the numbers, and which runs are not included."""
     comparison = as_comparison(comparison_or_results)
     entries = comparison["strategies"]
     parts = []
     if any(entry["seconds"]["std"] is not None for entry in entries):
         parts.append("± is the standard deviation over seeds.")
     if len(entries) > 1:
-        parts.append("vs first: seconds divided by those of the first strategy, below 1 is faster.")
+        parts.append("time vs. first: below 1 is faster than the first strategy.")
     if any(entry["virtual"] for entry in entries):
         parts.append("Virtual: simulated time, not measured.")
     if comparison["runs_failed"]:
         parts.append(
             f"{comparison['runs_failed']} of {comparison['runs_total']} runs did not finish "
-            "and are not in the means."
+            "and are not included in the means."
         )
     return " ".join(parts)
 
 
-def describe_workers(entry: Mapping[str, Any]) -> str:
+def describe_workers(entry: StrategyEntry) -> str:
     if entry["workers"] is None:
         return number_format.NOTHING
     servers = entry["servers"]
     return f"{entry['workers']} + {servers} ps" if servers else str(entry["workers"])
 
 
-def format_run_counts(entry: Mapping[str, Any]) -> str:
+def format_run_counts(entry: StrategyEntry) -> str:
     if entry["runs_failed"]:
         return f"{entry['runs_done']} of {entry['runs_total']}"
     return str(entry["runs_done"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.report.run_groups import RunGroup
 from paceline.report.run_loader import ReportRun
-from paceline.report.stats import as_finite, mean_and_std
+from paceline.report.stats import Spread, as_finite, mean_and_std, mean_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,9 @@ class TimeToAccuracy:
     """When the runs of one strategy first had the target at the end of an epoch."""
 
     label: str
-    seconds: dict[str, Any]
-    samples: dict[str, Any]
-    updates: dict[str, Any]
+    seconds: Spread
+    samples: Spread
+    updates: Spread
     reached: int
     runs: int
 
@@ -58,7 +58,7 @@ def time_to_accuracy_rows(task: RunGroup, target: float) -> list[TimeToAccuracy]
     return found
 
 
-def first_row(run: ReportRun, target: float) -> Any:
+def first_row(run: ReportRun, target: float) -> Mapping[str, Any] | None:
     for row in run.history:
         value = as_finite(row.get("val_acc"))
         if value is not None and value >= target - 1e-12:
@@ -69,4 +69,4 @@ def first_row(run: ReportRun, target: float) -> Any:
 def fastest(rows: Sequence[TimeToAccuracy]) -> list[TimeToAccuracy]:
     """Those whose runs all got there, quickest first."""
     whole = [row for row in rows if row.runs and row.reached == row.runs]
-    return sorted(whole, key=lambda row: float(row.seconds["mean"]))
+    return sorted(whole, key=lambda row: mean_of(row.seconds))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.telemetry.live_run import LiveRun
+from paceline.telemetry.metrics import View, metrics_in
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -20,24 +21,20 @@ def expose(live: LiveRun) -> str:
     _progress(live, out)
     _processes(live, out)
     _machines(live, out)
-    held = [({"rule": v.rule, "process": v.who}, 1.0) for v in live.active_verdicts.values()]
-    _family(out, "verdict", "gauge", "A verdict that holds now.", held)
+    current = [({"rule": v.rule, "process": v.who}, 1.0) for v in live.active_verdicts.values()]
+    _family(out, "verdict", "gauge", "A current verdict.", current)
     return "".join(out)
 
 
 def _progress(live: LiveRun, out: list[str]) -> None:
-    last = live.progress
-    if last is not None:
-        names = {
-            "samples_total": ("counter", "Samples applied."),
-            "updates_total": ("counter", "Updates of the weights."),
-            "epoch": ("gauge", "The epoch under way, from 0."),
-            "loss": ("gauge", "Mean training loss of the epoch so far."),
-        }
-        for name, (kind, text) in names.items():
-            value = getattr(last, name.removesuffix("_total"))
-            if value is not None:
-                _family(out, name, kind, text, [({}, float(value))])
+    if live.progress is None:
+        return
+    for metric in metrics_in(View.PROMETHEUS):
+        value = metric.live(live.progress) if metric.live is not None else None
+        if value is not None:
+            name = metric.family or metric.key
+            kind = "counter" if name.endswith("_total") else "gauge"
+            _family(out, name, kind, metric.description, [({}, float(value))])
 
 
 def _processes(live: LiveRun, out: list[str]) -> None:
@@ -47,16 +44,18 @@ def _processes(live: LiveRun, out: list[str]) -> None:
         return [({"process": who, **labels}, float(getattr(t, attribute))) for who, t in totals]
 
     cpu = rows("cpu_user_s", mode="user") + rows("cpu_system_s", mode="system")
-    _family(out, "cpu_seconds_total", "counter", "Processor time.", cpu)
-    text = "Ready threads without a core, seconds summed over threads."
+    _family(out, "cpu_seconds_total", "counter", "CPU time.", cpu)
+    text = "Run-queue wait, summed over threads."
     _family(out, "run_wait_seconds_total", "counter", text, rows("run_wait_s"))
-    text = "Kept from running by a control group's quota."
+    text = "Time throttled by a cgroup CPU quota."
     _family(out, "throttled_seconds_total", "counter", text, rows("throttled_s"))
     net = rows("net_in", direction="in") + rows("net_out", direction="out")
     _family(out, "network_bytes_total", "counter", "Bytes over TCP.", net)
     disk = rows("disk_read", direction="read") + rows("disk_write", direction="write")
-    _family(out, "disk_bytes_total", "counter", "Bytes from and to block devices.", disk)
-    _family(out, "steps_total", "counter", "Steps; of a server, updates.", rows("steps"))
+    _family(
+        out, "disk_bytes_total", "counter", "Bytes read from and written to block devices.", disk
+    )
+    _family(out, "steps_total", "counter", "Steps; for a server, updates.", rows("steps"))
     _family(out, "worker_samples_total", "counter", "Samples computed.", rows("samples"))
     resident: list[Row] = []
     phases: list[Row] = []
@@ -68,7 +67,7 @@ def _processes(live: LiveRun, out: list[str]) -> None:
         for phase, seconds in process.phase_seconds(last).items():
             phases.append(({"process": who, "phase": phase}, seconds / last.dt))
     _family(out, "resident_bytes", "gauge", "Resident memory.", resident)
-    _family(out, "phase_share", "gauge", "Share of the last second by phase.", phases)
+    _family(out, "phase_share", "gauge", "Fraction of the last second by time category.", phases)
 
 
 def _machines(live: LiveRun, out: list[str]) -> None:
@@ -80,7 +79,7 @@ def _machines(live: LiveRun, out: list[str]) -> None:
         for mode in ("user", "system", "iowait", "steal", "idle"):
             cpu.append(({**labels, "mode": mode}, getattr(last, f"cpu_{mode}") / last.dt))
         memory.append((labels, float(last.memory_used)))
-    _family(out, "machine_cpu_cores", "gauge", "Cores by what they do, in the last second.", cpu)
+    _family(out, "machine_cpu_cores", "gauge", "CPU cores by mode, in the last second.", cpu)
     _family(out, "machine_memory_bytes", "gauge", "Memory in use.", memory)
 
 

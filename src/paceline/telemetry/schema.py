@@ -55,6 +55,7 @@ class RunConfig(TypedDict, total=False):
     troubles: Sequence[Mapping[str, object]]
     predicted: Mapping[str, object] | None
     job: Mapping[str, Any]
+    settings: Mapping[str, Any]
     labels: Mapping[str, str]
     started: str
     versions: Mapping[str, object]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import clear_runs, with_job_seed
 from paceline.launch.run import check_sizes
-from paceline.report.comparison import write_comparison
+from paceline.report.comparison import Comparison, write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder
@@ -31,7 +30,7 @@ def compare_twins(
     seeds: int = 1,
     *,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Comparison:
     """Every strategy with every seed; a run that fails or diverges is kept and counted."""
     folder = options.out
     resolved = job.resolve() if isinstance(job, JobRef) else job
@@ -46,7 +45,7 @@ def compare_twins(
             "--force to overwrite it"
         )
     clear_runs(folder)
-    results = []
+    results: list[RunResult] = []
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(strategies):
             out = folder / f"{number + 1}-{strategy.name}-seed{seed}"

@@ -56,7 +56,7 @@ class TwinOptions:
     start_from: Path | None = None
     keep_checkpoints: int = 2
     labels: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     """Options of the command that started the run, recorded in run.json."""
     show: OnEvent = ignore_notice
 

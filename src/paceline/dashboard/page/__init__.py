@@ -1,14 +1,14 @@
-"""The page: one document with its style, its script and the list of runs inside."""
+"""Renders the dashboard page: one document with its style, scripts and the list of runs."""
 
 from __future__ import annotations
 
 import json
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from paceline.report.charts import PHASE_STYLES, STRATEGY_COLOURS
 from paceline.report.html_page import drop_nan
+from paceline.telemetry.metrics import View, metrics_in
 
 HERE = Path(__file__).parent
 SCRIPTS = ("charts.js", "timeline.js", "app.js")
@@ -22,21 +22,25 @@ SERVER_STYLES = {
 }
 
 
-def render_page(folder: str, runs: list[dict[str, Any]], nonce: str) -> str:
-    """The document; with the runs in it the first thing painted is the list, not a wait."""
+def render_page(folder: str, runs: list[dict[str, object]], nonce: str) -> str:
+    """Returns the document; it includes the runs, so that the list is painted at once."""
     start = {
         "folder": folder,
         "runs": runs,
         "phases": PHASE_STYLES,
         "server_phases": SERVER_STYLES,
         "colours": STRATEGY_COLOURS,
+        "metrics": [
+            {"key": m.key, "title": m.title, "unit": m.unit.name}
+            for m in metrics_in(View.DASHBOARD)
+        ],
     }
     text = read("index.html")
     for mark, part in (
         ("{{nonce}}", nonce),
         ("{{style}}", read("style.css")),
         ("{{script}}", "\n".join(read(name) for name in SCRIPTS)),
-        # Last what comes from the folder: nothing in it is a mark.
+        # The folder's content comes last, because it may contain marks.
         ("{{title}}", escape(folder)),
         ("{{start}}", encode(start)),
     ):
@@ -48,7 +52,7 @@ def read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def encode(value: Any) -> str:
-    """JSON that cannot end the script element around it."""
+def encode(value: object) -> str:
+    """Returns JSON that cannot close the script element around it."""
     text = json.dumps(drop_nan(value), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-// The page: the list of runs, one run live, several compared. Asks the server once a second.
+// The page: the list of runs, one run live, several compared. Polls the server once per second.
 const START = JSON.parse(document.getElementById("start").textContent);
 const POLL_MS = 1000;
 const state = { runs: START.runs, selected: new Set(), view: null, hash: null };
@@ -35,19 +35,19 @@ function drawList() {
   const wanted = $("filter").value.trim().toLowerCase();
   const shown = state.runs.filter(run => !wanted || [run.id, run.strategy, run.model, run.data, run.status].join(" ").toLowerCase().includes(wanted));
   const going = state.runs.filter(r => r.status === "running").length;
-  $("counts").textContent = state.runs.length + " runs, " + going + " going on" + (shown.length < state.runs.length ? ", " + shown.length + " shown" : "");
+  $("counts").textContent = state.runs.length + " runs, " + going + " running" + (shown.length < state.runs.length ? ", " + shown.length + " shown" : "");
   $("compare").disabled = state.selected.size < 2;
   $("compare").textContent = state.selected.size < 2 ? "Compare selected" : "Compare " + state.selected.size + " runs";
   const list = $("runs");
   const old = new Map([...list.children].map(node => [node.dataset.id, node]));
   const nodes = shown.map(run => updateItem(old.get(run.id) || makeItem(run.id), run));
-  // Nodes stay where they are while nothing moves, so that the keyboard's focus stays too.
+  // Nodes are not moved unless the order changes, which keeps the keyboard focus.
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) {
     const focus = document.activeElement;
     list.replaceChildren(...nodes);
     if (focus && list.contains(focus)) focus.focus();
   }
-  if (!state.runs.length && !list.children.length) list.replaceChildren(make("li", { text: "No run yet. It appears here when it starts." }));
+  if (!state.runs.length && !list.children.length) list.replaceChildren(make("li", { text: "No runs yet. A run appears here when it starts." }));
 }
 
 function makeItem(id) {
@@ -84,6 +84,12 @@ function updateItem(item, run) {
   return item;
 }
 
+// Formats a value of the metric table (START.metrics) by its unit.
+function formatMetric(metric, value) {
+  if (value === null || value === undefined) return "–";
+  return { SECONDS: formatDuration, BYTES: formatBytes, FRACTION: formatShare, COUNT: formatNumber, LOSS: trim }[metric.unit](value);
+}
+
 function setOnce(node, text) { if (node.textContent !== text) node.textContent = text; }
 
 // One run
@@ -95,27 +101,27 @@ class RunView {
     this.head = make("div");
     this.verdicts = make("div", { role: "log", "aria-label": "Verdicts" });
     const curves = make("div", { class: "grid" }), resources = make("div", { class: "grid" }), stale = make("div", { class: "grid" });
-    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "against " + name, onclick: () => this.setAxis(name) }));
+    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "by " + name, onclick: () => this.setAxis(name) }));
     this.timelineBox = make("div");
-    this.picker = make("select", { "aria-label": "Process to single out", onchange: e => this.choose(e.target.value || null) });
+    this.picker = make("select", { "aria-label": "Process to highlight", onchange: e => this.choose(e.target.value || null) });
     this.rest = make("div");
     this.staleHead = make("h3", { text: "Staleness" });
     this.staleBox = stale;
-    this.resourceHead = make("div", { class: "buttons" }, make("h3", { text: "Resources" }), make("label", {}, "Single out ", this.picker));
+    this.resourceHead = make("div", { class: "buttons" }, make("h3", { text: "Resources" }), make("label", {}, "Highlight ", this.picker));
     main.replaceChildren(this.head, this.verdicts, make("h3", { text: "Learning" }), make("div", { class: "buttons" }, ...this.axis), curves,
-      make("h3", { text: "Where the time goes" }), this.timelineBox, this.resourceHead, resources, this.staleHead, stale, this.rest);
+      make("h3", { text: "Time categories" }), this.timelineBox, this.resourceHead, resources, this.staleHead, stale, this.rest);
     this.charts = {
       loss: new Chart(curves, { title: "Training loss" }),
-      acc: new Chart(curves, { title: "Accuracy", formatY: x => x === null ? "–" : (100 * x).toFixed(1) + " %" }),
+      acc: new Chart(curves, { title: "Accuracy", formatY: x => x === null ? "–" : (100 * x).toFixed(1) + "%" }),
       rate: new Chart(curves, { title: "Samples per second", zero: true }),
-      cpu: new Chart(resources, { title: "Processor: cores in use by a process", zero: true }),
-      memory: new Chart(resources, { title: "Memory of a process", formatY: formatBytes, zero: true }),
-      net: new Chart(resources, { title: "Network of a process, in and out a second", formatY: formatBytes, zero: true }),
-      disk: new Chart(resources, { title: "Waiting for a core (seconds a second)", zero: true }),
-      machine: new Chart(resources, { title: "Machines: share of all cores in use", formatY: x => x === null ? "–" : Math.round(100 * x) + " %", zero: true, top: 1 }),
-      machineMemory: new Chart(resources, { title: "Machines: memory in use", formatY: formatBytes, zero: true }),
-      stale: new Chart(stale, { title: "Updates a gradient was late, mean and most", zero: true }),
-      lags: new Chart(stale, { title: "Share of gradients by lateness", formatX: x => String(Math.round(x * 10) / 10), formatY: x => x === null ? "–" : Math.round(100 * x) + " %", zero: true }),
+      cpu: new Chart(resources, { title: "CPU cores in use per process", zero: true }),
+      memory: new Chart(resources, { title: "Memory per process", formatY: formatBytes, zero: true }),
+      net: new Chart(resources, { title: "Network per process: bytes received and sent per second", formatY: formatBytes, zero: true }),
+      disk: new Chart(resources, { title: "Run-queue wait (s/s)", zero: true }),
+      machine: new Chart(resources, { title: "Hosts: CPU utilization", formatY: x => x === null ? "–" : Math.round(100 * x) + "%", zero: true, top: 1 }),
+      machineMemory: new Chart(resources, { title: "Hosts: memory in use", formatY: formatBytes, zero: true }),
+      stale: new Chart(stale, { title: "Staleness in updates (mean, max)", zero: true }),
+      lags: new Chart(stale, { title: "Staleness histogram", formatX: x => String(Math.round(x * 10) / 10), formatY: x => x === null ? "–" : Math.round(100 * x) + "%", zero: true }),
     };
     this.timeline = new Timeline(this.timelineBox, START.phases, START.server_phases);
     this.timeline.onChoose = who => this.choose(who);
@@ -123,7 +129,7 @@ class RunView {
 
   setAxis(name) {
     this.against = name;
-    for (const button of this.axis) button.setAttribute("aria-pressed", button.textContent === "against " + name);
+    for (const button of this.axis) button.setAttribute("aria-pressed", button.textContent === "by " + name);
     this.drawCurves();
   }
 
@@ -135,33 +141,33 @@ class RunView {
 
   async ask() {
     const query = new URLSearchParams({ id: this.id, generation: this.generation, from: this.have, who: this.who || "" });
-    const told = await fetchJson("/api/run?" + query);
+    const payload = await fetchJson("/api/run?" + query);
     if (state.view !== this) return;
-    this.take(told);
+    this.take(payload);
   }
 
-  take(told) {
-    if (told.generation !== this.generation) { this.rows.clear(); this.series = {}; }
-    this.generation = told.generation; this.have = told.bins; this.told = told;
-    for (const row of told.timeline) this.takeRow(row, told);
-    this.join("resources", told.resources, told); this.join("machines", told.machines, told); this.join("staleness", told.staleness, told);
+  take(payload) {
+    if (payload.generation !== this.generation) { this.rows.clear(); this.series = {}; }
+    this.generation = payload.generation; this.have = payload.bins; this.payload = payload;
+    for (const row of payload.timeline) this.takeRow(row, payload);
+    this.join("resources", payload.resources, payload); this.join("machines", payload.machines, payload); this.join("staleness", payload.staleness, payload);
     this.draw();
   }
 
-  // Bins from `from` on replace what was there: the newest may still grow.
-  takeRow(row, told) {
+  // Bins from `from` on replace the previous ones: the newest may still change.
+  takeRow(row, payload) {
     const count = row.phases.length, fresh = Uint8Array.from(atob(row.shares), c => c.charCodeAt(0));
-    const kept = this.rows.get(row.who), shares = new Uint8Array(told.bins * count);
-    if (kept) shares.set(kept.shares.subarray(0, told.from * count));
-    shares.set(fresh, told.from * count);
+    const kept = this.rows.get(row.who), shares = new Uint8Array(payload.bins * count);
+    if (kept) shares.set(kept.shares.subarray(0, payload.from * count));
+    shares.set(fresh, payload.from * count);
     this.rows.set(row.who, { ...row, shares });
   }
 
-  join(name, value, told) {
+  join(name, value, payload) {
     const merge = (old, now) => {
       if (Array.isArray(now) && now.every(x => x === null || typeof x === "number")) {
-        const base = Array.isArray(old) ? old.slice(0, told.from) : [];
-        while (base.length < told.from) base.push(null);
+        const base = Array.isArray(old) ? old.slice(0, payload.from) : [];
+        while (base.length < payload.from) base.push(null);
         return base.concat(now);
       }
       if (Array.isArray(now)) return now.map((part, i) => merge(old && old[i], part));
@@ -176,52 +182,50 @@ class RunView {
   }
 
   drawHead() {
-    const run = this.told.run, config = this.told.config || {};
-    const figures = [["elapsed", formatDuration(run.seconds)], ["left", run.left_s != null ? formatDuration(run.left_s) : null],
+    const run = this.payload.run, config = this.payload.config || {};
+    const live = { train_loss: run.train_loss ?? run.loss };
+    const figures = [["time left", run.left_s != null ? formatDuration(run.left_s) : null],
       ["epoch", run.epoch != null ? run.epoch + (run.status === "running" ? 1 : 0) - (run.status === "running" && run.epoch === run.asked_epochs ? 1 : 0) + " of " + (run.asked_epochs ?? "?") : null],
-      ["samples", formatNumber(run.samples)], ["updates", formatNumber(run.updates)], ["samples/s", formatNumber(run.samples_per_s)],
-      ["training loss", run.train_loss != null ? trim(run.train_loss) : run.loss != null ? trim(run.loss) : null],
-      ["validation", run.val_acc != null ? formatShare(run.val_acc) : null], ["test", run.test_acc != null ? formatShare(run.test_acc) : null],
-      ["sent", run.bytes_sent != null ? formatBytes(run.bytes_sent) : null]].filter(f => f[1] !== null && f[1] !== "–");
+      ...START.metrics.map(metric => [metric.title, formatMetric(metric, live[metric.key] ?? run[metric.key])])].filter(f => f[1] !== null && f[1] !== "–");
     const parts = [make("h2", {}, this.id + " ", make("span", { class: "state " + stateOf(run), text: describeState(run) })),
       make("p", { class: "soft", text: [run.strategy, run.model && run.model + " on " + run.data, countOf(run.workers, "worker") + (run.servers ? ", " + countOf(run.servers, "server") : ""),
         run.batch && "batch " + run.batch, run.seed != null && "seed " + run.seed, run.virtual && "virtual time", config.started && "started " + config.started].filter(Boolean).join(" · ") }),
       make("div", { class: "meter", role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (run.share || 0)) },
         Object.assign(make("div"), { style: "width:" + 100 * (run.share || 0) + "%" })),
       make("dl", { class: "figures" }, ...figures.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))))];
-    if (this.told.reading < 1) parts.push(make("p", { class: "soft", text: "Reading what is recorded: " + Math.round(100 * this.told.reading) + " %" }));
-    if (run.status === "silent") parts.push(make("p", { class: "problem", text: "Nothing was written for " + formatDuration(run.silent_s) + " and there is no result: the run was cut off, or it is stuck. What is shown is what its files tell." }));
-    if (this.told.missing.length) parts.push(make("div", { class: "problem" }, make("p", { text: "Not whole:" }), make("ul", {}, ...this.told.missing.slice(0, 12).map(text => make("li", { text })))));
+    if (this.payload.reading < 1) parts.push(make("p", { class: "soft", text: "Reading events: " + Math.round(100 * this.payload.reading) + "%" }));
+    if (run.status === "silent") parts.push(make("p", { class: "problem", text: "No events for " + formatDuration(run.silent_s) + " and no result: the run was interrupted or is stuck. The data shown is what its files contain." }));
+    if (this.payload.missing.length) parts.push(make("div", { class: "problem" }, make("p", { text: "Incomplete:" }), make("ul", {}, ...this.payload.missing.slice(0, 12).map(text => make("li", { text })))));
     if (run.error) parts.push(make("p", { class: "problem", text: run.error }));
     this.head.replaceChildren(...parts);
   }
 
   drawVerdicts() {
-    const key = JSON.stringify(this.told.verdicts);
+    const key = JSON.stringify(this.payload.verdicts);
     if (key === this.verdictKey) return;
     this.verdictKey = key;
-    const ordered = [...this.told.verdicts].sort((a, b) => (a.over_t !== undefined) - (b.over_t !== undefined) || b.t - a.t);
+    const ordered = [...this.payload.verdicts].sort((a, b) => (a.over_t !== undefined) - (b.over_t !== undefined) || b.t - a.t);
     this.verdicts.replaceChildren(...ordered.map(v => make("div", { class: "problem" + (v.over_t !== undefined ? " over" : "") },
       make("p", {}, make("strong", { text: v.text })), make("p", { text: v.suggestion || "" }),
-      make("small", { text: (v.rule || "") + ", since " + formatClock(v.t) + (v.over_t !== undefined ? ", over at " + formatClock(v.over_t) : "") }))));
+      make("small", { text: (v.rule || "") + ", since " + formatClock(v.t) + (v.over_t !== undefined ? ", resolved at " + formatClock(v.over_t) : "") }))));
   }
 
   marks() {
-    return this.told.switches.map(s => ({ x: this.against === "seconds" ? s.t : s.samples, text: s.from + " → " + s.to }));
+    return this.payload.switches.map(s => ({ x: this.against === "seconds" ? s.t : s.samples, text: s.from + " → " + s.to }));
   }
 
   drawCurves() {
-    if (!this.told) return;
+    if (!this.payload) return;
     const pick = this.against === "seconds" ? 0 : 1, c = START.colours;
     const formatX = this.against === "seconds" ? formatClock : formatNumber;
     for (const name of ["loss", "acc", "rate"]) this.charts[name].formatX = formatX;
-    const rows = this.told.history, at = row => this.against === "seconds" ? row.seconds : row.samples;
+    const rows = this.payload.history, at = row => this.against === "seconds" ? row.seconds : row.samples;
     const points = key => rows.filter(r => r[key] != null).map(r => [at(r), r[key]]);
-    this.charts.loss.set([{ name: "epoch so far", colour: c[0], points: this.told.loss.filter(p => p[3] !== null).map(p => [p[pick], p[3]]), bold: false },
+    this.charts.loss.set([{ name: "epoch so far", colour: c[0], points: this.payload.loss.filter(p => p[3] !== null).map(p => [p[pick], p[3]]), bold: false },
       { name: "training, by epoch", colour: c[0], points: points("train_loss"), dots: true }, { name: "validation", colour: c[1], dash: 1, points: points("val_loss"), dots: true }], this.marks());
     this.charts.acc.set([{ name: "training", colour: c[0], points: points("train_acc"), dots: true }, { name: "validation", colour: c[1], dash: 1, points: points("val_acc"), dots: true }], this.marks());
     const rates = [];
-    const loss = this.told.loss;
+    const loss = this.payload.loss;
     const ends = loss.length ? loss[loss.length - 1][0] - loss[0][0] : 0, far = Math.max(2, ends / 120);
     for (let i = 0, j = 1; j < loss.length; j++) {
       const dt = loss[j][0] - loss[i][0], n = loss[j][1] - loss[i][1];
@@ -233,16 +237,16 @@ class RunView {
   }
 
   drawTimeline() {
-    this.timeline.set(this.told.timeline.map(row => this.rows.get(row.who)), this.told.bins, this.told.width_s, this.told.switches.map(s => ({ x: s.t })));
-    const names = this.told.timeline.map(row => row.who);
+    this.timeline.set(this.payload.timeline.map(row => this.rows.get(row.who)), this.payload.bins, this.payload.width_s, this.payload.switches.map(s => ({ x: s.t })));
+    const names = this.payload.timeline.map(row => row.who);
     if (this.picker.children.length !== names.length + 1) {
-      this.picker.replaceChildren(make("option", { value: "", text: "nobody" }), ...names.map(who => make("option", { value: who, text: who.replace("-", " ") })));
+      this.picker.replaceChildren(make("option", { value: "", text: "none" }), ...names.map(who => make("option", { value: who, text: who.replace("-", " ") })));
       this.picker.value = this.who || "";
     }
   }
 
   drawResources() {
-    const w = this.told.width_s, roles = this.series.resources || {}, c = START.colours;
+    const w = this.payload.width_s, roles = this.series.resources || {}, c = START.colours;
     const at = i => (i + 0.5) * w;
     const line = (values, facts) => ({ ...facts, points: (values || []).map((y, i) => [at(i), y]) });
     const looks = { worker: [c[0], 0, "workers"], server: [c[1], 1, "servers"], run: [c[2], 2, "coordinator"], chosen: [c[3], 3, (this.who || "").replace("-", " ")] };
@@ -258,7 +262,7 @@ class RunView {
     if (!known) return;
     this.charts.cpu.set(roleLines([["cpu", ""]]));
     this.charts.memory.set(roleLines([["memory", ""]]));
-    this.charts.net.set(roleLines([["net_in", " in"], ["net_out", " out"]]).filter(s => !s.name.startsWith("coordinator")));
+    this.charts.net.set(roleLines([["net_in", " received"], ["net_out", " sent"]]).filter(s => !s.name.startsWith("coordinator")));
     this.charts.disk.set(roleLines([["run_wait", ""]]));
     const machines = this.series.machines || [];
     this.charts.machine.set(machines.map((m, i) => line(m.busy, { name: m.host, colour: c[i % c.length], dash: Math.floor(i / c.length) })));
@@ -266,41 +270,41 @@ class RunView {
   }
 
   drawStaleness() {
-    const s = this.series.staleness || {}, w = this.told.width_s, c = START.colours;
+    const s = this.series.staleness || {}, w = this.payload.width_s, c = START.colours;
     const known = s.mean && s.mean.some(x => x !== null);
     this.staleHead.hidden = this.staleBox.hidden = !known;
     if (!known) return;
     const line = (values, facts) => ({ ...facts, points: values.map((y, i) => [(i + 0.5) * w, y]) });
-    this.charts.stale.set([line(s.mean, { name: "mean", colour: c[0] }), line(s.max, { name: "most", colour: c[1], dash: 1 })]);
+    this.charts.stale.set([line(s.mean, { name: "mean", colour: c[0] }), line(s.max, { name: "max", colour: c[1], dash: 1 })]);
     const counts = Object.entries(s.histogram).map(([lag, n]) => [Number(lag), n]), total = counts.reduce((a, p) => a + p[1], 0);
     this.charts.lags.set([{ name: "share", colour: c[0], points: counts.map(([lag, n]) => [lag, n / total]), bars: true }]);
   }
 
   drawRest() {
-    const told = this.told;
-    const key = JSON.stringify([told.switches, told.marks.length, told.run.status, this.rows.size, Math.floor(told.bins / 5)]);
+    const payload = this.payload;
+    const key = JSON.stringify([payload.switches, payload.marks.length, payload.run.status, this.rows.size, Math.floor(payload.bins / 5)]);
     if (key === this.restKey) return;
     this.restKey = key;
     const open = new Set([...this.rest.querySelectorAll("details[open]")].map(d => d.dataset.name));
     const parts = [];
-    if (told.switches.length) parts.push(make("h3", { text: "Switches" }), makeTable(["at", "samples", "from", "to", "pause", "drain", "reason"],
-      told.switches.map(s => [formatClock(s.t), formatNumber(s.samples), s.from, s.to, formatDuration(s.pause_s), formatDuration(s.drain_s), s.reason]), ["from", "to", "reason"]));
+    if (payload.switches.length) parts.push(make("h3", { text: "Switches" }), makeTable(["at", "samples", "from", "to", "pause", "drain", "reason"],
+      payload.switches.map(s => [formatClock(s.t), formatNumber(s.samples), s.from, s.to, formatDuration(s.pause_s), formatDuration(s.drain_s), s.reason]), ["from", "to", "reason"]));
     const fold = (name, title, body) => { const d = make("details", {}, make("summary", { text: title }), body); d.dataset.name = name; d.open = open.has(name); parts.push(d); };
-    const rows = told.timeline.map(row => this.rows.get(row.who));
+    const rows = payload.timeline.map(row => this.rows.get(row.who));
     if (rows.length) {
       const names = [...new Set(rows.filter(r => !r.who.startsWith("server-")).flatMap(r => r.phases))];
-      fold("phases", "Seconds by phase", makeTable(["process", ...names.map(n => n.replace("_", " "))],
+      fold("phases", "Seconds by time category", makeTable(["process", ...names.map(n => n.replace("_", " "))],
         rows.filter(r => !r.who.startsWith("server-")).map(r => [r.who.replace("-", " "), ...names.map(n => { const i = r.phases.indexOf(n); return i < 0 ? "–" : trim(r.totals[i]); })]), ["process"]));
     }
     const words = { phase: e => "strategy " + e.strategy + " from sample " + formatNumber(e.samples) + ": " + e.lr, decision: e => e.row.reason, checkpoint: e => "checkpoint at " + formatNumber(e.samples) + " samples",
-      ended: e => "ended: " + e.status + (e.error ? ", " + e.error : ""), verdict: e => (e.state === "over" ? "over: " : "") + e.text, switch: e => "switched " + e.row.from + " → " + e.row.to };
-    const lines = told.marks.filter(e => words[e.kind]).map(e => [formatClock(e.t), e.kind, words[e.kind](e)]).reverse();
+      ended: e => "ended: " + e.status + (e.error ? ", " + e.error : ""), verdict: e => (e.state === "over" ? "resolved: " : "") + e.text, switch: e => "switched " + e.row.from + " → " + e.row.to };
+    const lines = payload.marks.filter(e => words[e.kind]).map(e => [formatClock(e.t), e.kind, words[e.kind](e)]).reverse();
     if (lines.length) fold("events", "Events (" + lines.length + ")", makeTable(["at", "kind", "what"], lines, ["kind", "what"]));
-    fold("config", "Configuration", make("pre", { text: JSON.stringify(told.config, null, 2) }));
+    fold("config", "Configuration", make("pre", { text: JSON.stringify(payload.config, null, 2) }));
     this.rest.replaceChildren(...parts);
   }
 
-  redraw() { if (this.told) this.draw(); }
+  redraw() { if (this.payload) this.draw(); }
 }
 
 // Several runs
@@ -308,25 +312,25 @@ class RunView {
 class CompareView {
   constructor(ids) {
     this.ids = ids; this.against = "seconds"; this.runs = [];
-    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "against " + name, onclick: () => this.setAxis(name) }));
+    this.axis = ["seconds", "samples"].map(name => make("button", { type: "button", "aria-pressed": String(name === "seconds"), text: "by " + name, onclick: () => this.setAxis(name) }));
     const curves = make("div", { class: "grid" });
     this.table = make("div"); this.bars = make("div");
-    $("view").replaceChildren(make("h2", { text: ids.length + " runs compared" }), this.table, make("div", { class: "buttons" }, ...this.axis), curves, make("h3", { text: "Where the time went: workers' mean, as shares" }), this.bars);
-    this.charts = { val: new Chart(curves, { title: "Validation accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + " %" }),
-      train: new Chart(curves, { title: "Training accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + " %" }),
+    $("view").replaceChildren(make("h2", { text: ids.length + " runs compared" }), this.table, make("div", { class: "buttons" }, ...this.axis), curves, make("h3", { text: "Time categories (mean over workers)" }), this.bars);
+    this.charts = { val: new Chart(curves, { title: "Validation accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + "%" }),
+      train: new Chart(curves, { title: "Training accuracy", height: 240, formatY: x => x === null ? "–" : (100 * x).toFixed(1) + "%" }),
       loss: new Chart(curves, { title: "Training loss", height: 240 }) };
   }
 
   setAxis(name) {
     this.against = name;
-    for (const button of this.axis) button.setAttribute("aria-pressed", button.textContent === "against " + name);
+    for (const button of this.axis) button.setAttribute("aria-pressed", button.textContent === "by " + name);
     this.draw();
   }
 
   async ask() {
-    const told = await fetchJson("/api/curves?" + new URLSearchParams({ ids: this.ids.join("\n") }));
+    const payload = await fetchJson("/api/curves?" + new URLSearchParams({ ids: this.ids.join("\n") }));
     if (state.view !== this) return;
-    this.runs = told.runs;
+    this.runs = payload.runs;
     this.draw();
   }
 
@@ -334,10 +338,10 @@ class CompareView {
     const c = START.colours, at = row => this.against === "seconds" ? row.seconds : row.samples;
     const look = i => ({ colour: c[i % c.length], dash: Math.floor(i / c.length) });
     const first = this.runs[0] && this.runs[0].run;
-    this.table.replaceChildren(makeTable(["run", "strategy", "status", "seconds", "against the first", "samples", "updates", "validation", "test"], this.runs.map(({ run }) => [run.id, nameOf(run), describeState(run),
-      run.seconds != null ? trim(run.seconds) + " s" : "–", first.seconds && run.seconds && run !== first ? "× " + (run.seconds / first.seconds).toFixed(2) + " (" + (run.seconds >= first.seconds ? "+" : "−") + formatDuration(Math.abs(run.seconds - first.seconds)) + ")" : "–",
-      formatNumber(run.samples), formatNumber(run.updates), run.val_acc != null ? formatShare(run.val_acc) : "–", run.test_acc != null ? formatShare(run.test_acc) : "–"]), ["run", "strategy", "status"]),
-      make("p", { class: "soft", text: "Against the first: seconds divided by those of the first run, below 1 is faster. One run each says nothing about the spread; paceline report weighs several seeds." }));
+    const versusFirst = run => first.seconds && run.seconds && run !== first ? "× " + (run.seconds / first.seconds).toFixed(2) + " (" + (run.seconds >= first.seconds ? "+" : "−") + formatDuration(Math.abs(run.seconds - first.seconds)) + ")" : "–";
+    this.table.replaceChildren(makeTable(["run", "strategy", "status", "time vs. first", ...START.metrics.map(m => m.title)],
+      this.runs.map(({ run }) => [run.id, nameOf(run), describeState(run), versusFirst(run), ...START.metrics.map(m => formatMetric(m, run[m.key]))]), ["run", "strategy", "status"]),
+      make("p", { class: "soft", text: "Time vs. first: below 1 is faster than the first run. Single runs have no spread; paceline report compares several seeds." }));
     for (const chart of Object.values(this.charts)) chart.formatX = this.against === "seconds" ? formatClock : formatNumber;
     for (const [name, key] of [["val", "val_acc"], ["train", "train_acc"], ["loss", "train_loss"]]) {
       this.charts[name].set(this.runs.map((r, i) => ({ name: r.run.id, ...look(i), dots: true, points: r.history.filter(row => row[key] != null).map(row => [at(row), row[key]]) })));
@@ -353,13 +357,13 @@ class CompareView {
       return [r.run.id, sums, whole];
     }).filter(r => r[2] > 0);
     const names = Object.keys(START.phases).filter(n => rows.some(r => r[1][n] > 0));
-    this.bars.replaceChildren(rows.length ? makeTable(["run", ...names.map(n => n.replace("_", " "))], rows.map(([id, sums, whole]) => [id, ...names.map(n => sums[n] ? Math.round(100 * sums[n] / whole) + " %" : "–")]), ["run"]) : make("p", { class: "soft", text: "No run tells of its phases." }));
+    this.bars.replaceChildren(rows.length ? makeTable(["run", ...names.map(n => n.replace("_", " "))], rows.map(([id, sums, whole]) => [id, ...names.map(n => sums[n] ? Math.round(100 * sums[n] / whole) + "%" : "–")]), ["run"]) : make("p", { class: "soft", text: "No run has recorded time categories." }));
   }
 
   redraw() { this.draw(); }
 }
 
-// The clockwork
+// Polling
 
 async function fetchJson(path) {
   const answer = await fetch(path, { cache: "no-store" });
@@ -380,7 +384,7 @@ function openHash() {
     return openHash();
   } else {
     state.view = null;
-    $("view").replaceChildren(make("p", { class: "soft", text: "No run in this folder yet. Start one with paceline train --out below it; it appears here by itself." }));
+    $("view").replaceChildren(make("p", { class: "soft", text: "No runs in this folder yet. Start one with paceline train --out in this folder; it appears here automatically." }));
   }
   drawList();
   tick();
@@ -397,10 +401,10 @@ async function tick() {
     if (!state.view && state.runs.length) openHash();
     drawList();
     $("pulse").className = "";
-    setOnce($("pulse"), "live, asked at " + new Date().toLocaleTimeString());
+    setOnce($("pulse"), "live, updated at " + new Date().toLocaleTimeString());
   } catch (error) {
     $("pulse").className = "lost";
-    setOnce($("pulse"), "no answer: " + error.message + "; what is shown is old, asking again");
+    setOnce($("pulse"), "no answer from the server: " + error.message + "; the data shown is outdated, retrying");
   }
   asking = false;
   if (again) { again = false; tick(); }

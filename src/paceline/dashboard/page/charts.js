@@ -37,7 +37,7 @@ function formatNumber(x) {
   return trim(x);
 }
 const trim = x => String(Number(x.toPrecision(3)));
-const formatShare = x => x === null || x === undefined ? "–" : (100 * x).toFixed(x > 0.995 ? 1 : 2) + " %";
+const formatShare = x => x === null || x === undefined ? "–" : (100 * x).toFixed(x > 0.995 ? 1 : 2) + "%";
 function formatBytes(x) {
   if (x === null || x === undefined) return "–";
   for (const unit of ["B", "kB", "MB", "GB"]) {

@@ -187,7 +187,7 @@ class Timeline {
     const row = this.rows[index], count = row.phases.length;
     const parts = row.phases.map((phase, p) => [phase, row.shares[bin * count + p] || 0])
       .filter(([, share]) => share >= 3).sort((a, b) => b[1] - a[1])
-      .map(([phase, share]) => phase.replace("_", " ") + " " + Math.round(share / 2.55) + " %");
+      .map(([phase, share]) => phase.replace("_", " ") + " " + Math.round(share / 2.55) + "%");
     const t = bin * this.width_s;
     return row.who.replace("-", " ") + ", " + formatClock(t) + " to " + formatClock(t + this.width_s) + ": " + (parts.join(", ") || "nothing recorded");
   }
