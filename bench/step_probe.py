@@ -16,7 +16,7 @@ from paceline.job import refer_to_job
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
-from paceline.twin.calibration import busy_s, coefficient_of_variation, read_steps, trimmed_mean
+from paceline.twin.calibration import coefficient_of_variation, read_warm_steps, trimmed_mean
 from paceline.twin.machine_probe import probe_backends
 from paceline.twin.run import TwinOptions, run_twin
 
@@ -69,12 +69,14 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     }
     for name, (strategy, cores) in runs.items():
         train(job, folder / name, "--strategy", strategy, "--workers", 1, *limit([cores]))
-    steps = {name: read_steps(RunFolder(folder / name), 0)[COLD:] for name in runs}
-    busy = [runs[name][1] * trimmed_mean([busy_s(s) for s in mine]) for name, mine in steps.items()]
+    steps = {name: read_warm_steps(folder / name, 0)[COLD:] for name in runs}
+    busy = [
+        runs[name][1] * trimmed_mean([s.compute_s for s in mine]) for name, mine in steps.items()
+    ]
     spec = refer_to_job(job, {}).resolve()
     cost = StepCost(
         per_sample_s=statistics.fmean(busy) / spec.batch,
-        update_s=trimmed_mean([s["optimizer"] / 1e6 for s in steps["alone"]]),
+        update_s=trimmed_mean([s.optimizer / 1e6 for s in steps["alone"]]),
     )
     nbytes = int(RunFolder(folder / "alone").read_result()["parameter_bytes"])
     pool = Pool(
@@ -86,7 +88,7 @@ def probe(job: Path, quotas: tuple[float, float], folder: Path) -> Pool:
     played = play(job, pool, "ps", [quota], folder / "played")
     phases = played["phases"]["worker-0"]
     modelled = 1e3 * (phases["comm_exposed"] + phases["wait"]) * spec.batch / played["samples"]
-    real = trimmed_mean([s["comm_exposed"] + s["wait"] for s in steps["served"]]) / 1e3
+    real = trimmed_mean([s.comm_exposed + s.wait for s in steps["served"]]) / 1e3
     return pool.model_copy(update={"control_ms": max(0.0, real - modelled)})
 
 

@@ -37,7 +37,7 @@ from paceline.job import refer_to_job
 from paceline.plan.estimate import PoolArrays, estimate
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
-from paceline.twin.calibration import read_steps
+from paceline.twin.calibration import read_warm_steps
 from paceline.twin.workload import workload_of_job
 from step_probe import COLUMNS, limit, probe, read_cells, train, write_cells
 from synthetic_job import CASES, Case
@@ -113,11 +113,11 @@ def measure(lab: machines_here.Lab, job: Path, workers: int, folder: Path) -> di
         for worker in range(workers):
             mine = [
                 step
-                for step in read_steps(RunFolder(out), worker)
-                if (step["start"] < bound) == (strategy == STRATEGIES[0])
+                for step in read_warm_steps(out, worker)
+                if (step.start < bound) == (strategy == STRATEGIES[0])
             ][2:]
-            seconds = sum(s[c] for s in mine for c in COLUMNS) / 1e6
-            rates.append(sum(s["hi"] - s["lo"] for s in mine) / seconds)
+            seconds = sum(getattr(s, c) for s in mine for c in COLUMNS) / 1e6
+            rates.append(sum(s.samples for s in mine) / seconds)
         found[strategy] = refer_to_job(job, {}).resolve().batch / sum(rates)
     return found
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from conftest import RunCli
 from paceline.protocol.clock import AspClock, DsspClock, Push, SspClock
-from paceline.telemetry.run_folder import RunFolder
-from paceline.twin.calibration import busy_s, read_steps
+from paceline.twin.calibration import read_warm_steps
 
 WORKERS = 3
 
@@ -25,8 +24,7 @@ def record(run_cli: RunCli, out: Path) -> list[list[float]]:
         *("--batch", 12, "--epochs", 3, "--checkpoint-every", "never", "--quiet", *spells),
     )
     assert done.code == 0, done.stderr
-    folder = RunFolder(out)
-    return [[busy_s(s) for s in read_steps(folder, w)] for w in range(WORKERS)]
+    return [[s.compute_s for s in read_warm_steps(out, w)] for w in range(WORKERS)]
 
 
 def replay(clock: Any, trace: list[list[float]]) -> tuple[float, int]:

@@ -139,7 +139,7 @@ def test_own_threads_on_too_few_cores() -> None:
     crowded = {"run_wait": 1.0, "cpu_user": 0.5}
     (verdict,) = verdicts(make_run(workers=[crowded, crowded], cores=1, busy=1.0))
     assert verdict.rule == "crowding"
-    assert verdict.text.startswith("2 workers of 2 threads share one core on here")
+    assert verdict.text.startswith("2 workers with 2 threads share one core on here")
 
 
 def test_others_on_the_same_cores() -> None:
@@ -189,7 +189,7 @@ def test_a_link_shared_by_several_is_the_servers() -> None:
     server = {"phases": {"receive": 0.9, "apply": 0.1}, "net_in": 18_000_000}
     (verdict,) = verdicts(make_run(workers=[full, full], servers=[server]))
     assert (verdict.rule, verdict.who) == ("link", "server-0")
-    assert verdict.text.startswith("server 0's link is full: 18 MB/s")
+    assert verdict.text.startswith("server 0's link is saturated: 18 MB/s")
 
 
 @pytest.mark.parametrize(

@@ -145,5 +145,5 @@ def _cell(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
     if name.startswith("share"):
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:.1f}%"
     return f"{value:.3f}"

@@ -22,14 +22,16 @@ class Spec:
     name: ClassVar[str] = ""
     positional: ClassVar[bool] = False
     """Formatted as `ssp(3)`, not as `ssp(bound=3)`."""
+    explicit: ClassVar[bool] = False
+    """Default values are written too: `ssp(3)` is never shortened to `ssp`."""
 
     def __str__(self) -> str:
         return format_expression(self.to_call())
 
     def to_call(self) -> Call:
-        """Returns a call with the fields that differ from their defaults, usually by name."""
+        """Returns a call with the fields that differ from their defaults, or all if explicit."""
         fields = dataclasses.fields(self)
-        changed = [f.name for f in fields if getattr(self, f.name) != f.default]
+        changed = [f.name for f in fields if self.explicit or getattr(self, f.name) != f.default]
         if self.positional and changed:
             names = [f.name for f in fields]
             written = names[: names.index(changed[-1]) + 1]

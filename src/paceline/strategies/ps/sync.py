@@ -94,6 +94,7 @@ class Ssp(SyncMode):
     """Stale synchronous parallel: at most `bound` steps ahead of the slowest."""
 
     name: ClassVar[str] = "ssp"
+    explicit: ClassVar[bool] = True
     bound: float = spec_field(float_field(0.0), 3.0)
 
     def __post_init__(self) -> None:
@@ -113,6 +114,7 @@ class Dssp(SyncMode):
     """Dynamic SSP: the bound moves between `low` and `high` with the measured speeds."""
 
     name: ClassVar[str] = "dssp"
+    explicit: ClassVar[bool] = True
     low: int = spec_field(int_field(0), 3)
     high: int = spec_field(int_field(0), 15)
 
