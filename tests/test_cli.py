@@ -445,7 +445,7 @@ def test_folder_of_another_run(trained: tuple[Path, Finished], run_cli: RunCli) 
     folder, _ = trained
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for args, words in (
-        ((), ("holds another run", "--resume", "--force")),
+        ((), ("already contains a run", "--resume", "--force")),
         (("--resume", "--model", "mlp-300-100", "--seed", 5), ("model 'mlp-128'", "mlp-300-100")),
         (("--resume", "--batch", 64, "--seed", 5), ("batch 128", "64")),
         (("--resume", "--seed", 6), ("seed 5", "6")),

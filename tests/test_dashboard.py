@@ -453,7 +453,7 @@ def test_the_page_fits_and_does_not_complain(
     site.browser.wait_for("document.querySelectorAll('.legend li').length > 3")
     assert site.browser.run("return document.documentElement.scrollWidth") <= width
     text = site.browser.run("return document.querySelector('main').innerText")
-    for words in ("Where the time goes", "Training loss", "Resources", "2.9x slower"):
+    for words in ("Time categories", "Training loss", "Resources", "2.9x slower"):
         assert words in text
     back = site.browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(20, 23, 28)") == dark

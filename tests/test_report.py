@@ -417,7 +417,7 @@ def test_report_of_many_runs_has_every_part(tmp_path: Path) -> None:
     write_matrix(tmp_path / "compare", seeds=2)
     out = write_report([tmp_path / "compare"], tmp_path / "out" / "report.html", title="Three ways")
     body, figures = read_page(out)
-    for heading in ("Summary", "Findings", "Accuracy and loss", "Where the time went", "Staleness",
+    for heading in ("Summary", "Findings", "Accuracy and loss", "Time categories", "Staleness",
                     "Switches", "Stages", "Runs", "Configuration and versions"):  # fmt: skip
         assert f"<h2>{heading}</h2>" in body
     assert len(figures) == 4 + 1 + 3 + 1
@@ -467,7 +467,7 @@ def test_failed_run_shows_its_error(tmp_path: Path) -> None:
     body, _ = read_page(out)
     assert "worker-2 died at step 41: out of memory" in body
     assert "ended as failed" in body
-    assert "no curve to draw" in body
+    assert "there are no curves" in body
 
 
 def test_virtual_runs_are_marked(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A page in the browser over a folder of runs: all of them, one live, several compared.
+"""A web page that shows a folder of runs: all of them, one live, or several compared.
 
-The server reads what runs append and keeps sums over time bins; the browser asks once a second
-for what has changed. Nothing here imports torch, and nothing touches the runs.
+The server reads the events that runs append and keeps sums over time bins; the browser polls for
+changes every second. Nothing here imports torch or modifies the runs.
 """

@@ -69,7 +69,7 @@ class ProcessState:
     last_event_s: float | None = None
     ended: bool = False
     has_phases: bool = False
-    """Whether its metrics have time categories, so that steps need not be summed."""
+    """True if its metrics have time categories, so that steps need not be summed."""
 
 
 class RunView:
@@ -285,16 +285,16 @@ class RunView:
         roles: dict[str, list[str]] = {}
         for who in self.list_processes():
             roles.setdefault(who.partition("-")[0], []).append(who)
-        told: Payload = {}
+        payload: Payload = {}
         for role, members in roles.items():
             series = [s for s in (self._rates(who, start) for who in members) if s is not None]
             if series:
-                told[role] = {"count": len(series), **min_mean_max(series)}
+                payload[role] = {"count": len(series), **min_mean_max(series)}
         if chosen is not None:
             rates = self._rates(chosen, start)
             if rates is not None:
-                told["chosen"] = {"who": chosen, **min_mean_max([rates])}
-        return told
+                payload["chosen"] = {"who": chosen, **min_mean_max([rates])}
+        return payload
 
     def _rates(self, who: str, start: int) -> dict[str, Array] | None:
         table = self.bins.sums(("amounts", who), start)
@@ -360,14 +360,14 @@ def count_staleness(window: StepWindow | StepSummary) -> dict[int, int]:
 
 
 def min_mean_max(series: list[dict[str, Array]]) -> Payload:
-    told: Payload = {}
+    payload: Payload = {}
     for name in series[0]:
         stack = np.stack([one[name] for one in series])
         known = ~np.isnan(stack)
         count = known.sum(axis=0)
         has = count > 0
         mean = np.where(known, stack, 0.0).sum(axis=0) / np.maximum(count, 1)
-        told[name] = {
+        payload[name] = {
             "least": round_for_json(
                 np.where(has, np.where(known, stack, np.inf).min(axis=0), np.nan)
             ),
@@ -376,7 +376,7 @@ def min_mean_max(series: list[dict[str, Array]]) -> Payload:
                 np.where(has, np.where(known, stack, -np.inf).max(axis=0), np.nan)
             ),
         }
-    return told
+    return payload
 
 
 def round_for_json(values: Array) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""The page and its questions over HTTP, with Python's own server: few readers, small answers."""
+"""HTTP server of the dashboard, based on the standard library: few clients, small responses."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ HEADERS = {
 
 
 class Dashboard:
-    """A server over one folder. `url` is where to look; `serve` returns when it is stopped."""
+    """Serves one folder at `url`; `serve` returns when it is stopped."""
 
     def __init__(
         self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, ask_token: bool = False
     ) -> None:
         if not folder.is_dir():
-            raise UsageError(f"{folder} is not a folder: name one that holds runs")
+            raise UsageError(f"{folder} is not a directory; choose one that contains runs")
         if not 0 <= port <= 65535:
-            raise UsageError(f"--port is {port}: a number from 0 (any free one) to 65535 is needed")
+            raise UsageError(f"--port is {port}; it must be between 0 (any free port) and 65535")
         self.shelf = RunIndex(folder)
         self.on_loopback = is_loopback(host)
-        # Whoever can reach another address than loopback must show that they were told.
+        # Clients on other hosts must present the token.
         self.token = secrets.token_urlsafe(24) if ask_token or not self.on_loopback else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         kind = type("Server", (DashboardHttpServer,), {"address_family": family})
@@ -57,7 +57,7 @@ class Dashboard:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"cannot listen on {host} port {port} ({reason}): choose another --port or --host"
+                f"cannot listen on {host} port {port} ({reason}); choose another --port or --host"
             ) from None
         self._server.dashboard = self
         self.is_closed = False
@@ -78,7 +78,7 @@ class Dashboard:
             self.close()
 
     def start(self) -> threading.Thread:
-        """Serve in a thread, until `stop`."""
+        """Serves in a thread until `stop`."""
         thread = threading.Thread(target=self.serve, daemon=True)
         thread.start()
         return thread
@@ -94,7 +94,7 @@ class Dashboard:
         self.shelf.stop()
 
     def close_unserved(self) -> None:
-        """Give the port back without ever having served."""
+        """Releases the port if `serve` was never called."""
         self._server.server_close()
 
 
@@ -103,7 +103,7 @@ class DashboardHttpServer(ThreadingHTTPServer):
     dashboard: Dashboard
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error of ours."""
+        """Ignores browsers that disconnect during a response."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -140,7 +140,7 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def _is_ours(self) -> bool:
-        """On loopback only by a name of loopback: a page elsewhere must not reach us by its own."""
+        """Accepts only loopback names on loopback, which prevents DNS rebinding."""
         if not self.server.dashboard.on_loopback:
             return True
         name = (self.headers.get("Host") or "").strip()
@@ -163,7 +163,7 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
     def _give_page(self, query: dict[str, str]) -> None:
         token = self.server.dashboard.token
         if token is not None and "token" in query:
-            # The token goes from the address, which is seen and kept, into a cookie.
+            # Moves the token from the URL, which is visible and logged, into a cookie.
             self.send_response(HTTPStatus.SEE_OTHER)
             self.send_header("Location", "/")
             self.send_header(
@@ -179,16 +179,16 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
 
     def _give_run(self, query: dict[str, str]) -> None:
         first = query.get("from", "0")
-        told = self.server.dashboard.shelf.run_payload(
+        payload = self.server.dashboard.shelf.run_payload(
             query.get("id", ""),
             generation=query.get("generation", ""),
             first=int(first) if first.isdecimal() else 0,
             who=query.get("who") or None,
         )
-        if told is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is no such run any more")
+        if payload is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "this run no longer exists")
         else:
-            self._give(told)
+            self._give(payload)
 
     def _give(self, value: object) -> None:
         text = json.dumps(drop_nan(value), separators=(",", ":"))
@@ -217,7 +217,7 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a page that asks once a second would fill the terminal."""
+        """Logs nothing, because a page polls every second."""
 
 
 def is_loopback(host: str) -> bool:

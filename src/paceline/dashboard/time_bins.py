@@ -1,4 +1,4 @@
-"""Amounts over time in a bounded number of bins: when a run outgrows them, pairs are merged."""
+"""Time series in a bounded number of bins; pairs of bins are merged as a run grows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Array = NDArray[np.float64]
 
 
 class TimeBins:
-    """One time grid for everything that is shown of a run.
+    """One time grid for all series of a run.
 
     Every series is an array of (bin, column). Sums are spread over the bins that a window covers,
-    peaks keep the largest value. A day in 512 bins has bins of about three minutes.
+    peaks keep the maximum. A day in 512 bins has bins of about three minutes.
     """
 
     def __init__(self, most: int = MOST_BINS, width_s: float = FIRST_WIDTH_S) -> None:
@@ -25,12 +25,12 @@ class TimeBins:
         self.width_s = width_s
         self.used = 0
         self.generation = 0
-        """Counts the mergings: what was read off before no longer fits."""
+        """Number of merges; bins of an earlier generation are outdated."""
         self._sums: dict[Any, Array] = {}
         self._peaks: dict[Any, Array] = {}
 
     def add(self, key: Any, end_s: float, length_s: float, amounts: list[float]) -> None:
-        """Spread amounts of the window that ends at `end_s` over the bins it covers."""
+        """Spreads the amounts of a window that ends at `end_s` over the bins it covers."""
         self._make_room(end_s)
         table = self._table(self._sums, key, len(amounts))
         row = np.asarray(amounts, dtype=np.float64)
@@ -46,7 +46,7 @@ class TimeBins:
                 table[place] += row * (max(0.0, high - low) / whole)
 
     def set_max(self, key: Any, at_s: float, values: list[float]) -> None:
-        """Keep the largest value of each column in the bin."""
+        """Keeps the maximum of each column in the bin."""
         self._make_room(at_s)
         table = self._table(self._peaks, key, len(values))
         place = self._place(at_s)
@@ -83,7 +83,7 @@ class TimeBins:
 
 
 class DownsampledCurve:
-    """Points in the order of their coming, thinned evenly when there are too many."""
+    """Points in order of arrival; every second one is dropped when there are too many."""
 
     def __init__(self, most: int = 1200) -> None:
         self._most = most
@@ -102,7 +102,7 @@ class DownsampledCurve:
         self._count += 1
 
     def list_points(self) -> list[list[float | None]]:
-        """All that are kept, and the newest in any case."""
+        """Returns the kept points and always the newest."""
         if self._last is None or (self.points and self.points[-1] is self._last):
             return list(self.points)
         return [*self.points, self._last]

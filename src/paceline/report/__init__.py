@@ -1,4 +1,4 @@
-"""What people look at, derived from run folders: progress, tables, comparisons, the HTML report.
+"""Views derived from run folders: progress, tables, comparisons and reports.
 
 Nothing here imports torch: a report is made years later, on a machine without it.
 """

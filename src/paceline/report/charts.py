@@ -26,7 +26,7 @@ Trace = dict[str, Any]
 # Okabe and Ito's colours without black and yellow, which vanish on one of the two backgrounds.
 STRATEGY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""A dash for each turn through the colours: the seventh strategy is not the first again."""
+"""Dashes that distinguish strategies with the same colour."""
 
 PHASE_STYLES: dict[str, tuple[str, str]] = {
     "startup": ("#999999", ""),
@@ -41,7 +41,7 @@ PHASE_STYLES: dict[str, tuple[str, str]] = {
     "switch": ("#666666", "x"),
     "other": ("#BBBBBB", "."),
 }
-"""Colour and hatching: eleven phases are more than the palette tells apart, the hatching helps."""
+"""Colour and hatching per time category: the palette has too few colours for eleven."""
 
 LOG_AXIS_RATIO = 30.0
 """A loss that falls by more than this is drawn on a logarithmic axis."""
@@ -52,7 +52,7 @@ def escape_plotly(text: object) -> str:
 
 
 def style_strategies(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a dash for each strategy, by its place in the report."""
+    """Returns a colour and a dash per strategy, by its position in the report."""
     return {
         label: (
             STRATEGY_COLOURS[i % len(STRATEGY_COLOURS)],
@@ -63,7 +63,7 @@ def style_strategies(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def draw_curves(runs: Sequence[ReportRun], measure: str, *, against: str) -> Figure | None:
-    """A measure of the history against `epochs` or `seconds`; None when no run has a value.
+    """Draws a metric of the history over `epochs` or `seconds`; None if no run has a value.
 
     One colour a strategy. With several seeds each is a thin line under the bold mean; the mean at
     an epoch is taken over the runs that are done, at their mean time.
@@ -114,7 +114,7 @@ def draw_curves(runs: Sequence[ReportRun], measure: str, *, against: str) -> Fig
 
 
 def list_log_ticks(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 of each power of ten, or powers alone over a long range, written in full."""
+    """Returns ticks at 1, 2 and 5 times powers of ten, or only powers over a long range."""
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [float(f"{step}e{power}") for power in powers for step in steps]
@@ -141,7 +141,7 @@ def make_line(
 def make_mean_line(
     runs: Sequence[ReportRun], measure: str, axis: int, *, colour: str, dash: str
 ) -> Trace:
-    """The mean of the runs at each epoch that all of them reached."""
+    """Returns the mean of the runs at each epoch that all of them reached."""
     by_epoch: dict[float, list[tuple[float, float, float]]] = {}
     for run in runs:
         for point in run.list_points(measure):
@@ -166,7 +166,7 @@ def describe_switch(switch: Mapping[str, Any]) -> str:
 def make_switch_marker(
     run: ReportRun, switch: Mapping[str, Any], x: float, y: float, colour: str
 ) -> Trace:
-    """A diamond on the run's own curve, which tells all about the switch when pointed at."""
+    """Returns a diamond on the curve of a run, with the switch as its hover text."""
     words = [
         f"switch {describe_switch(switch)}",
         f"at {format_number(as_finite(switch.get('samples')))} samples",
@@ -203,7 +203,7 @@ def make_switch_line(x: float, colour: str, *, bold: bool) -> Trace:
 
 
 def make_switch_labels(marks: Mapping[str, list[tuple[float, str]]], x_most: float) -> list[Trace]:
-    """One upright label for the switches that lie close together, at their mean place."""
+    """Returns one vertical label for switches that are close together, at their mean position."""
     switches = sorted({mark for group in marks.values() for mark in group})
     clusters: list[list[tuple[float, str]]] = []
     for mark in switches:
@@ -233,7 +233,7 @@ def make_switch_labels(marks: Mapping[str, list[tuple[float, str]]], x_most: flo
 
 
 def draw_phases(runs: Sequence[ReportRun]) -> list[tuple[str, int, Figure]]:
-    """Where the time went: for each strategy its label, how many runs, and bars a worker.
+    """Draws the time categories: label, number of runs and a bar per worker, per strategy.
 
     All share one time axis, so that the lengths of bars compare across strategies.
     """
@@ -288,7 +288,7 @@ def draw_bars(phases: Mapping[str, Mapping[str, float]], longest_s: float) -> Fi
 
 
 def draw_staleness(runs: Sequence[ReportRun]) -> Figure | None:
-    """Share of updates by staleness, one colour a strategy; None when every update was fresh."""
+    """Draws the fraction of updates by staleness; None if no update was stale."""
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = style_strategies(labels)
     traces: list[Trace] = []

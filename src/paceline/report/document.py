@@ -1,4 +1,4 @@
-"""What a report says, before it is decided how: sections of findings, tables and figures."""
+"""Content of a report, independent of its format: findings, tables and figures per task."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from paceline.report.tables import ReportTable
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSection:
-    """One task: runs that may be compared."""
+    """One task: runs that can be compared."""
 
     title: str
     prefix: str
-    """Before the names of its files, where a report has several sections."""
+    """Prefix of its file names, if a report has several sections."""
     task: RunGroup
     findings: list[str]
     sheets: list[ReportTable]
@@ -99,17 +99,17 @@ def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Fig
         for against in ("epochs", "seconds"):
             figure = charts.draw_curves(task.runs, measure, against=against)
             name = f"{measure.replace('_', '-')}-{against}"
-            found.append((name, f"{word} against {against}", figure))
-    found.append(("frontier", "Accuracy against time", draw_frontier(task)))
+            found.append((name, f"{word} by {against}", figure))
+    found.append(("frontier", "Accuracy vs. time", draw_frontier(task)))
     if published:
-        found.append(("published", "Training accuracy beside the published", draw_published(task)))
+        found.append(("published", "Training accuracy and published results", draw_published(task)))
     for number, (label, n, figure) in enumerate(charts.draw_phases(task.runs)):
         heading = f"{label} (mean of {n} runs)" if n > 1 else label
         found.append((f"phases-{number + 1}", heading, figure))
     found.append(
         (
             "staleness",
-            "How many updates old the weights of a gradient were",
+            "Gradient staleness (updates)",
             charts.draw_staleness(task.runs),
         )
     )

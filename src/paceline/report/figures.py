@@ -1,4 +1,4 @@
-"""The report's figures as files for print: SVG and PNG, drawn with matplotlib (extra `figures`)."""
+"""Writes the figures of a report as SVG and PNG with matplotlib (extra `figures`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DPI = 200
 
 
 def require_matplotlib() -> None:
-    """One clear line where matplotlib is not installed."""
+    """Raises UsageError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -30,7 +30,7 @@ def require_matplotlib() -> None:
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Each figure as NAME.svg and NAME.png; returns the files."""
+    """Writes each figure as NAME.svg and NAME.png; returns the files."""
     require_matplotlib()
     written = []
     for name, figure in figures.items():
@@ -43,7 +43,7 @@ def write_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 
 
 def draw(figure: Figure) -> Any:
-    """The same figure that the page shows, from the same plain description."""
+    """Draws a Plotly figure with matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
@@ -61,7 +61,7 @@ def draw(figure: Figure) -> Any:
         style_axes(axes, layout)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            # Below the axes: names of strategies are long, and must not cover what they name.
+            # Below the axes, because long strategy names would cover the curves.
             columns = 1 if max(map(len, labels)) > 30 else 3
             canvas.legend(
                 handles, labels, loc="outside lower left", ncols=columns, fontsize=7, frameon=False
@@ -92,7 +92,7 @@ def draw_scatter(axes: Any, trace: Trace) -> None:
 
 def name_series(trace: Trace) -> str:
     name = unescape(str(trace.get("name", "")))
-    # Single seeds under a bold mean, and the marks on a curve, need no line in the legend.
+    # Single seeds and marks on a curve have no entry in the legend.
     is_thin = trace.get("opacity", 1.0) < 1.0
     is_mark = trace.get("mode") == "markers" and str(name).endswith(", switch")
     return "_" + name if is_thin or is_mark or not name else name
@@ -142,7 +142,7 @@ def style_axes(axes: Any, layout: Trace) -> None:
             setter(text)
         axis = getattr(axes, side)
         if "%" in str(facts.get("tickformat", "")):
-            axis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+            axis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))
         if facts.get("type") == "log":
             (axes.set_yscale if side == "yaxis" else axes.set_xscale)("log")
     if layout.get("xaxis", {}).get("rangemode") == "tozero":

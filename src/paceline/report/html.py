@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything inside, which opens offline, years later."""
+"""The HTML report: one self-contained file that works offline."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def write_report(
     target: float | None = None,
     published: bool = False,
 ) -> Path:
-    """Write the HTML report of the runs in the folders to `out` and return it.
+    """Writes the HTML report of the runs in the folders to `out` and returns the path.
 
-    A folder that is no run itself is searched for runs below it. Failed, unfinished and cut-off
-    runs are in the report, with what is missing. UsageError if a folder holds no run or `out`
-    cannot be written; `out` is replaced whole or not at all.
+    A folder that is not a run is searched recursively. Failed, unfinished and interrupted runs are
+    included, with a description of what is missing. `out` is replaced atomically.
+
+    Raises:
+        UsageError: A folder contains no run, or `out` cannot be written.
     """
     content = make_content(load_runs(runs), title=title, target=target, published=published)
     return write_text(out, render_report(content))
@@ -46,7 +48,7 @@ def write_text(out: Path, text: str) -> Path:
         os.replace(partial, out)
     except OSError as error:
         raise UsageError(
-            f"the report cannot be written to {out} ({error.strerror}): name another file"
+            f"the report cannot be written to {out} ({error.strerror}); choose another file"
         ) from None
     return out
 
@@ -113,13 +115,14 @@ def render_frontier(section: ReportSection, figures: list[Figure]) -> list[str]:
     if not boxes:
         return []
     note = (
-        "A filled mark: no other strategy is both faster and more accurate, by the means. "
+        "Filled marks are Pareto-optimal: no other strategy is both faster and more accurate (by "
+        "mean). "
         "Small points are single runs; colours as in the curves above."
     )
     if "published" in named:
-        note += " Dashed: as published; solid: here."
+        note += " Dashed lines are published results, solid lines are these runs."
     return [
-        "<h2>Accuracy against time</h2>",
+        "<h2>Accuracy vs. time</h2>",
         html_page.render_note(note),
         f'<div class="grid">{"".join(boxes)}</div>',
     ]
@@ -139,7 +142,7 @@ def render_header(content: ReportDocument) -> list[str]:
 
 
 def render_problems(runs: Sequence[ReportRun]) -> list[str]:
-    """Failed runs with their error, and incomplete folders with what they lack."""
+    """Lists failed runs with their errors, and incomplete folders."""
     found = []
     for run in runs:
         if run.is_done and not run.missing:
@@ -147,7 +150,7 @@ def render_problems(runs: Sequence[ReportRun]) -> list[str]:
         if run.is_done:
             head = "is done, but its folder is incomplete"
         elif run.status == UNFINISHED:
-            head = "is unfinished; what follows is what its events tell"
+            head = "is unfinished; the metrics below are from its events"
         else:
             head = f"ended as {run.status}"
         text = f"<strong>{escape(describe_run(run))}</strong> {escape(head)}."
@@ -182,12 +185,12 @@ def render_curves(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]
         for against in ("epochs", "seconds"):
             figure = charts.draw_curves(runs, measure, against=against)
             if figure is not None:
-                boxes.append(figure_placeholder(f"{word} against {against}", figure, figures))
+                boxes.append(figure_placeholder(f"{word} by {against}", figure, figures))
     parts = ["<h2>Accuracy and loss</h2>"]
     if not boxes:
         return [
             *parts,
-            html_page.render_note("No run has finished an epoch: there is no curve to draw."),
+            html_page.render_note("No run has finished an epoch, so there are no curves."),
         ]
     labels = list(dict.fromkeys(run.label for run in runs))
     entries = [
@@ -198,12 +201,12 @@ def render_curves(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]
         entries.append((html_page.render_switch_sample(), "switch of strategy"))
     parts.append(html_page.render_legend(entries))
     if len(runs) > len(labels):
-        parts.append(html_page.render_note("Thin lines are single seeds, bold lines their mean."))
+        parts.append(html_page.render_note("Thin lines are single seeds, bold lines are means."))
     return [*parts, f'<div class="grid">{"".join(boxes)}</div>']
 
 
 def figure_placeholder(heading: str, figure: Figure, figures: list[Figure]) -> str:
-    """Reserve the figure's place at its height, so that the page does not jump when drawn."""
+    """Reserves the height of a figure, so that the page does not move when it is drawn."""
     figures.append(figure)
     return (
         f"<div><h3>{escape(heading)}</h3>"
@@ -227,8 +230,8 @@ def render_phases(runs: Sequence[ReportRun], figures: list[Figure]) -> list[str]
         for label, n, figure in drawn
     ]
     return [
-        "<h2>Where the time went</h2>",
-        html_page.render_note("Seconds of each worker by phase; all strategies on one scale."),
+        "<h2>Time categories</h2>",
+        html_page.render_note("Seconds per worker and time category, on one scale."),
         html_page.render_legend(legend),
         f'<div class="grid">{"".join(boxes)}</div>',
     ]
@@ -243,7 +246,7 @@ def render_staleness(runs: Sequence[ReportRun], figures: list[Figure]) -> list[s
     if figure is None:
         return [
             *parts,
-            html_page.render_note("No update was stale: all were computed on fresh weights."),
+            html_page.render_note("No gradient was stale."),
         ]
     labels = list(dict.fromkeys(run.label for run in runs))
     styles = charts.style_strategies(labels)
@@ -254,12 +257,10 @@ def render_staleness(runs: Sequence[ReportRun], figures: list[Figure]) -> list[s
             [(html_page.render_patch_sample(styles[x][0], ""), x) for x in shown]
         )
     )
-    parts.append(
-        figure_placeholder("How many updates old the weights of a gradient were", figure, figures)
-    )
+    parts.append(figure_placeholder("Gradient staleness (updates)", figure, figures))
     fresh = [label for label in dict.fromkeys(counted) if label not in shown]
     if fresh:
-        parts.append(html_page.render_note(f"Without any staleness: {', '.join(fresh)}."))
+        parts.append(html_page.render_note(f"Not stale: {', '.join(fresh)}."))
     return parts
 
 
@@ -291,7 +292,7 @@ def render_switches(runs: Sequence[ReportRun]) -> list[str]:
 
 
 def render_stages(runs: Sequence[ReportRun]) -> list[str]:
-    """Mean seconds of each stage a strategy, over the runs that are done, else over all."""
+    """Lists the mean seconds per stage and strategy, over finished runs or else all runs."""
     rows = []
     for label in dict.fromkeys(run.label for run in runs):
         group = [run for run in runs if run.label == label]
@@ -303,10 +304,10 @@ def render_stages(runs: Sequence[ReportRun]) -> list[str]:
             rows.append([label, *(number_format.format_seconds(x) for x in (*means, whole))])
     if not rows:
         return []
-    note = "Mean over the runs that are done, or over all where none is. Stages may leave gaps."
+    note = "Mean over finished runs, or over all runs if none finished."
     return [
         "<h2>Stages</h2>",
-        html_page.render_table(("strategy", *STAGES, "whole run"), rows, words=("strategy",)),
+        html_page.render_table(("strategy", *STAGES, "total"), rows, words=("strategy",)),
         html_page.render_note(note),
     ]
 

@@ -1,4 +1,4 @@
-"""The frame of the report: style sheet, script, and pieces of HTML that escape what they get."""
+"""The page of the HTML report: style sheet, script, and helpers that escape their input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pre { background: var(--panel); padding: 10px 12px; overflow-x: auto; font-size:
 @media (max-width: 600px) { body { padding: 14px 12px 40px; } h1 { font-size: 1.3rem; } }
 """
 
-# Draws each figure in the colours of the page, and again when the reader turns the lights off.
+# Draws each figure in the colours of the page, and again when dark mode changes.
 SCRIPT = """
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 function makeTemplate() {
@@ -80,14 +80,14 @@ drawAll();
 darkness.addEventListener("change", drawAll);
 """
 
-# The page may run what it holds and load nothing: it says the same offline, and it tells nobody.
+# The page may run its own script and load nothing: it works offline and sends no requests.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 
 
 def render_page(title: str, body: Sequence[str], figures: Sequence[Mapping[str, object]]) -> str:
-    """The whole document: a figure is drawn in the element whose `data-figure` is its number."""
+    """Returns the document; a figure is drawn in the element whose `data-figure` is its index."""
     scripts = ""
     if figures:
         scripts = (
@@ -113,13 +113,13 @@ def render_page(title: str, body: Sequence[str], figures: Sequence[Mapping[str, 
 
 
 def encode_figures(figures: Sequence[Mapping[str, object]]) -> str:
-    """JSON that cannot end the script element around it."""
+    """Returns JSON that cannot close the script element around it."""
     text = json.dumps(drop_nan(figures), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def drop_nan(value: Any) -> Any:
-    """The same value with null for NaN and infinities, which JSON does not know."""
+    """Returns the value with None for NaN and infinities, which JSON does not support."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -132,7 +132,7 @@ def drop_nan(value: Any) -> Any:
 def render_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, words: Sequence[str] = ()
 ) -> str:
-    """A table; the columns named in `words` hold text and may wrap, the others hold numbers."""
+    """Renders a table; the columns listed in `words` are text, the others are numbers."""
     kinds = [' class="word"' if name in words else "" for name in columns]
     head = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kinds, columns, strict=True))
     lines = [
@@ -156,7 +156,7 @@ def render_note(text: str) -> str:
 
 
 def render_legend(entries: Sequence[tuple[str, str]]) -> str:
-    """A legend in HTML, which wraps on a narrow screen: (picture as SVG, text) each."""
+    """Renders a legend of (SVG, text) pairs, which wraps on a narrow screen."""
     items = "".join(f"<li>{picture}<span>{escape(text)}</span></li>" for picture, text in entries)
     return f'<ul class="legend">{items}</ul>'
 
@@ -178,7 +178,7 @@ def render_switch_sample() -> str:
 
 
 def render_patch_sample(colour: str, hatching: str) -> str:
-    """A patch with the hatching that the bars have."""
+    """Renders a patch with the hatching of the bars."""
     marks = {
         "": "",
         "/": "M0 6 L6 0 M4 14 L14 4 M10 14 L14 10 M0 12 L12 0",

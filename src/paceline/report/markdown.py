@@ -1,4 +1,4 @@
-"""The report as Markdown: the same tables and findings, pictures as files beside it."""
+"""The report as Markdown: the same tables and findings, with figures in separate files."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def list_problems(runs: Sequence[ReportRun]) -> list[str]:
         parts = [str(run.result["error"])] if run.result.get("error") else []
         text = "; ".join([*parts, *run.missing])
         lines.append(f"- **{escape_markdown(run.name)}** {word}: {escape_markdown(text)}")
-    return ["Not whole:", "", *lines, ""] if lines else []
+    return ["Incomplete:", "", *lines, ""] if lines else []

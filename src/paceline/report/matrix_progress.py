@@ -1,4 +1,4 @@
-"""One view of a matrix of runs: how many are done, which is going on, how long the rest takes."""
+"""Progress of a matrix of runs: runs done, the current run, and the time left."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from paceline.telemetry.events import RunLengthKnown, RunProgress, StrategySwitc
 PLAIN_INTERVAL_S = 30.0
 
 Size = tuple[str, str, int]
-"""Model, data and epochs of a run: what its time is guessed from."""
+"""Model, data and epochs of a run, from which its time is estimated."""
 
 
 class MatrixProgress:
-    """Two live lines on a terminal, sparse plain lines elsewhere; nothing when `quiet`."""
+    """Shows two live lines on a terminal and a few plain lines elsewhere; nothing if `quiet`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class MatrixProgress:
         self._redraw()
 
     def skip(self, name: str, result: Mapping[str, Any]) -> None:
-        """A run that was there already."""
+        """Counts a run that already has a result."""
         self._count(name, result)
         self._redraw()
 
@@ -105,7 +105,7 @@ class MatrixProgress:
         return ", ".join(parts)
 
     def estimate_left_s(self) -> float | None:
-        """From the time an epoch took of the same model and data, else of any."""
+        """Estimates from the time per epoch of the same model and data, or else of any run."""
         if not self._times:
             return None
         rates: dict[tuple[str, str], list[float]] = {}
@@ -180,7 +180,7 @@ class MatrixProgress:
     def _print(self, line: str) -> None:
         if not self._quiet:
             self._plain_s = self._clock()
-            # Soft wrap: a line of a log stays one line, whatever width rich believes in.
+            # Soft wrap: a log line stays one line, whatever width rich assumes.
             self._console.print(Text(to_single_line(line)), soft_wrap=True)
 
 

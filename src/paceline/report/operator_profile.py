@@ -1,4 +1,4 @@
-"""Times by operator, of one run worker by worker or of two runs side by side."""
+"""Operator times of one run by worker, or of two runs compared."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class OperatorProfile:
-    """One run's profiles: milliseconds of self time a step, by operator and worker."""
+    """Profiles of one run: milliseconds of self time per step, by operator and worker."""
 
     name: str
     epoch: int
     steps: dict[int, int]
     ms: dict[str, dict[int, float]]
     calls: dict[str, float]
-    """Calls a step, mean over the workers."""
+    """Calls per step, mean over the workers."""
 
     @property
     def workers(self) -> list[int]:
@@ -43,7 +43,7 @@ class OperatorProfile:
 
 
 def read_profile(folder: Path) -> OperatorProfile:
-    """The profiles of a run; raises UsageError where there is none."""
+    """Reads the profiles of a run. Raises UsageError if there are none."""
     paths = sorted(folder.glob("profile/worker-*.json"))
     if not paths:
         raise UsageError(
@@ -81,7 +81,7 @@ HEAD_TWO = ("operator", "ms", "share", "ms", "share", "times", "share change")
 def rows_for_one_run(
     profile: OperatorProfile, top: int | None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Milliseconds a step on each worker, and the share of all operators' time."""
+    """Returns milliseconds per step by worker, and the fraction of the total."""
     head = ["operator", "calls a step", "share", *(f"worker {w} ms" for w in profile.workers)]
     names = sorted(profile.ms, key=profile.mean_ms, reverse=True)[:top]
     rows = []
@@ -94,7 +94,7 @@ def rows_for_one_run(
 def rows_for_two_runs(
     one: OperatorProfile, two: OperatorProfile, top: int | None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Means over the workers; `times` is the second run's milliseconds over the first's."""
+    """Returns means over the workers; `times` is the ratio of the second run to the first."""
     head = ["operator", f"{one.name} ms", "share", f"{two.name} ms", "share ", "second/first"]
     names = sorted({*one.ms, *two.ms}, key=lambda n: -max(one.mean_ms(n), two.mean_ms(n)))[:top]
     rows: list[list[Any]] = []
@@ -116,7 +116,7 @@ def make_table(profiles: Sequence[OperatorProfile], top: int) -> Table:
         for p in profiles
     )
     table = Table(
-        title=f"self time by operator, milliseconds a step ({steps})", title_justify="left"
+        title=f"self time by operator, milliseconds per step ({steps})", title_justify="left"
     )
     for index, name in enumerate(head):
         table.add_column(name.strip(), justify="left" if index == 0 else "right")

@@ -1,4 +1,4 @@
-"""Accuracy against time: which strategies no other beats in both."""
+"""The Pareto front of accuracy and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.report.stats import as_finite, mean_of
 
 
 def choose_measure(task: RunGroup) -> str:
-    """Test accuracy, else validation."""
+    """Returns test accuracy if it is known, or else validation accuracy."""
     for measure in ("test_acc", "val_acc"):
         if any(spread_of(entry, measure)["mean"] is not None for entry in task.entries):
             return measure
@@ -17,7 +17,7 @@ def choose_measure(task: RunGroup) -> str:
 
 
 def find_frontier(task: RunGroup) -> list[StrategyEntry]:
-    """The entries that no other is both faster and more accurate than, by their means."""
+    """Returns the Pareto-optimal entries in time and accuracy, by mean."""
     measure = choose_measure(task)
     known = [
         e
@@ -33,7 +33,7 @@ def find_frontier(task: RunGroup) -> list[StrategyEntry]:
 
 
 def draw_frontier(task: RunGroup) -> Figure | None:
-    """Every run a small point, every strategy's mean a large one; None with fewer than two."""
+    """Draws runs as small points and means as large ones; None with fewer than two strategies."""
     measure = choose_measure(task)
     front = find_frontier(task)
     known = [
@@ -95,7 +95,7 @@ def draw_frontier(task: RunGroup) -> Figure | None:
         )
     layout = {
         "height": 340,
-        "xaxis": {"title": {"text": "seconds of the whole run"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "total seconds"}, "rangemode": "tozero"},
         "yaxis": {
             "title": {"text": "test accuracy" if measure == "test_acc" else "validation accuracy"},
             "tickformat": ".1~%",
@@ -109,4 +109,4 @@ def draw_frontier(task: RunGroup) -> Figure | None:
 
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon")
-"""Beside the colours: shapes, for those who do not tell the colours apart."""
+"""Shapes in addition to colours, for color-blind readers."""

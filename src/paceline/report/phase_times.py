@@ -1,4 +1,4 @@
-"""Seconds by worker and phase, averaged over runs."""
+"""Seconds by worker and time category, averaged over runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.report.run_loader import ReportRun
 
 
 def average_phases(runs: Sequence[ReportRun]) -> dict[str, dict[str, float]]:
-    """Mean seconds a worker and phase over the runs that are done, else over all of them."""
+    """Returns the means over finished runs, or else over all runs."""
     chosen = [run for run in runs if run.is_done] or list(runs)
     gathered: dict[str, dict[str, list[float]]] = {}
     for run in chosen:

@@ -1,4 +1,4 @@
-"""Progress of a run in the terminal: one live line on a TTY, sparse plain lines elsewhere."""
+"""Progress of a run: one live line on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from paceline.telemetry.events import EpochRow
 
 PLAIN_INTERVAL_S = 5.0
 ROW_INTERVAL_S = 2.0
-"""Of epochs shorter than this not every one gets a line of a log."""
+"""Minimum time between two lines for epochs in a log."""
 RATE_WINDOW_S = 30.0
-"""The time left follows the recent rate: after a switch the old strategy's no longer holds."""
+"""The time left is estimated from the recent rate, which changes with a switch."""
 
 
 class Progress:
-    """Shows where a run is. Never raises for a missing fact: what is unknown is left out.
+    """Shows the progress of a run; omits what is unknown.
 
-    On a TTY there is one live line; elsewhere one plain line an epoch and at most one more every
-    5 s, without control characters. `quiet` shows nothing. Writes to stderr unless given a console.
+    On a terminal there is one live line; elsewhere one plain line per epoch and at most one more
+    every 5 s, without control characters. `quiet` shows nothing. Writes to stderr by default.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Progress:
         self._epochs = epochs
         self._samples_total = samples_total
         self._clock = clock
-        # Told outright: rich alone would take FORCE_COLOR for a terminal and write control codes.
+        # Explicit, because rich would treat FORCE_COLOR as a terminal and write control codes.
         self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._quiet = quiet
         self._facts: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Progress:
             self._start_bar()
 
     def set_totals(self, epochs: int, samples_per_epoch: int) -> None:
-        """Say how long the run is, once that is known."""
+        """Sets the length of the run, once it is known."""
         self._epochs = epochs
         self._samples_total = epochs * samples_per_epoch
         self._redraw()
@@ -81,7 +81,7 @@ class Progress:
         strategy: str | None = None,
         samples_per_s: float | None = None,
     ) -> None:
-        """Take the totals so far; a fact not given keeps its last value."""
+        """Sets the totals so far; None keeps the last value."""
         given = {
             "epoch": epoch,
             "samples": samples,
@@ -117,12 +117,12 @@ class Progress:
             self._print(f"{self._label}: {self._describe_row(row)}")
 
     def print_line(self, text: str) -> None:
-        """Print one line that stays, above the live line."""
+        """Prints a permanent line above the live line."""
         if not self._quiet:
             self._print(f"{self._label}: {to_single_line(text)}")
 
     def close(self) -> None:
-        """Leave the live line as it is and give the terminal back; may be called twice."""
+        """Stops the live line; may be called twice."""
         if self._bar is not None:
             self._redraw()
             self._bar.stop()
@@ -141,7 +141,7 @@ class Progress:
         self.close()
 
     def estimate_left_s(self) -> float | None:
-        """Seconds to the last sample at the recent rate; None while either is unknown."""
+        """Returns the seconds left at the recent rate; None if unknown."""
         samples = self._facts.get("samples")
         if self._samples_total is None or samples is None:
             return None
@@ -152,7 +152,7 @@ class Progress:
         return left / rate if rate else None
 
     def describe(self) -> str:
-        """The facts of the live line, as one plain text."""
+        """Returns the text of the live line."""
         facts, parts = self._facts, []
         if "epoch" in facts:
             parts.append(f"epoch {facts['epoch']}" + (f"/{self._epochs}" if self._epochs else ""))
@@ -191,7 +191,7 @@ class Progress:
 
     def _remember_samples(self, now: float, samples: int) -> None:
         if self._recent and samples < self._recent[-1][1]:
-            self._recent.clear()  # rolled back to a checkpoint: the old points say nothing now
+            self._recent.clear()  # Rolled back to a checkpoint: the old points are invalid.
         self._recent.append((now, samples))
         while len(self._recent) > 2 and now - self._recent[0][0] > RATE_WINDOW_S:
             self._recent.popleft()
@@ -206,7 +206,7 @@ class Progress:
         self._bar = Bar(
             TextColumn("{task.fields[label]}", markup=False),
             BarColumn(bar_width=20),
-            # One line whatever the width: what does not fit is cut, never wrapped.
+            # Always one line: truncated, never wrapped.
             TextColumn(
                 "{task.fields[facts]}",
                 markup=False,
@@ -228,5 +228,5 @@ class Progress:
             )
 
     def _print(self, line: str) -> None:
-        # Soft wrap: a line of a log stays one line, whatever width rich believes in.
+        # Soft wrap: a log line stays one line, whatever width rich assumes.
         self._console.print(Text(line), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The published figures, shipped as facts, beside ours: as ratios, because the machines differ.
+"""Compares runs with published results, as ratios because the machines differ.
 
 `published/results.json` and `published/curves.json` hold what four studies printed (each says on
 which machines); nothing in them was measured here.
@@ -35,14 +35,14 @@ FOLDER = Path(__file__).parent / "published"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published run: what it was, and what was printed of it."""
+    """One published run and its printed results."""
 
     study: str
     models: tuple[str, ...]
-    """Ours that are the study's."""
+    """Settings of ours that match the study."""
     data: str
     arm: str
-    """allreduce, ps, or switch(allreduce, ps, at=25%) and so on."""
+    """For example allreduce, ps, or switch(allreduce, ps, at=25%)."""
     batch: int | None
     figures: Mapping[str, float]
 
@@ -55,7 +55,7 @@ def read_published_json(name: str) -> dict[str, Any]:
 
 
 def list_published_runs() -> list[PublishedRun]:
-    """Every published run that has a strategy of ours."""
+    """Returns every published run with a strategy that Paceline has."""
     facts = read_published_json("results")
     rows = []
     study = "strategy_switch_cpu_cluster"
@@ -102,7 +102,7 @@ def normalize_label(name: str) -> str:
 
 
 def find_curve(data: str, strategy: str, batch: int) -> list[float]:
-    """Training accuracy by epoch, as printed; a value above 1 is the source's own error."""
+    """Returns the printed training accuracy by epoch; values above 1 are errors of the source."""
     for row in read_published_json("curves")["per_epoch_train_acc"]:
         if (normalize_label(row["dataset"]), row["strategy"], row["batch"]) == (
             normalize_label(data),
@@ -114,7 +114,7 @@ def find_curve(data: str, strategy: str, batch: int) -> list[float]:
 
 
 def find_published(task: RunGroup) -> list[tuple[StrategyEntry, PublishedRun]]:
-    """For each entry the published run of the same model, data, strategy and batch, if any."""
+    """Returns each entry with the published run of the same model, data, strategy and batch."""
     found = []
     rows = list_published_runs()
     for entry in task.entries:
@@ -133,20 +133,19 @@ def find_published(task: RunGroup) -> list[tuple[StrategyEntry, PublishedRun]]:
 
 
 def read_batch(task: str) -> int | None:
-    """The batch as a matrix says it: per worker in a study that did."""
+    """Returns the batch as given in the study: global, or per worker."""
     said = re.search(r"batch (\d+)", task)
     return int(said.group(1)) if said else None
 
 
 def strategy_family(strategy: str) -> str:
-    """The strategy without options that the studies do not know."""
+    """Returns the strategy without options that the studies do not have."""
     text = re.sub(r"ps\([^()]*\)", "ps", strategy)
     return re.sub(r"allreduce\([^()]*\)", "allreduce", text)
 
 
 def make_published_tables(task: RunGroup) -> list[ReportTable]:
-    """Ours against the published, each relative to its own first: ratios of seconds, points of
-    accuracy."""
+    """Compares ratios of time and points of accuracy, each relative to its own first strategy."""
     pairs = find_published(task)
     if len(pairs) < 2:
         return []
@@ -173,7 +172,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
     return [
         ReportTable(
             name="published",
-            title=f"Beside the published figures ({study})",
+            title=f"Comparison with published results ({study})",
             columns=(
                 Column(title="strategy"),
                 Column(title="seconds, published", kind="seconds"),
@@ -186,7 +185,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
                 Column(title="minus the first, here", kind="points"),
             ),
             rows=rows,
-            note=f"The first is {first['label']}. Published on other machines "
+            note=f"The first strategy is {first['label']}. Published on other machines "
             f"({describe_study_hardware(study)}): "
             "compare the ratios and the differences, never the seconds. The published figures are "
             "of one run each.",
@@ -203,7 +202,7 @@ def difference_or_none(a: float | None, b: float | None) -> float | None:
 
 
 def describe_study_hardware(study: str) -> str:
-    """The machines of a study in a few words."""
+    """Describes the machines of a study."""
     cluster = read_published_json("results")[study]["cluster"]
     count = cluster.get("workers") or cluster.get("machines")
     cpu = cluster.get("cpu") or f"{cluster.get('cpu_cores')} cores each"
@@ -211,7 +210,7 @@ def describe_study_hardware(study: str) -> str:
 
 
 def sentences_on_published(task: RunGroup) -> list[str]:
-    """In words: does the published order of strategies hold here?"""
+    """States whether the published order of strategies holds here."""
     pairs = find_published(task)
     if len(pairs) < 2:
         return []
@@ -233,7 +232,7 @@ def sentences_on_published(task: RunGroup) -> list[str]:
 
 
 def draw_published(task: RunGroup) -> Figure | None:
-    """Training accuracy by epoch, ours bold beside the published curves; None without any."""
+    """Draws training accuracy by epoch with the published curves; None without any."""
     traces: list[Trace] = []
     drawn: set[str] = set()
     for number, (entry, row) in enumerate(find_published(task)):
@@ -243,7 +242,7 @@ def draw_published(task: RunGroup) -> Figure | None:
             continue
         colour = STRATEGY_COLOURS[number % len(STRATEGY_COLOURS)]
         curves = [(f"{entry['label']}, here", ours, DASHES[0], 2.5)]
-        if row.arm not in drawn:  # Several of ours may stand beside one published curve.
+        if row.arm not in drawn:  # Several of our runs may match one published curve.
             drawn.add(row.arm)
             printed = [min(1.0, x) for x in printed]
             curves.insert(0, (f"{row.arm}, published", printed, DASHES[1], 1.5))
@@ -277,7 +276,7 @@ def draw_published(task: RunGroup) -> Figure | None:
 
 
 def average_curve(runs: Sequence[ReportRun]) -> list[float]:
-    """Mean training accuracy by epoch over the runs that are done, as far as all of them went."""
+    """Returns the mean training accuracy by epoch over finished runs, up to the shortest."""
     rows = [[as_finite(row.get("train_acc")) for row in run.history] for run in runs if run.is_done]
     rows = [row for row in rows if row]
     if not rows:

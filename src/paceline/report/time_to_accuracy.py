@@ -1,4 +1,4 @@
-"""Time to a target accuracy, which whole runs that end at different accuracies hide."""
+"""Time to accuracy: when runs first reach a target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.report.stats import Spread, as_finite, mean_and_std, mean_of
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToAccuracy:
-    """When the runs of one strategy first had the target at the end of an epoch."""
+    """Time, samples and updates until the runs of one strategy first reached the target."""
 
     label: str
     seconds: Spread
@@ -25,12 +25,12 @@ class TimeToAccuracy:
 
 
 def choose_target_accuracy(task: RunGroup) -> float | None:
-    """The highest half percent of validation accuracy that every strategy's runs all reached."""
+    """Returns the highest multiple of 0.5% validation accuracy that all runs reached."""
     best = [find_best(run) for run in task.runs if run.is_done]
     known = [value for value in best if value is not None]
     if not known or len(known) < len(best):
         return None
-    # In half percents: a target that reads like one, not the worst run's very last digit.
+    # Rounded to a readable target.
     return math.floor(min(known) * 200 + 1e-9) / 200
 
 
@@ -40,7 +40,7 @@ def find_best(run: ReportRun) -> float | None:
 
 
 def time_to_accuracy_rows(task: RunGroup, target: float) -> list[TimeToAccuracy]:
-    """By strategy, over the runs that are done; one that never got there is only counted."""
+    """Returns one row per strategy over finished runs; runs without the target are only counted."""
     found = []
     for entry in task.entries:
         runs = [run for run in task.runs_of(entry) if run.is_done]
@@ -67,6 +67,6 @@ def first_row(run: ReportRun, target: float) -> Mapping[str, Any] | None:
 
 
 def fastest(rows: Sequence[TimeToAccuracy]) -> list[TimeToAccuracy]:
-    """Those whose runs all got there, quickest first."""
+    """Returns the rows whose runs all reached the target, fastest first."""
     whole = [row for row in rows if row.runs and row.reached == row.runs]
     return sorted(whole, key=lambda row: mean_of(row.seconds))

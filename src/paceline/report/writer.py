@@ -1,4 +1,4 @@
-"""A report in every form that was asked for."""
+"""Writes a report in all requested formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_report_files(
     figures: Path | None = None,
     tables: Path | None = None,
 ) -> list[Path]:
-    """Write what was asked for and return the files and folders; UsageError as `write_report`."""
+    """Writes the requested formats and returns their paths; raises UsageError as `write_report`."""
     for out in outs:
         if out.suffix not in KINDS:
             raise UsageError(f"-o {out}: a name that ends in .html or .md is needed")

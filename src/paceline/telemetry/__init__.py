@@ -1,1 +1,1 @@
-"""What happened in a run: typed events, the folder they live in, the result they add up to."""
+"""Telemetry of a run: typed events, the run folder, the result, metrics and verdicts."""

@@ -19,7 +19,7 @@ class ProcessOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesNotice:
-    """Whether collectives used shared memory, and if not, the reason. Display only."""
+    """Transport of the collectives, and the reason if shared memory was not used. Display only."""
 
     path: str
     """`shared`, `partly shared`, or another transport."""

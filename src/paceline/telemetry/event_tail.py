@@ -87,7 +87,7 @@ class JsonFile:
         self.value: dict[str, object] = {}
         """The last object read; empty if the file is missing or was never readable."""
         self.problem: str | None = None
-        """Why the file could not be read, in words."""
+        """Description of why the file could not be read; None if it was."""
         self._stamp: tuple[int, int] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, by whatever limits it."""
+"""Memory still available to this process under its rlimits, cgroups and the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> float:
-    """Until a limit of its own, of its control group, or of the machine; infinite if none shows."""
+    """Returns the bytes left under the tightest limit; infinite if there is none."""
     status = _table("/proc/self/status")
     rooms = [
         _under(resource.RLIMIT_AS, status.get("VmSize", 0)),
@@ -28,7 +28,7 @@ def _under(limit: int, used: int) -> float:
 
 
 def _group_rooms() -> list[float]:
-    """Of every control group around this process that limits memory."""
+    """Returns the bytes left in every cgroup of this process that limits memory."""
     found = []
     for line in _text("/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -50,7 +50,7 @@ def _group_rooms() -> list[float]:
 
 
 def _file_pages(group: Path) -> int:
-    """Bytes of files that are kept in memory only until somebody needs the room."""
+    """Returns the page cache of a cgroup in bytes, which the kernel can reclaim."""
     total = 0
     for line in _text(group / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
@@ -60,7 +60,7 @@ def _file_pages(group: Path) -> int:
 
 
 def _table(path: str) -> dict[str, int]:
-    """Lines such as `VmData:  1234 kB`, in bytes."""
+    """Parses lines such as `VmData:  1234 kB` into bytes."""
     found = {}
     for line in _text(path).splitlines():
         key, _, rest = line.partition(":")

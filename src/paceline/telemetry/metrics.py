@@ -61,7 +61,7 @@ class Metric:
     priority: int = 0
     """A narrow terminal hides the columns with the lowest priority first."""
     spread: bool = True
-    """Whether tables show mean ± standard deviation over seeds, or the mean only."""
+    """Tables show mean ± standard deviation over seeds, not only the mean."""
     spread_in_summary: bool = False
     live: Callable[[RunProgress], float | None] | None = None
     """Returns the current value while the run is in progress, for Prometheus."""

@@ -1,4 +1,4 @@
-"""Where a process's time goes: clocks that are always in exactly one phase."""
+"""Clocks that assign the wall time of a process to time categories."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from paceline.telemetry.events import PHASES, SERVER_PHASES
 ) = range(len(PHASES))
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
-"""The coarse division of a run's wall time."""
+"""Stages of a run; they divide its wall time coarsely."""
 START, READ, PREPARE, TRAIN, EVALUATE, SAVE = range(len(STAGES))
 
 _, IDLE, RECEIVE, APPLY, SEND = range(len(SERVER_PHASES))
 
 
 class PhaseClock:
-    """`enter` ends the current phase and begins another: the phases add up to the wall time."""
+    """A clock that is always in exactly one category, so that they add up to the wall time."""
 
     def __init__(self, started_wall_s: float, names: tuple[str, ...] = PHASES) -> None:
-        """`started_wall_s`: when the run began by time.time(); all until now is the first phase."""
+        """`started_wall_s`: start of the run by time.time(); the first category begins there."""
         self.names = names
         self.total_ns = [0] * len(names)
         self.current = 0
         self.changes = 0
-        """How often a phase was entered: a worker whose turns stand still is stuck."""
+        """Number of calls of `enter`; a worker whose number does not change is stuck."""
         self.input_cpu_ns = 0
-        """Of `input`, what its thread spent computing: the rest it waited for somebody."""
+        """CPU time of the thread during `input`; the rest of `input` was waiting."""
         self._input_mark_ns = 0
         before_ns = max(0, int((time.time() - started_wall_s) * 1e9))
         self._since_ns = time.perf_counter_ns() - before_ns
@@ -59,21 +59,21 @@ class PhaseClock:
         self.changes += 1
 
     def reassign(self, source: int, target: int, ns: int) -> None:
-        """Count time that was spent in one phase as another's: its cause became known later."""
+        """Moves time from one category to another, once its cause is known."""
         self.enter(self.current)
         ns = max(0, min(ns, self.total_ns[source]))
         self.total_ns[source] -= ns
         self.total_ns[target] += ns
 
     def now_s(self) -> float:
-        """Seconds since the run began."""
+        """Returns the seconds since the start of the run."""
         return (time.perf_counter_ns() - self._origin_ns) / 1e9
 
     def read_ns(self) -> list[int]:
-        """Totals up to now, the current phase included; for another thread than the clock's."""
+        """Returns the totals including the current category; safe from other threads."""
         while True:
             totals, since, current = list(self.total_ns), self._since_ns, self.current
-            # Caught in the middle of a change the parts do not fit together: look again.
+            # Read during a change, the parts are inconsistent: retry.
             if sum(totals) == since - self._origin_ns:
                 break
         totals[current] += max(0, time.perf_counter_ns() - since)
@@ -85,7 +85,7 @@ class PhaseClock:
 
 
 class ServerClock(PhaseClock):
-    """A server's threads do several things at once: the most telling one counts as its phase."""
+    """The clock of a server, whose threads work concurrently; see `SERVER_PHASES`."""
 
     def __init__(self, started_wall_s: float) -> None:
         super().__init__(started_wall_s, SERVER_PHASES)
@@ -93,7 +93,7 @@ class ServerClock(PhaseClock):
         self._doing = [0] * len(SERVER_PHASES)
 
     def start_idle(self) -> None:
-        """Start-up is over."""
+        """Ends the startup."""
         with self._lock:
             self.enter(IDLE)
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process and of its machine: plain readings of /proc and sockets.
+"""Resource counters of the process and its host, read from /proc and sockets.
 
 Everything here is a total since some beginning, or a level now; `sampler` takes differences. What
 the kernel does not tell reads as zero or None.
@@ -23,7 +23,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _text(path: str) -> str:
-    """A small file at once; a third of what `open` takes, and there are dozens a second."""
+    """Reads a small file; three times faster than `open`, for dozens of reads per second."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -46,7 +46,7 @@ def _text(path: str) -> str:
 
 @dataclass(frozen=True)
 class TcpStats:
-    """One TCP connection of this process, as the kernel counts it."""
+    """Kernel counters of one TCP connection of this process."""
 
     sent: int
     received: int
@@ -62,10 +62,10 @@ class ProcessReading:
     cpu_system_s: float = 0.0
     cpu_wait_s: float | None = None
     run_wait_s: dict[int, float] = field(default_factory=dict)
-    """By thread: one that ended takes its total with it."""
+    """Per thread; the total of a thread is lost when it ends."""
     main_wait_s: float = 0.0
     throttled: tuple[str, float] = ("", 0.0)
-    """The control groups, and for how long their quotas kept everybody in them from running."""
+    """The cgroups, and for how long their quotas throttled them."""
     rss: int = 0
     threads: int = 0
     disk_read: int = 0
@@ -74,7 +74,7 @@ class ProcessReading:
 
 
 def read_process() -> ProcessReading:
-    """This process, now."""
+    """Reads the counters of this process."""
     user, system, wait, threads = _read_stat()
     io = dict(line.split(": ") for line in _text("/proc/self/io").splitlines() if ": " in line)
     memory = _text("/proc/self/statm").split()
@@ -96,7 +96,7 @@ def read_process() -> ProcessReading:
 
 def _read_stat() -> tuple[float, float, float | None, int]:
     times = os.times()
-    # The name in brackets may hold anything: fields are counted from behind it.
+    # The name in brackets may contain anything: count the fields after it.
     fields = _text("/proc/self/stat").rpartition(")")[2].split()
     if len(fields) < 40:
         return times.user, times.system, None, 1
@@ -108,7 +108,7 @@ def _read_stat() -> tuple[float, float, float | None, int]:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started."""
+    """Returns the seconds since this process was started."""
     fields = _text("/proc/self/stat").rpartition(")")[2].split()
     up = _text("/proc/uptime").split()
     if len(fields) < 20 or not up:
@@ -136,19 +136,19 @@ def _read_run_wait() -> dict[int, float]:
 
 
 def thread_run_wait_s() -> float:
-    """Of the calling thread: how long it was ready and found no core."""
+    """Returns the run-queue wait of the calling thread."""
     fields = _text("/proc/thread-self/schedstat").split()
     return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 
 def thread_state(number: int | None) -> str:
-    """Of a thread of this process: R runs or could, S sleeps, D waits for a disk; or empty."""
+    """Returns the state of a thread: R runnable, S sleeping, D waiting for a disk; or empty."""
     fields = _text(f"/proc/self/task/{number}/stat").rpartition(")")[2].split()
     return fields[0] if fields else ""
 
 
 def _groups() -> list[Path]:
-    """This process's control groups for the processor, from its own up to the root."""
+    """Returns the CPU cgroups of this process, from its own up to the root."""
     found: list[Path] = []
     for line in _text("/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -169,7 +169,7 @@ def _groups() -> list[Path]:
 
 
 def read_throttled() -> tuple[str, float]:
-    """Which groups limit this process, and their throttled seconds so far."""
+    """Returns the cgroups that limit this process, and their throttled seconds so far."""
     names, seconds = [], 0.0
     for group in _groups():
         if _quota_of(group) is None:
@@ -195,7 +195,7 @@ def _quota_of(group: Path) -> float | None:
 
 
 def quota_cores() -> float | None:
-    """The least number of cores that any of the groups allows; None without a limit."""
+    """Returns the tightest CPU limit of the cgroups in cores; None without a limit."""
     found = [q for q in map(_quota_of, _groups()) if q is not None]
     return min(found, default=None)
 
@@ -216,7 +216,7 @@ def _libc() -> Any:
 
 
 def _read_connections() -> dict[str, TcpStats]:
-    """By socket: `tcp_info` of every TCP connection that this process holds."""
+    """Returns the `tcp_info` of every TCP connection of this process, by socket."""
     found = {}
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
     try:
@@ -239,7 +239,7 @@ def _read_connections() -> dict[str, TcpStats]:
 
 
 def _unpack(info: bytes) -> TcpStats:
-    """Places of struct tcp_info, which the kernel only ever extends (include/uapi/linux/tcp.h)."""
+    """Offsets in struct tcp_info, which is only ever extended (include/uapi/linux/tcp.h)."""
     (rtt_us,) = struct.unpack_from("=I", info, 68)
     (received,) = struct.unpack_from("=Q", info, 128)
     (least_us,) = struct.unpack_from("=I", info, 148)
@@ -251,7 +251,7 @@ def _unpack(info: bytes) -> TcpStats:
     )
 
 
-# ---- the machine -----------------------------------------------------------------------------
+# ---- the host --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _read_links() -> dict[str, tuple[int, int]]:
 
 @cache
 def _disks() -> frozenset[str]:
-    """Whole devices with something behind them: neither partitions nor what lies on others."""
+    """Returns bytes read and written, of physical devices only: no partitions or mappings."""
     try:
         names = os.listdir("/sys/block")
     except OSError:
@@ -341,7 +341,7 @@ def _read_disks() -> tuple[int, int]:
 
 @cache
 def _nvml() -> Any:
-    """NVIDIA's management library by its Python binding, where both are installed."""
+    """Returns pynvml if it and NVIDIA's management library are installed, else None."""
     try:
         import pynvml
 

@@ -87,7 +87,7 @@ class RunReader:
 
     @property
     def restarted(self) -> bool:
-        """Whether a file was replaced: the folder now holds another run."""
+        """True if a file was replaced, so that the folder now holds another run."""
         return any(tail.restarts for tail in self.tails.values())
 
     @property
@@ -159,7 +159,7 @@ class ProcessRecord:
         return phase_seconds(self.process_name, event)
 
     def iter_steps(self) -> Iterator[StepRecord]:
-        """Yields the single steps; sums of steps are left out."""
+        """Yields the single steps, without sums of steps."""
         for window in self.steps:
             if isinstance(window, StepWindow):
                 yield from steps_of_window(window)
@@ -182,7 +182,7 @@ class RunRecord:
     missing: list[str] = field(default_factory=list)
     """Descriptions of what is missing or incomplete."""
     keep: int | None = None
-    """How many metrics events per process a live record keeps; None for all."""
+    """Number of metrics events per process that a live record keeps; None for all."""
 
     @property
     def workers(self) -> list[ProcessRecord]:

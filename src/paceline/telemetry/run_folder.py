@@ -1,9 +1,9 @@
-"""The run folder: where things lie, how they are written, a reader that forgives a cut-off end.
+"""The run folder: its layout and how its files are written.
 
-DIR/run.json                what was asked: configuration, versions, machine
+DIR/run.json                configuration, versions and machine
 DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl  a worker's;
                             DIR/events/server-K.jsonl  a server's
-DIR/logs/worker-K.log       what a process printed;    DIR/checkpoints/SAMPLES/   TrainState
+DIR/logs/worker-K.log       output of a process;     DIR/checkpoints/SAMPLES/   TrainState
 DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 """
 
@@ -23,7 +23,7 @@ from paceline.telemetry.schema import RunResult
 COORDINATOR = "run"
 """Name of the coordinator's process in events, logs and metrics."""
 KERAS = "model.keras"
-"""Beside a Keras model's weights: the whole model, as Keras itself keeps it."""
+"""The whole model in Keras's own format, next to its weights."""
 RUN_FILES = (
     "run.json",
     "events",
@@ -39,14 +39,14 @@ RUN_FILES = (
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write atomically: a reader sees the old file or the new one, never half of it."""
+    """Writes atomically: a reader sees the old file or the new one, never a part."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 class RunFolder:
-    """Paths inside one run's folder."""
+    """Paths inside a run folder."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -82,20 +82,25 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Where the run's metrics are served and with which token; its owner's to read alone."""
+        """URL and token of the metrics endpoint; readable only by its owner."""
         return self.path / "metrics.json"
 
     def is_run_folder(self) -> bool:
         return any((self.path / name).exists() for name in RUN_FILES)
 
     def prepare(self, *, force: bool, resume: bool) -> None:
-        """Make the folder ready for a run; another run's folder is a mistake unless told."""
+        """Creates the folder for a run.
+
+        Raises:
+            UsageError: It contains a run and neither `force` nor `resume` is set, or it cannot be
+                written.
+        """
         if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"--out {self.path} is a file: name a folder")
+            raise UsageError(f"--out {self.path} is a file; choose a directory")
         if self.is_run_folder() and not (force or resume):
             raise UsageError(
-                f"--out {self.path} holds another run: name a new folder, "
-                "continue it with --resume or replace it with --force"
+                f"--out {self.path} already contains a run; choose a new directory, or use "
+                "--resume to continue it or --force to overwrite it"
             )
         if force and not resume:
             self.clear()
@@ -104,11 +109,11 @@ class RunFolder:
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"--out {self.path} cannot be written ({error.strerror}): name another folder"
+                f"--out {self.path} cannot be written ({error.strerror}); choose another directory"
             ) from None
 
     def clear(self) -> None:
-        """Remove what a run wrote here, and nothing else."""
+        """Removes the files of a run and nothing else."""
         for name in RUN_FILES:
             target = self.path / name
             if target.is_dir():
@@ -119,16 +124,16 @@ class RunFolder:
     def read_result(self) -> RunResult:
         """Returns result.json. Raises UsageError if it is missing or not valid JSON."""
         if not self.result.exists():
-            raise UsageError(f"{self.path} has no result.json: name the folder of a finished run")
+            raise UsageError(f"{self.path} has no result.json; choose the folder of a finished run")
         try:
             value = json.loads(self.result.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UsageError(f"{self.result} is not readable JSON ({error})") from None
+            raise UsageError(f"{self.result} is not valid JSON ({error})") from None
         assert isinstance(value, dict)
         return cast(RunResult, value)
 
     def processes_with_events(self) -> list[str]:
-        """`run`, workers and servers, each kind in its order."""
+        """Returns `run`, then the workers, then the servers that have an event file."""
         found = [p.stem for p in self.path.glob("events/*.jsonl")]
         order = {"run": 0, "worker": 1, "server": 2}
         parts = [(stem.partition("-")[0], stem.partition("-")[2], stem) for stem in found]
@@ -141,7 +146,7 @@ class RunFolder:
 
 
 class EventSink(Protocol):
-    """Where events go: a file, or a connection to whoever keeps it."""
+    """Receives events: a file, or a connection to the process that writes it."""
 
     def write(self, event: Event) -> None: ...
 
@@ -160,7 +165,7 @@ class EventWriter:
 
     def write_line(self, line: str) -> None:
         with self._lock:
-            if not self._file.closed:  # A sampler's last word may come after the end.
+            if not self._file.closed:  # The sampler may write after the end.
                 self._file.write(line + "\n")
                 self._file.flush()
 
@@ -170,7 +175,7 @@ class EventWriter:
 
 
 def truncate_partial_line(path: Path) -> None:
-    """Drop an unfinished last line, so that a resumed run never appends to half an event."""
+    """Removes an incomplete last line, so that a resumed run does not append to it."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -181,12 +186,12 @@ def truncate_partial_line(path: Path) -> None:
 
 
 def partial_checkpoint_path(folder: Path, name: str) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Returns the path of a checkpoint that is still being written."""
     return folder / f".{name}.partial"
 
 
 def commit_checkpoint(folder: Path, name: str, *, keep: int) -> Path:
-    """A checkpoint is whole: give it its name, then drop all but the newest `keep`."""
+    """Gives a complete checkpoint its final name and removes all but the newest `keep`."""
     partial, final = partial_checkpoint_path(folder, name), folder / name
     for path in partial.iterdir():
         with path.open("rb") as file:
@@ -198,7 +203,7 @@ def commit_checkpoint(folder: Path, name: str, *, keep: int) -> Path:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """A checkpoint of the same name goes only when the new one is there."""
+    """Replaces a checkpoint of the same name; restores it if that fails."""
     if not final.exists():
         os.replace(partial, final)
         return
@@ -214,7 +219,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Returns the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())

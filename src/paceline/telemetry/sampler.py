@@ -1,4 +1,4 @@
-"""A thread that takes the vitals of its process once a second, and of the machine on one of all.
+"""A thread that samples its process every second, and on one process per host the host.
 
 It also probes the interpreter's lock twenty times a second: a thread that wakes up and does not get
 to run, although a core is free for it, waits for Python code that holds the lock.
@@ -31,18 +31,18 @@ from paceline.telemetry.proc_stats import (
 SECOND_S = 1.0
 PROBE_S = 0.05
 HELD_S = 0.00015
-"""A probe that is later than the promptest tenth by more than this has waited for the lock. Waiting
-for a core is not in it: the kernel tells that apart."""
+"""A probe that is later than the fastest tenth by more than this has waited for the GIL. Run-queue
+wait is subtracted first."""
 PROMPTEST_OF = 100
 PROMPT_S = 0.0002
-"""At the most: also where the lock has been held all the time."""
+"""Upper limit, even if the GIL is held all the time."""
 LINES_A_STAGE = 3600
-"""After so many events of vitals, twice as many seconds make one."""
+"""Number of metrics events after which the interval doubles."""
 
 
 @dataclass
 class StepCounters:
-    """What the work itself counts; totals, written by its thread and read by the sampler's."""
+    """Totals counted by the training thread and read by the sampler."""
 
     epoch: int = -1
     steps: int = 0
@@ -51,7 +51,7 @@ class StepCounters:
 
 
 class ServerCounters:
-    """What a server counts; `waiting` is the most since it was last asked."""
+    """Totals counted by a server; `waiting` is the maximum since the last sample."""
 
     def __init__(self) -> None:
         self.pushes = self.pulls = self.queued_us = self.apply_us = 0
@@ -70,7 +70,7 @@ class ServerCounters:
 
 
 class Sampler(threading.Thread):
-    """Calls `tell` with an event each second, from its own thread; `stop` takes a last one."""
+    """Passes an event to `tell` every second, from its own thread; `stop` takes a last sample."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Sampler(threading.Thread):
         counters: StepCounters | None = None,
         serving: ServerCounters | None = None,
     ) -> None:
-        """`run_key` names the run: one process of it on each machine samples the machine."""
+        """`run_key` identifies the run: one of its processes per host samples the host."""
         super().__init__(daemon=True, name="vitals")
         self._now_s = now_s
         self._tell = tell
@@ -101,8 +101,8 @@ class Sampler(threading.Thread):
         self._t = self._machine_t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
-            # What the process did before this thread was there belongs to its first window; what
-            # a resumed run did before this process was there does not.
+            # The first window includes the time before this thread started, but not the time of
+            # a resumed run before this process started.
             self._t = max(0.0, now_s() - process_age_s())
             self._ns = [int(self._t * 1e9), *([0] * (len(self._ns) - 1))]
             self._process = ProcessReading()
@@ -117,7 +117,7 @@ class Sampler(threading.Thread):
                 self.sample()
 
     def stop(self) -> None:
-        """Take what is left since the last second, and end."""
+        """Takes a last sample and ends the thread."""
         self._stopping.set()
         if self.is_alive():
             self.join(2 * SECOND_S)
@@ -125,7 +125,7 @@ class Sampler(threading.Thread):
         self._post.release()
 
     def _probe(self) -> bool:
-        """Sleep a little; True when told to stop."""
+        """Sleeps briefly; returns True when the sampler should stop."""
         began = time.perf_counter()
         queued = thread_run_wait_s()
         stopping = self._stopping.wait(PROBE_S)
@@ -140,7 +140,7 @@ class Sampler(threading.Thread):
         self._gil[0] += 1
         self._gil[1] += held
         if self._serving is None and self._clock is not None and self._clock.current == INPUT:
-            # One that wants the lock sleeps as well; one that waits for a disk sleeps deeper.
+            # A thread that waits for the GIL sleeps too; one that waits for a disk is in state D.
             state = thread_state(self._main)
             blocked = state == "D" or (state == "S" and not held)
             self._gil[2] += 1
@@ -149,7 +149,7 @@ class Sampler(threading.Thread):
         return False
 
     def sample(self) -> None:
-        """Tell what happened since the last time; from any thread."""
+        """Takes a sample of the time since the last one; may be called from any thread."""
         with self._lock:
             self._sample()
 
@@ -165,7 +165,7 @@ class Sampler(threading.Thread):
         counted = (counters.steps, counters.samples, counters.comm_hidden_us, 0)
         if self._clock is not None:
             ns = self._clock.read_ns()
-            # Time moved from one phase to another can make a difference fall below zero.
+            # `reassign` can make a difference negative.
             phases = [max(0, (b - a) // 1000) for a, b in zip(self._ns, ns, strict=True)]
             self._ns = ns
             counted = (*counted[:3], self._clock.input_cpu_ns // 1000)
@@ -241,12 +241,12 @@ class Sampler(threading.Thread):
 
 
 def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
-    """Amounts between two readings, and levels at the second."""
+    """Returns the amounts between two readings, and the levels of the second."""
     wait = None
     if now.cpu_wait_s is not None and before.cpu_wait_s is not None:
         wait = round(now.cpu_wait_s - before.cpu_wait_s, 6)
     throttled = 0.0
-    if now.throttled[0] == before.throttled[0]:  # Else moved to another group in between.
+    if now.throttled[0] == before.throttled[0]:  # Otherwise moved to another cgroup.
         throttled = now.throttled[1] - before.throttled[1]
     run_wait = sum(s - before.run_wait_s.get(t, 0.0) for t, s in now.run_wait_s.items())
     nothing = TcpStats(0, 0, 0.0, 0.0, 0.0, 0.0)
@@ -273,7 +273,7 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
 
 
 class HostSamplerLock:
-    """Who samples the machine: the first to take a name that exists once in a network namespace.
+    """Elects one process per network namespace to sample the host: the first to bind a name.
 
     An abstract socket needs no file and is free again when its holder dies.
     """
@@ -301,7 +301,7 @@ class HostSamplerLock:
 
 
 class MetricsDownsampler:
-    """Keeps a long run's vitals bounded: later on, several seconds are written as one."""
+    """Merges the metrics of several seconds in long runs, which bounds the size of the folder."""
 
     def __init__(self, write: Callable[[Event], None], lines_a_stage: int = LINES_A_STAGE) -> None:
         self._write = write
@@ -335,7 +335,7 @@ _LEVELS |= {"memory_used", "memory_total", "gpus"}
 def merge_process_metrics(
     events: list[ProcessMetrics | HostMetrics],
 ) -> ProcessMetrics | HostMetrics:
-    """Several seconds as one: amounts are added, of levels the last counts."""
+    """Merges several events: amounts are added, levels are those of the last."""
     if len(events) == 1:
         return events[0]
     last = events[-1]

@@ -1,4 +1,4 @@
-"""Records a worker's steps in memory and writes them out a window at a time."""
+"""Records a worker's steps in memory and writes them as windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.telemetry.sampler import LINES_A_STAGE, StepCounters
 
 WINDOW_S = 1.0
 SINGLE_STEPS = 200_000
-"""Steps recorded one by one; a longer run goes on in sums, so that its folder stays bounded."""
+"""Steps recorded individually; further steps are summed, which bounds the size of the folder."""
 
 _FIRST = 1  # index of "input" among the phases
 _COUNT = len(STEP_PHASES)
@@ -23,7 +23,7 @@ _COUNT = len(STEP_PHASES)
 
 @dataclass(slots=True)
 class StepRow:
-    """A step as it was recorded; `total_ns` is the clock's after it."""
+    """One recorded step; `total_ns` are the totals of the clock after it."""
 
     lease: Lease
     loss: float | None
@@ -34,7 +34,7 @@ class StepRow:
 
 
 class StepRecorder:
-    """One call a step, no input or output but at the end of a window.
+    """Called once per step; does I/O only at the end of a window.
 
     Without a writer it only counts.
     """
@@ -60,7 +60,7 @@ class StepRecorder:
         self._due_s = time.monotonic() + WINDOW_S
 
     def step_done(self, lease: Lease, loss: float | None, hidden_us: int | None = None) -> None:
-        """`hidden_us`: exchange behind computing; None where it was not measured."""
+        """`hidden_us`: communication overlapped with computation; None if not measured."""
         counters = self._counters
         counters.epoch = lease.epoch
         counters.samples += lease.hi - lease.lo
@@ -77,12 +77,12 @@ class StepRecorder:
             self.flush()
 
     def note_staleness(self, staleness: int) -> None:
-        """How stale the step recorded last turned out to be."""
+        """Sets the staleness of the last recorded step."""
         if self._rows:
             self._rows[-1].staleness = staleness
 
     def flush(self, *, final: bool = False) -> None:
-        """Write the window; its last step stays back until its staleness can be known."""
+        """Writes the window, except for its last step, whose staleness may not be known yet."""
         keep = 0 if final else 1
         cut = len(self._rows) - keep
         rows, self._rows = self._rows[:cut], self._rows[cut:]
@@ -94,7 +94,7 @@ class StepRecorder:
             self._write_single(self._writer, rows)
             return
         first = self._step - len(rows) - len(self._rows)
-        # An epoch's steps are summed apart from the next one's: the first is not like the rest.
+        # Sum per epoch, because the first epoch differs from the rest.
         for epoch, group in itertools.groupby(rows, lambda row: row.lease.epoch):
             part = list(group)
             self._write_sums(self._writer, epoch, part, first)

@@ -1,4 +1,4 @@
-// A row a process, a column a bin of time, coloured by the phases its time went into.
+// One row per process, one column per time bin, coloured by time category.
 const HATCH_INK = "#333333";
 const THIN = 10;
 const hatchings = new Map();
@@ -95,7 +95,7 @@ class Timeline {
     this.note.textContent = !rows.length ? "" : rowHeight - 1 <= THIN ? "Each stretch in the colour of the phase that took the most of it; point at one for all shares." : "Each row is as high as the whole time of its process, each colour as high as its share.";
     if (!rows.length || !this.bins) {
       pen.fillStyle = theme("--soft");
-      pen.fillText("no process has told of its phases", 8, 22);
+      pen.fillText("no process has recorded time categories", 8, 22);
       this.canvas.setAttribute("aria-label", "Timeline: nothing yet");
       return;
     }

@@ -314,7 +314,7 @@ class StepWindow(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary(Event):
-    """Sums over steps of one epoch; replaces `StepWindow` once a worker has recorded enough steps.
+    """Sums over steps of one epoch; replaces `StepWindow` after a worker's first 200,000 steps.
 
     `staleness` counts gradients by staleness.
     """

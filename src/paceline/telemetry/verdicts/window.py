@@ -165,7 +165,7 @@ class HostWindow:
 
 @dataclass
 class RunWindow:
-    """What a rule sees of a run: all processes and hosts over the same window."""
+    """All processes and hosts of a run over the same window; the input of a rule."""
 
     workers: list[ProcessWindow]
     servers: list[ProcessWindow]
@@ -187,13 +187,13 @@ class RunWindow:
 def summarize_window(run: RunRecord, last_s: float | None) -> RunWindow | None:
     """Sums the metrics of the window; None if it is too short to judge."""
     training = {w.process_name: [v for v in w.metrics if _trains(w, v)] for w in run.workers}
-    heard = [rows for rows in training.values() if rows]
-    if not heard:
+    training_rows = [rows for rows in training.values() if rows]
+    if not training_rows:
         return None
-    began = min(rows[0].t for rows in heard) + WARM_UP_S
-    ended = max(rows[-1].t for rows in heard)
+    began = min(rows[0].t for rows in training_rows) + WARM_UP_S
+    ended = max(rows[-1].t for rows in training_rows)
     if last_s is not None:
-        began = max(began, _look_back(heard, ended, last_s))
+        began = max(began, _look_back(training_rows, ended, last_s))
     workers = []
     for worker in run.workers:
         seen = _sum_up(
@@ -222,10 +222,10 @@ def _trains(worker: ProcessRecord, event: ProcessMetrics) -> bool:
     return sum(event.phases[_STEP]) > 0.5e6 * event.dt
 
 
-def _look_back(heard: list[list[ProcessMetrics]], ended: float, last_s: float) -> float:
+def _look_back(training_rows: list[list[ProcessMetrics]], ended: float, last_s: float) -> float:
     """Returns the start of the window: earlier if the last seconds have too few steps."""
     since = ended - last_s
-    for rows in heard:
+    for rows in training_rows:
         steps = 0
         for event in reversed(rows):
             steps += event.steps
