@@ -133,7 +133,11 @@ def render_header(content: ReportDocument) -> list[str]:
     virtual = sum(bool(run.result.get("virtual")) for run in runs)
     badge = ""
     if virtual:
-        text = "virtual time" if virtual == len(runs) else f"{virtual} runs in virtual time"
+        text = (
+            "virtual time"
+            if virtual == len(runs)
+            else f"{virtual} run{'s' if virtual > 1 else ''} in virtual time"
+        )
         badge = f' <span class="badge">{escape(text)}</span>'
     return [
         f"<h1>{escape(content.title)}</h1>",

@@ -92,14 +92,14 @@ class Timeline {
     const height = Math.max(40, rows.length * rowHeight + 26);
     const [pen, width] = prepareCanvas(this.canvas, height);
     this.drawLegend();
-    this.note.textContent = !rows.length ? "" : rowHeight - 1 <= THIN ? "Each stretch in the colour of the phase that took the most of it; point at one for all shares." : "Each row is as high as the whole time of its process, each colour as high as its share.";
+    this.note.textContent = !rows.length ? "" : rowHeight - 1 <= THIN ? "Colours show the largest time category of each bin; hover over a bin for all of them." : "One row per process; the height of a colour is its fraction of the time.";
     if (!rows.length || !this.bins) {
       pen.fillStyle = theme("--soft");
       pen.fillText("no process has recorded time categories", 8, 22);
       this.canvas.setAttribute("aria-label", "Timeline: nothing yet");
       return;
     }
-    this.canvas.setAttribute("aria-label", "Timeline of " + rows.length + " processes by phase. Arrow keys move in time and between processes, Enter chooses one.");
+    this.canvas.setAttribute("aria-label", "Timeline of " + rows.length + " processes by time category. Arrow keys move in time and between processes, Enter chooses one.");
     const left = 74, right = 10, span = width - left - right;
     this.scale = { left, span, rowHeight };
     const column = span / this.bins;
