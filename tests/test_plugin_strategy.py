@@ -13,9 +13,15 @@ import paceline
 import test_contract as contract
 from jobs import Plain, largest_difference, read_weights, synthetic_job, train_plainly
 from paceline.errors import PacelineError, SpecError, UsageError
+from paceline.job import JobRef
+from paceline.launch.engines.engine import EngineLauncher
+from paceline.launch.remote_launcher import bundle_project
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
 from paceline.plugins import load_plugin_file, plugin_for
 from paceline.strategies import registry
 from paceline.strategies.registry import parse_strategies, parse_strategy, plugins_of, records
+from process_engine import Places
 
 TOY = Path(__file__).with_name("toy_strategy.py")
 
@@ -26,7 +32,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("toy_strategy", "broken", "changing"):
+    for name in ("toy_strategy", "broken", "changing", "travelling"):
         sys.modules.pop(name, None)
 
 
@@ -119,6 +125,36 @@ def test_a_file_that_changed_is_refused_in_other_processes(tmp_path: Path) -> No
     file.write_text(file.read_text() + "\n# later\n")
     with pytest.raises(UsageError, match="has changed since the run was started: start it again"):
         plugin.load()
+
+
+def test_it_travels_with_its_project_to_other_machines(tmp_path: Path) -> None:
+    project, out = tmp_path / "my project", tmp_path / "run"
+    project.mkdir()
+    shutil.copy(TOY, project / "travelling.py")
+    (project / "requirements.txt").write_text("")
+    spec = parse_strategy(f"{project / 'travelling.py'}:mean")
+    launcher = EngineLauncher(Places(), 2)
+    options = RunOptions(out=out, workers=2, threads=1, timeout_s=60, launcher=launcher)
+    job = JobRef(fields={"epochs": 1, "batch": 64, "seed": 3})
+    assert run_training(job, spec, options)["strategy"] == "mean"
+    assert launcher.project_bundle.project is not None
+    assert launcher.project_bundle.project.folder == project
+
+
+def test_a_file_outside_the_project_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "travelling.py").write_text(TOY.read_text())
+    (tmp_path / "project").mkdir()
+    spec = parse_strategy(f"{tmp_path / 'travelling.py'}:mean")
+    bundle = bundle_project(None, out=tmp_path / "run", folder=tmp_path / "project")
+    options = RunOptions(
+        out=tmp_path / "run",
+        workers=2,
+        threads=1,
+        timeout_s=60,
+        launcher=EngineLauncher(Places(), 2, bundle),
+    )
+    with pytest.raises(UsageError, match=r"travelling.py is outside the project that is copied"):
+        run_training(JobRef(fields={"epochs": 1, "batch": 64}), spec, options)
 
 
 def test_a_strategy_of_the_started_script_is_refused() -> None:

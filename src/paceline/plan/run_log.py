@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from paceline.cluster.pool import Host, Pool, StepCost
-from paceline.errors import UsageError
+from paceline.errors import SpecError, UsageError
 from paceline.plan.cost_model import Workload, step_time_on
 from paceline.plan.estimate import Correction, PoolArrays, correction_key, estimate
 from paceline.strategies.registry import parse_strategy
@@ -92,10 +92,11 @@ def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun])
     mine = [r for r in records if r.model == work.model]
     hosts = tuple(_correct(host, pool, work, mine) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
+    kinds = {_kind(r) for r in mine}
     machines.corrections = {
         kind: found
-        for kind in {_kind(r) for r in mine}
-        if (found := _compare(machines, kind, mine)) is not None
+        for kind in kinds
+        if kind is not None and (found := _compare(machines, kind, mine)) is not None
     }
     return machines
 
@@ -147,8 +148,13 @@ def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> C
     return Correction(factor=middle, relative_error=doubt)
 
 
-def _kind(record: LoggedRun) -> str:
-    return correction_key(parse_strategy(record.strategy), len(record.machines))
+def _kind(record: LoggedRun) -> str | None:
+    """None for a strategy that this process does not know: its file was not named today."""
+    try:
+        strategy = parse_strategy(record.strategy)
+    except SpecError:
+        return None
+    return correction_key(strategy, len(record.machines))
 
 
 def describe_prediction_error(

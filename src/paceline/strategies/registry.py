@@ -128,7 +128,7 @@ def register_strategy(record: StrategyRecord) -> None:
     _registered[name] = record
 
 
-_FILE_PREFIX = re.compile(r"\s*([^\s(]+\.py):(?!:)(.*)", re.DOTALL)
+_FILE_PREFIX = re.compile(r"\s*(.+?\.py):(.*)", re.DOTALL)
 
 
 def parse_strategy(text: str | Strategy) -> Strategy:
