@@ -307,7 +307,7 @@ def assert_mistake(finished: Finished, *words: str) -> None:
             ("--resume", "--force"),
             ("--resume and --force cannot be combined: resume the run, or overwrite it",),
         ),
-        (("--resume",), ("holds no run",)),
+        (("--resume",), ("contains no run",)),
         (("--data", "mnist", "--data-dir", "nowhere"), ("train-images", "nowhere")),
         (("nothing.py",), ("job file nothing.py was not found",)),
     ],
@@ -446,10 +446,10 @@ def test_folder_of_another_run(trained: tuple[Path, Finished], run_cli: RunCli) 
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for args, words in (
         ((), ("already contains a run", "--resume", "--force")),
-        (("--resume", "--model", "mlp-300-100", "--seed", 5), ("model 'mlp-128'", "mlp-300-100")),
-        (("--resume", "--batch", 64, "--seed", 5), ("batch 128", "64")),
-        (("--resume", "--seed", 6), ("seed 5", "6")),
-        (("--resume", "--seed", 5, "--epochs", 2), ("2 epochs already", "--epochs")),
+        (("--resume", "--model", "mlp-300-100", "--seed", 5), ("model='mlp-128'", "mlp-300-100")),
+        (("--resume", "--batch", 64, "--seed", 5), ("batch=128", "batch=64")),
+        (("--resume", "--seed", 6), ("seed=5", "seed=6")),
+        (("--resume", "--seed", 5, "--epochs", 2), ("already completed its 2 epochs", "--epochs")),
     ):
         assert_mistake(run_cli("train", *args, "--out", folder), *words)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -286,7 +286,7 @@ def test_live_parts_are_built() -> None:
         ({"data": [1, 2]}, "(train, val, test)"),
         ({"model": lambda: 3, "data": make_points}, "not a module"),
         ({"model": 3, "data": make_points}, "a name, a module or a function"),
-        ({"data": make_points, "device": "cuda"}, "device cuda"),
+        ({"data": make_points, "device": "cuda"}, "device=cuda"),
     ],
 )
 def test_live_parts_that_do_not_fit(fields: dict[str, Any], words: str) -> None:
@@ -400,7 +400,7 @@ def test_pinned_workers_have_cores_of_their_own(tmp_path: Path) -> None:
 
 def test_more_pinned_workers_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
-    with pytest.raises(UsageError, match="3 workers have 2 cores here"):
+    with pytest.raises(UsageError, match="3 workers cannot share 2 cores"):
         pin(0, 3)
 
 

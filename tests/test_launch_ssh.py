@@ -189,7 +189,7 @@ def test_project_is_found_around_the_script(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was not found"):
         find_project(folder / "none.py", None)
     (tmp_path / "lone").mkdir()
-    with pytest.raises(UsageError, match="does not lie in --project"):
+    with pytest.raises(UsageError, match="is not inside --project"):
         find_project(folder / "src/deep/train.py", tmp_path / "lone")
 
 

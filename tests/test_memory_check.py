@@ -80,7 +80,7 @@ def test_too_large_for_one_trains_in_parts(
         preexec=lambda: limit(1.25),
     ).wait(120)
     assert whole.code != 0
-    assert "needs about 1.21 GB a worker" in whole.last_line
+    assert "needs about 1.21 GB per worker" in whole.last_line
     assert "pipeline(stages=2) needs 0.61 GB" in whole.last_line
     assert "allreduce(shard=full) needs 0.61 GB" in whole.last_line
     done = start_cli(
@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     optimizer = torch.optim.Adam(model.parameters())
     check_memory(parse_strategy("allreduce"), model, optimizer, 2)
     monkeypatch.setattr("paceline.worker.memory_check.available_memory_bytes", lambda: 200e6)
-    with pytest.raises(UsageError, match=r"allreduce needs about 0\.54 GB .* room for 0\.33 GB"):
+    with pytest.raises(UsageError, match=r"allreduce needs about 0\.54 GB .* only 0\.33 GB"):
         check_memory(parse_strategy("allreduce"), model, optimizer, 2)
     check_memory(parse_strategy("pipeline"), model, optimizer, 2)
 
@@ -119,7 +119,7 @@ def test_memory_that_the_system_refuses_is_told_in_words() -> None:
     )
     told = explain_out_of_memory(error)
     assert told is not None
-    assert "8.00 GB more asked for" in told
+    assert "tried to allocate 8.00 GB" in told
     assert explain_out_of_memory(RuntimeError("shapes differ")) is None
     assert available_memory_bytes() > 0
 

@@ -187,7 +187,7 @@ def test_a_place_that_never_calls_is_told(tmp_path: Path) -> None:
 
 def test_mistakes_there_are_mistakes_here(tmp_path: Path) -> None:
     wrong = JobRef(fields={**FIELDS, "device": "cuda"})
-    with pytest.raises(UsageError, match="device cuda is asked for"):
+    with pytest.raises(UsageError, match="device=cuda: torch finds no CUDA device"):
         run_there(tmp_path / "run", "allreduce", wrong)
     assert not (tmp_path / "run").exists()
 

@@ -139,12 +139,12 @@ def test_the_number_of_workers_and_the_strategy_may_change_at_a_checkpoint(tmp_p
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="contains no run"):
         train(tmp_path / "nothing", "single", 1, resume=True)
     train(tmp_path / "run", "single", 1, epochs=1, checkpoint_every="epoch(1)")
-    with pytest.raises(UsageError, match="has trained its 1 epochs already"):
+    with pytest.raises(UsageError, match="has already completed its 1 epochs"):
         train(tmp_path / "run", "single", 1, epochs=1, resume=True)
-    with pytest.raises(UsageError, match="was run with batch 22, not 13"):
+    with pytest.raises(UsageError, match="was trained with batch=22, but batch=13 was given"):
         train(tmp_path / "run", "single", 1, epochs=2, batch=13, resume=True)
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     paceline.train(refer_to_job(file, {}), "single", 1, out=tmp_path / "run", timeout_s=60)
     before = read_weights(tmp_path / "run")
     file.write_text(JOB_FILE.format(hidden=9, epochs=2))
-    with pytest.raises(UsageError, match="is of another model: resume with the model it was made"):
+    with pytest.raises(UsageError, match="is of another model; resume with the model it was made"):
         paceline.train(
             refer_to_job(file, {}), "single", 1, out=tmp_path / "run", resume=True, timeout_s=60
         )

@@ -203,8 +203,8 @@ class GradientExchange:
                 return
             if bucket.filled[index]:
                 raise UsageError(
-                    "two backward passes in one step: call optimizer.step() once a batch, "
-                    "and use a larger batch in place of gradient accumulation"
+                    "two backward passes in one step; call optimizer.step() once per batch, "
+                    "and use a larger batch instead of gradient accumulation"
                 )
             if self._measuring:
                 assert parameter.grad is not None

@@ -95,7 +95,7 @@ def raise_host_errors(results: list[Found | HostError]) -> list[Found]:
         names = ", ".join(error.host for error in wrong)
         raise RunFailed(
             f"{len(wrong)} of {len(results)} machines cannot be used: {names}; "
-            "`paceline doctor` says what mends it",
+            "run `paceline doctor` for a fix",
             details="\n".join(map(str, wrong)),
         )
     return [result for result in results if not isinstance(result, HostError)]

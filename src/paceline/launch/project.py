@@ -56,7 +56,7 @@ def find_project(script: Path, folder: Path | None) -> Path:
         if not folder.is_dir():
             raise UsageError(f"--project {folder} is not a folder")
         if not script.is_relative_to(folder.resolve()):
-            raise UsageError(f"script {script} does not lie in --project {folder}")
+            raise UsageError(f"script {script} is not inside --project {folder}")
         return folder.resolve()
     home = Path.home()
     for above in script.parents:

@@ -14,21 +14,21 @@ from paceline.telemetry.run_folder import RunFolder
 def find_checkpoint(
     folder: RunFolder, facts: dict[str, Any]
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """The newest checkpoint of a run to resume; raises UsageError when there is nothing to."""
+    """The latest checkpoint of a run; raises UsageError if the run cannot be resumed."""
     if not folder.config.exists():
-        raise UsageError(f"--resume: {folder.path} holds no run: start it without --resume")
+        raise UsageError(f"--resume: {folder.path} contains no run; start it without --resume")
     before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
     for name in ("model", "data", "batch", "seed", "dtype"):
         if before.get(name) != facts.get(name):
             raise UsageError(
-                f"--resume: {folder.path} was run with {name} {before.get(name)!r}, "
-                f"not {facts.get(name)!r}: its checkpoint is of another job"
+                f"--resume: {folder.path} was trained with {name}={before.get(name)!r}, "
+                f"but {name}={facts.get(name)!r} was given; resume with the same job"
             )
     kind = facts.get("optimizer")
     if kind and before.get("optimizer") and _word(kind) != _word(before["optimizer"]):
         raise UsageError(
-            f"--resume: {folder.path} was run with {before['optimizer']}, not {kind}: "
-            "the checkpoint holds another optimizer's state"
+            f"--resume: {folder.path} was trained with {before['optimizer']}, but {kind} was "
+            "given; the checkpoint contains the state of the first"
         )
     whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
     if not whole:
@@ -36,8 +36,8 @@ def find_checkpoint(
     memory = read_coordinator_state(whole[-1])
     if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
         raise UsageError(
-            f"--resume: {folder.path} has trained its {facts['epochs']} epochs already: "
-            "raise --epochs to train on"
+            f"--resume: {folder.path} has already completed its {facts['epochs']} epochs; "
+            "increase --epochs to continue training"
         )
     return str(whole[-1].resolve()), memory
 

@@ -10,9 +10,9 @@ from paceline.errors import UsageError
 def pin(place: int, workers: int) -> None:
     """Keep this process to its share of the cores that it may use; `place` counts from 0."""
     if not hasattr(os, "sched_setaffinity"):
-        raise UsageError("--pin needs Linux: leave it out")
+        raise UsageError("--pin requires Linux; remove it")
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // workers
     if each == 0:
-        raise UsageError(f"--pin: {workers} workers have {len(cores)} cores here: leave it out")
+        raise UsageError(f"--pin: {workers} workers cannot share {len(cores)} cores; remove it")
     os.sched_setaffinity(0, cores[place * each : (place + 1) * each])

@@ -117,7 +117,7 @@ def _put_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any
 
 def choose_device(job: Job) -> torch.device:
     if job.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda is asked for, but torch finds none here: use device cpu")
+        raise UsageError("device=cuda: torch finds no CUDA device on this machine; use device=cpu")
     wanted = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
 

@@ -19,9 +19,9 @@ SMALL = 64 << 20
 def check_memory(
     strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer, workers: int
 ) -> None:
-    """Raises UsageError when weights, gradients and optimizer do not fit into what is left.
+    """Raises UsageError if weights, gradients and optimizer state do not fit in memory.
 
-    The model is there, whole: what a strategy does without is let go before more is asked for.
+    The whole model exists already: a strategy frees what it does not need before it allocates.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if weights < SMALL:
@@ -34,8 +34,8 @@ def check_memory(
     if needed <= room:
         return
     raise UsageError(
-        f"{strategy} needs about {needed / 1e9:.2f} GB a worker for weights, gradients and "
-        f"optimizer, there is room for {room / 1e9:.2f} GB: "
+        f"{strategy} needs about {needed / 1e9:.2f} GB per worker (weights, gradients, optimizer "
+        f"state), but only {room / 1e9:.2f} GB are available; "
         + suggest_memory_saving_strategies(weights, slots, workers, room)
     )
 
@@ -64,9 +64,9 @@ def explain_out_of_memory(error: BaseException) -> str | None:
     found = re.search(r"tried to allocate (\d+) bytes", str(error))
     if not isinstance(error, MemoryError) and found is None:
         return None
-    asked = f"{int(found[1]) / 1e9:.2f} GB more" if found else "more memory"
+    wanted = f"{int(found[1]) / 1e9:.2f} GB" if found else "memory"
     return (
-        f"out of memory: {asked} asked for, {available_memory_bytes() / 1e9:.2f} GB left: "
-        "use a smaller batch, "
-        "--recompute, or split the model, as pipeline(recompute=true) and allreduce(shard=full) do"
+        f"out of memory: tried to allocate {wanted} with {available_memory_bytes() / 1e9:.2f} GB "
+        "available; use a smaller batch, --recompute, or a strategy that splits the model, such as "
+        "pipeline(recompute=true) or allreduce(shard=full)"
     )

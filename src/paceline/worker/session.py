@@ -215,7 +215,7 @@ class Session:
         mine = state_from_model(replica.model, replica.optimizer).tensors
         if state.fingerprint() != fingerprint_of(mine):
             raise CheckpointError(
-                f"checkpoint {self.assignment.checkpoint} is of another model: "
+                f"checkpoint {self.assignment.checkpoint} is of another model; "
                 "resume with the model it was made with"
             )
 
@@ -255,7 +255,7 @@ def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
     if not first["fresh"]:
         return broadcast_section(mine, group)
     if first["fingerprint"] != fingerprint_of(mine.tensors):
-        raise UsageError(f"worker {group.rank} has built another model than worker 0")
+        raise UsageError(f"worker {group.rank} built a different model than worker 0")
     for name in weights:
         group.broadcast_any_layout(mine.tensors[name])
     return Section({name: mine.tensors[name] for name in weights})
