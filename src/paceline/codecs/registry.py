@@ -39,7 +39,7 @@ _BUILT_IN = {
 _registered: dict[str, CodecRecord] = {}
 
 
-class _SpecTypes(Mapping[str, type[Codec]]):
+class _CodecTypes(Mapping[str, type[Codec]]):
     """Spec classes by name, for the parser."""
 
     def __getitem__(self, name: str) -> type[Codec]:
@@ -53,7 +53,7 @@ class _SpecTypes(Mapping[str, type[Codec]]):
         return len(_BUILT_IN) + len(_registered)
 
 
-CODECS: Mapping[str, type[Codec]] = _SpecTypes()
+CODECS: Mapping[str, type[Codec]] = _CodecTypes()
 """All codecs by name, those of the package first."""
 
 

@@ -90,7 +90,7 @@ class _Records(Mapping[str, StrategyRecord]):
         return len(_BUILT_IN) + len(_registered)
 
 
-class _SpecTypes(Mapping[str, type[Strategy]]):
+class _StrategyTypes(Mapping[str, type[Strategy]]):
     """Spec classes by name, for the parser."""
 
     def __getitem__(self, name: str) -> type[Strategy]:
@@ -104,7 +104,7 @@ class _SpecTypes(Mapping[str, type[Strategy]]):
 
 
 _RECORDS = _Records()
-_SPEC_TYPES = _SpecTypes()
+_SPEC_TYPES = _StrategyTypes()
 
 
 def records() -> Mapping[str, StrategyRecord]:

@@ -52,7 +52,7 @@ class ForkedProcess:
     stdin: asyncio.WriteTransport
     stdout: asyncio.StreamReader
     status: asyncio.StreamReader
-    server: ForkServer
+    server: ForkServerClient
 
     async def wait(self) -> int | None:
         """Waits for the process to end. Returns its exit code (negative: the signal), or None if
@@ -65,7 +65,7 @@ class ForkedProcess:
             self.server.running -= 1
 
 
-class ForkServer:
+class ForkServerClient:
     """A running fork server, seen from the process that started it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -145,11 +145,11 @@ class ForkServer:
 
 
 _lock = threading.Lock()
-_servers: dict[Fingerprint, ForkServer] = {}
+_servers: dict[Fingerprint, ForkServerClient] = {}
 """By what a fork inherits and cannot change: one entry, unless the environment changes."""
 
 
-def get_fork_server() -> ForkServer:
+def get_fork_server() -> ForkServerClient:
     """Returns the fork server of this process, starting it if necessary."""
     environment = server_environment()
     fingerprint = _fingerprint(environment)
@@ -159,7 +159,7 @@ def get_fork_server() -> ForkServer:
             for other, idle in list(_servers.items()):
                 if not idle.running:
                     _servers.pop(other).close()
-            server = _servers[fingerprint] = ForkServer(environment)
+            server = _servers[fingerprint] = ForkServerClient(environment)
         return server
 
 
