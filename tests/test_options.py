@@ -230,3 +230,15 @@ def test_one_new_field_is_a_new_option(tmp_path: Path) -> None:
         for name in ("first", "second")
     ]
     assert colors == ["blue", "green"]
+
+
+def test_strategies_are_labelled_as_given(tmp_path: Path) -> None:
+    """The canonical text omits defaults: ssp(3) would be shown as ssp."""
+    out = tmp_path / "run"
+    texts = "ps(sync=ssp(3)); ps(sync=ssp(5)); switch(allreduce,ps,at=50%)"
+    twin = ("twin", "--cluster", "2", "--depth", "cost", "--epochs", "1", "--quiet")
+    assert run_main([*twin, "--strategy", texts, "--out", str(out)]) == 0
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert [entry["label"] for entry in comparison["strategies"]] == [
+        *("ps(sync=ssp(3))", "ps(sync=ssp(5))", "switch(allreduce, ps, at=50%)"),
+    ]

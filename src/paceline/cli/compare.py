@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, refer_to_options
+from paceline.cli.options import CommonOptions, refer_to_options, split_list
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.settings import ProcessSettings, SlowdownSettings
@@ -81,11 +81,11 @@ def compare(
     from paceline.launch.run_options import RunOptions
     from paceline.strategies.registry import parse_strategies
 
-    chosen = parse_strategies(options.strategies)
+    parse_strategies(options.strategies)  # Raises before anything else is checked.
     workers = options.workers or DEFAULT_WORKERS
     comparison = compare_strategies(
         refer_to_options(job, fields, workers, common.batch_per_worker),
-        chosen,
+        split_list(options.strategies),
         RunOptions(
             **field_values(processes, ProcessSettings),
             out=options.out,

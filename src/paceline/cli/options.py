@@ -50,6 +50,11 @@ def refer_to_options(
     return refer_to_job(file, fields)
 
 
+def split_list(text: str) -> list[str]:
+    """Splits a list of strategies as given, "single; ps(sync=ssp(3))"."""
+    return [part.strip() for part in text.split(";") if part.strip()]
+
+
 def refuse_together(option: str, others: Mapping[str, object], reason: str) -> None:
     """Raises UsageError if one of the other options was given; `reason` says why not both."""
     for name, value in others.items():

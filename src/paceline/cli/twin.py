@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, refer_to_options
+from paceline.cli.options import CommonOptions, refer_to_options, split_list
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.settings import SlowdownSettings
@@ -94,7 +94,8 @@ def twin(
     )
     if len(chosen) > 1 or options.seeds > 1:
         comparison = compare_twins(
-            reference, list(chosen), run, options.seeds, progress=not common.quiet
+            *(reference, split_list(strategy or DEFAULT_STRATEGY), run, options.seeds),
+            progress=not common.quiet,
         )
         return show_comparison(comparison, options.out, title="Strategies compared in simulation")
     result = run_labelled(reference, chosen[0], run, progress=not common.quiet)

@@ -85,9 +85,21 @@ def compare_strategies(
                 options,
                 out=folder / f"{number + 1}-{strategy.name}-seed{seed}",
                 workers=strategy.worker_count(workers),
+                labels={**options.labels, **label_as_given(strategies[number], strategy)},
             )
             results.append(_run_one(with_job_seed(job, seed), strategy, mine, progress))
     return write_comparison(folder / "comparison.json", results)
+
+
+def label_as_given(given: Strategy | str, strategy: Strategy) -> dict[str, str]:
+    """Returns the label of a strategy whose text is not the canonical one.
+
+    The canonical text omits defaults; a comparison of `ssp(3)` with `ssp(5)` must show both.
+    """
+    text = " ".join(str(given).rpartition(".py:")[2].split())
+    if "".join(text.split()) == "".join(str(strategy).split()):
+        return {}
+    return {"arm": text}
 
 
 def clear_runs(folder: Path) -> None:

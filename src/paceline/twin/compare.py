@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import clear_runs, with_job_seed
+from paceline.launch.compare_runs import clear_runs, label_as_given, with_job_seed
 from paceline.launch.run import check_sizes
 from paceline.report.comparison import Comparison, write_comparison
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
 from paceline.telemetry.schema import RunResult
 from paceline.twin.run import TwinOptions, check_servers, run_twin
@@ -25,7 +27,7 @@ def run_labelled(
 
 def compare_twins(
     job: Job | JobRef,
-    strategies: list[Strategy],
+    strategies: Sequence[Strategy | str],
     options: TwinOptions,
     seeds: int = 1,
     *,
@@ -35,7 +37,8 @@ def compare_twins(
     folder = options.out
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    for strategy in strategies:
+    chosen = [parse_strategy(strategy) for strategy in strategies]
+    for strategy in chosen:
         workers = strategy.worker_count(options.count)
         check_sizes(resolved.batch, strategy, workers)
         check_servers(strategy, workers)
@@ -47,9 +50,10 @@ def compare_twins(
     clear_runs(folder)
     results: list[RunResult] = []
     for seed in range(resolved.seed, resolved.seed + seeds):
-        for number, strategy in enumerate(strategies):
+        for number, strategy in enumerate(chosen):
             out = folder / f"{number + 1}-{strategy.name}-seed{seed}"
-            mine = dataclasses.replace(options, out=out)
+            labels = {**options.labels, **label_as_given(strategies[number], strategy)}
+            mine = dataclasses.replace(options, out=out, labels=labels)
             try:
                 result = run_labelled(with_job_seed(job, seed), strategy, mine, progress=progress)
             except UsageError:
