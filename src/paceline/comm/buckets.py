@@ -7,11 +7,12 @@ the same numbers in another order and so differs in the last bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from paceline.codecs.residuals import ResidualSlice, export_residuals, import_residuals
 from paceline.codecs.spec import Codec
 from paceline.comm.compressed_allreduce import CompressedAllReduce
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
@@ -293,30 +294,21 @@ class GradientExchange:
         return sum(c.bytes_sent for c in self._compressed)
 
     def export_residuals(self) -> dict[str, torch.Tensor]:
-        """Residuals of the codec per parameter, so that any strategy can continue with them."""
-        found: dict[str, torch.Tensor] = {}
-        for index, (bucket, summed) in enumerate(zip(self.buckets, self._compressed, strict=False)):
-            state = summed.state()
-            residual = state.pop("residual", None)
-            if residual is not None:
-                parts = torch.split(residual, [v.numel() for v in bucket.views])
-                for (name, parameter), part in zip(bucket.parameters, parts, strict=True):
-                    found[f"residual/{name}"] = part.reshape(parameter.shape).clone()
-            found.update({f"codec/{index}/{key}": value for key, value in state.items()})
-        return found
+        """Returns the codec's residuals by parameter, so that any strategy can continue with it."""
+        return export_residuals(self._codec_buffers())
 
-    def import_residuals(self, given: dict[str, torch.Tensor]) -> None:
-        """Take over what was not sent; what belongs to another layout or codec starts afresh."""
-        for index, (bucket, summed) in enumerate(zip(self.buckets, self._compressed, strict=False)):
-            state = summed.state()
-            for key in state:
-                stored = given.get(f"codec/{index}/{key}")
-                if stored is not None and stored.shape == state[key].shape:
-                    state[key] = stored
-            names = [f"residual/{name}" for name, _ in bucket.parameters]
-            if "residual" in state and all(name in given for name in names):
-                state["residual"] = torch.cat([given[name].reshape(-1) for name in names])
-            summed.load_state(state)
+    def import_residuals(self, stored: dict[str, torch.Tensor]) -> None:
+        """Loads residuals; what belongs to another layout or codec starts anew."""
+        import_residuals(self._codec_buffers(), stored)
+
+    def _codec_buffers(self) -> Iterator[tuple[CompressedAllReduce, list[ResidualSlice]]]:
+        for bucket, codec in zip(self.buckets, self._compressed, strict=False):
+            slices, offset = [], 0
+            for name, parameter in bucket.parameters:
+                count = parameter.numel()
+                slices.append(ResidualSlice(name, parameter.shape, 0, count, offset))
+                offset += count
+            yield codec, slices
 
     def close(self) -> None:
         for hook in self._hooks:
