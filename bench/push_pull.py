@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from paceline.comm.wire import Channel
 from paceline.protocol.messages import (
     ApplyUpdate,
     GradientPushed,
@@ -37,6 +36,8 @@ from paceline.protocol.messages import (
 )
 from paceline.state import Section
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
+from paceline.strategies.ps.store import ShardState
+from paceline.strategies.ps.transport import ParameterTransport
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import PhaseContext, Replica, TrainStep, WorkerContext
@@ -140,7 +141,7 @@ def exchange(
     runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), around)  # type: ignore[arg-type]
     alone = way == "tcp alone"
     if alone:
-        hold_bytes(runner._channels[0], 4 * floats)
+        hold_bytes(runner._transports[0], 4 * floats)
     else:
         weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
         runner.import_state(Section(weights))
@@ -164,11 +165,12 @@ def exchange(
     result.send(2 * count * floats * 4 / took)
 
 
-def hold_bytes(channel: Channel, nbytes: int) -> None:
-    """A server that stores this many bytes and applies no update."""
-    head = {"op": "import", "nbytes": nbytes, "pieces": [], "groups": [], "slots": []}
-    channel.send({**head, "optimizer": "", "codec": None}, memoryview(bytes(nbytes)))
-    channel.receive()
+def hold_bytes(transport: ParameterTransport, nbytes: int) -> None:
+    """Makes a server hold this many bytes without anything to update in them."""
+    weights = torch.zeros(nbytes, dtype=torch.uint8)
+    transport.load(
+        ShardState(slices=(), options=(), optimizer="", codec=None, weights=weights, slots=())
+    )
 
 
 def answer_bare(listener: socket.socket, workers: int, nbytes: int) -> None:

@@ -31,6 +31,20 @@ from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol import messages
 from paceline.protocol.handshake import HELLO, MAGIC, VERSION, Role, make_proof
 from paceline.protocol.messages import ApplyUpdate, GradientRef, Message, ServerReady, StopServer
+from paceline.strategies.ps.messages import (
+    Loaded,
+    LoadShard,
+    MemoryReply,
+    OfferMemory,
+    Pull,
+    PushGradient,
+    PushHeader,
+    PushShared,
+    SliceEntry,
+    Weights,
+    data_from_wire,
+    data_to_wire,
+)
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.sampler import ServerCounters
 
@@ -318,17 +332,16 @@ class Served:
     def fill(self, channel: Channel, weights: torch.Tensor) -> None:
         """Make it hold these weights under plain SGD."""
         body = weights.numpy().tobytes()
-        head = {
-            "op": "import",
-            "nbytes": len(body),
-            "pieces": [["w", 0, len(body), "float32", 0, [len(weights)]]],
-            "groups": [{"lr": 0.5}],
-            "optimizer": "torch.optim.sgd:SGD",
-            "slots": [],
-            "codec": None,
-        }
-        channel.send(head, memoryview(body))
-        assert channel.receive()[0] == {"ok": True}
+        message = LoadShard(
+            nbytes=len(body),
+            slices=(SliceEntry("w", 0, len(body), "float32", 0, (len(weights),)),),
+            options=({"lr": 0.5},),
+            optimizer="torch.optim.sgd:SGD",
+            slots=(),
+            codec=None,
+        )
+        channel.send(data_to_wire(message), memoryview(body))
+        assert data_from_wire(channel.receive()[0]) == Loaded()
 
     def stop(self) -> None:
         self.control.orders.put(StopServer())
@@ -343,15 +356,30 @@ def served() -> Iterator[Served]:
 
 
 def push(channel: Channel, body: bytes) -> None:
-    head = {"op": "push", "worker": 0, "handle": 1, "missing": [], "payload": None}
-    head["groups"] = [{"lr": 0.5}]
-    channel.send(head, memoryview(body))
+    message = PushGradient(worker=0, handle=1, missing=(), options=({"lr": 0.5},), payload=None)
+    channel.send(data_to_wire(message), memoryview(body))
 
 
 def pull(channel: Channel, version: int) -> tuple[int, torch.Tensor]:
-    channel.send({"op": "pull", "at_least": version, "after": None, "exact": True})
+    channel.send(data_to_wire(Pull(at_least=version, after=None, exact=True)))
     head, body = channel.receive(max_body=1 << 20)
-    return head["version"], torch.frombuffer(body, dtype=torch.float32)
+    answer = data_from_wire(head)
+    assert isinstance(answer, Weights)
+    return answer.version, torch.frombuffer(body, dtype=torch.float32)
+
+
+def offer(channel: Channel, memory: MailboxSegment, worker: int) -> MemoryReply:
+    """Offers 16 bytes of shared memory for one server."""
+    domain = shm_domain_id()
+    assert domain is not None
+    message = OfferMemory(
+        worker=worker, domain=domain, segment=memory.name, server=0, servers=1, lo=0, hi=16
+    )
+    channel.send(data_to_wire(message))
+    reply = data_from_wire(channel.receive()[0])
+    memory.unlink()
+    assert isinstance(reply, MemoryReply)
+    return reply
 
 
 def test_server_stores_applies_and_answers(served: Served) -> None:
@@ -371,21 +399,24 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     """Left there they are used in place; told of by a push they are kept for the worker."""
     channel = served.connect()
     memory = MailboxSegment(1, 16)
-    told = {"machine": shm_domain_id(), "name": memory.name, "worker": 3}
-    channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
-    head = channel.receive()[0]
-    memory.unlink()
+    descriptor = offer(channel, memory, 3).descriptor
+    assert descriptor is not None
     served.fill(channel, torch.zeros(4))
     lane = memory.mailbox(0, 0, 16)
-    board = open_shared_weights(head["board"], 16)
+    board = open_shared_weights(descriptor, 16)
     reader = SharedWeightsReader(board, lane, peer="server 4", timeout_s=WAIT_S, look=lambda: None)
     weights, gradient = torch.zeros(16, dtype=torch.uint8), memory.gradient.view(torch.float32)
-    push = {"op": "push", "worker": 3, "missing": [], "payload": None, "groups": [{"lr": 1.0}]}
+
+    def announce(handle: int, *, in_place: bool) -> None:
+        message = PushShared(
+            worker=3, handle=handle, missing=(), options=({"lr": 1.0},), in_place=in_place
+        )
+        channel.send(data_to_wire(message))
 
     for handle, value in ((1, 1.0), (2, 2.0)):
         gradient.fill_(value)
         lane.last_handle = handle
-        channel.send({**push, "handle": handle, "shared": True, "stays": False})
+        announce(handle, in_place=False)
         # Nothing is ordered yet: the gradient still waits when the worker goes on.
         assert reader.copy_weights(0, weights) == (0, 0)
         gradient.fill_(77.0)
@@ -394,7 +425,8 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
         served.control.orders.put(ApplyUpdate(version, (GradientRef(3, version, 1.0),), 1.0, None))
 
     gradient.fill_(4.0)
-    assert lane.post(3, pack({**push, "handle": 3}))
+    header = PushHeader(worker=3, handle=3, missing=(), options=({"lr": 1.0},))
+    assert lane.post(3, pack(data_to_wire(header)))
     order = ApplyUpdate(3, (GradientRef(3, 3, 1.0),), 1.0, None)
     served.control.orders.put(order)
     found = reader.copy_weights(3, weights)
@@ -408,7 +440,7 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     # Told of by a push and staying where it is, it is waited for.
     gradient.fill_(8.0)
     lane.last_handle = 4
-    channel.send({**push, "handle": 4, "shared": True, "stays": True})
+    announce(4, in_place=True)
     served.control.orders.put(ApplyUpdate(4, (GradientRef(3, 4, 1.0),), 1.0, None))
     assert reader.copy_weights(0, weights) is not None
     assert weights.view(torch.float32).tolist() == [-15.0] * 4
@@ -432,13 +464,9 @@ def test_weights_stay_when_there_is_no_shared_memory(
     channel = served.connect()
     served.fill(channel, torch.arange(4.0))
     memory = MailboxSegment(1, 16)
-    told = {"machine": shm_domain_id(), "name": memory.name, "worker": 0}
-    channel.send({"op": "share", **told, "server": 0, "servers": 1, "lo": 0, "hi": 16})
-    assert channel.receive()[0] == {
-        "board": None,
-        "why": "no room for a server's weights in shared memory",
-    }
-    memory.unlink()
+    assert offer(channel, memory, 0) == MemoryReply(
+        descriptor=None, reason="no room for a server's weights in shared memory"
+    )
     assert pull(channel, 0)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     channel.close()
 
@@ -489,7 +517,9 @@ def test_gradient_of_wrong_size_names_both(served: Served, size: int) -> None:
     channel.close()
 
 
-@pytest.mark.parametrize("head", [{"op": "dance"}, {}, ["op"], {"op": "push"}, struct.pack("d", 0)])
+@pytest.mark.parametrize(
+    "head", [{"kind": "Dance"}, {}, ["kind"], {"kind": "PushGradient"}, struct.pack("d", 0)]
+)
 def test_nonsense_is_answered_with_an_error(served: Served, head: Any) -> None:
     channel = served.connect()
     channel.send(head)

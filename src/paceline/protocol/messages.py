@@ -7,7 +7,8 @@ kind, or with missing or unknown fields, is refused with a WireError.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from paceline.errors import WireError
 from paceline.protocol.block_plan import BlockLayout, RowRanges
@@ -18,7 +19,10 @@ Plain = dict[str, Any]
 
 @record
 class Message:
-    """Base of everything that crosses a control connection."""
+    """Base of all messages: those of control connections are subclassed here directly."""
+
+    row_types: ClassVar[dict[str, Any]] = {}
+    """Fields that hold a sequence of records or named tuples, and the type of one of them."""
 
 
 @record
@@ -348,6 +352,8 @@ class GradientRef(Message):
 class ApplyUpdate(Message):
     """Make version `version` out of the parts; `clip` is the largest norm of the whole gradient."""
 
+    row_types: ClassVar[dict[str, Any]] = {"parts": GradientRef}
+
     version: int
     parts: tuple[GradientRef, ...]
     lr_scale: float
@@ -382,11 +388,12 @@ def message_to_wire(message: Message) -> Plain:
     return {"kind": type(message).__name__, **dataclasses.asdict(message)}
 
 
-def message_from_wire(plain: object) -> Message:
+def message_from_wire(plain: object, kinds: Mapping[str, type[Message]] = KINDS) -> Message:
+    """Parses a message of one of these kinds; by default those of control connections."""
     kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
-    if not isinstance(plain, dict) or not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(plain, dict) or not isinstance(kind, str) or kind not in kinds:
         raise WireError(f"a message of unknown kind {kind!r}: is the peer of another version?")
-    cls = KINDS[kind]
+    cls = kinds[kind]
     fields = {f.name for f in dataclasses.fields(cls)}
     if fields != set(plain) - {"kind"}:
         given = sorted(map(str, set(plain) - {"kind"}))
@@ -402,8 +409,12 @@ def _restore(cls: type[Message], name: str, value: Any) -> Any:
     nested = _NESTED.get(name)
     if nested is not None and isinstance(value, dict):
         return nested(**{k: _freeze(v) for k, v in value.items()})
-    if cls is ApplyUpdate and name == "parts":
-        return tuple(GradientRef(**part) for part in value)
+    row_type = cls.row_types.get(name)
+    if row_type is not None:
+        return tuple(
+            row_type(**row) if isinstance(row, dict) else row_type(*map(_freeze, row))
+            for row in value
+        )
     return _freeze(value)
 
 

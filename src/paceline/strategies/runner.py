@@ -34,6 +34,7 @@ class Replica:
         *,
         clip: float | None = None,
         reduce_in_backward: bool = False,
+        exclusive: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -42,6 +43,8 @@ class Replica:
         self.clip = clip
         self.reduce_in_backward = reduce_in_backward
         """A user's own loop may look at gradients as soon as backward() returns."""
+        self.exclusive = exclusive
+        """Whether the model belongs to one runner, which may keep its weights in own buffers."""
         self.bucket_layout: list[list[str]] | None = None
         """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
         self.comm_backend: str | None = None

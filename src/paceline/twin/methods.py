@@ -387,14 +387,14 @@ class SimulatedTransport:
             view.copy_(parameter.detach())
             held = torch.nn.Parameter(view)
             nbytes = parameter.numel() * parameter.element_size()
-            store.pieces.append(StoredSlice(name, offset, nbytes, held, group_of[parameter]))
+            store.slices.append(StoredSlice(name, offset, nbytes, held, group_of[parameter]))
             members[group_of[parameter]].append(held)
         cls = type(optimizer)
         store.optimizer = optimizer_from_reference(
             f"{cls.__module__}:{cls.__qualname__}", optimizer_options(optimizer), members
         )
         assert store.optimizer is not None
-        for piece, parameter in zip(store.pieces, self._parameters, strict=True):
+        for piece, parameter in zip(store.slices, self._parameters, strict=True):
             slots = optimizer.state.get(parameter)
             if slots:
                 store.optimizer.state[piece.parameter] = _copy_slots(slots)
@@ -472,7 +472,7 @@ class SimulatedTransport:
             gradient = self._store.gradients.pop((worker, number), None)
             if gradient is None:
                 continue
-            groups = groups or gradient.groups
+            groups = groups or gradient.options
             missing = gradient.missing if missing is None else missing & gradient.missing
             for view, part in zip(views, self._layout.views(gradient.buffer), strict=True):
                 view.add_(part, alpha=weight)
@@ -525,7 +525,7 @@ class SimulatedTransport:
         self._store.sync_slots()
         assert self._store.optimizer is not None
         state = self._training.replica.optimizer.state
-        for piece, parameter in zip(self._store.pieces, self._parameters, strict=True):
+        for piece, parameter in zip(self._store.slices, self._parameters, strict=True):
             state.pop(parameter, None)
             slots = self._store.optimizer.state.get(piece.parameter)
             if slots:

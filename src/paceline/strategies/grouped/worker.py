@@ -6,6 +6,7 @@ import torch
 
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.grouped.spec import Grouped
+from paceline.strategies.ps.connect import Connect, connect
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import TrainStep, WorkerContext
@@ -18,8 +19,9 @@ class GroupedRunner(ParameterServerRunner):
     A worker that dies breaks its group's collective and so the run.
     """
 
-    def __init__(self, spec: Grouped, around: WorkerContext) -> None:
-        super().__init__(ParameterServer(servers=spec.servers, lr_scale=spec.lr_scale), around)
+    def __init__(self, spec: Grouped, around: WorkerContext, connect: Connect = connect) -> None:
+        servers = ParameterServer(servers=spec.servers, lr_scale=spec.lr_scale)
+        super().__init__(servers, around, connect)
         self._mine = next(g for g in around.phase.groups if around.rank in g)
         self._leads = self._mine[0] == around.rank
         self._inner = around.group.new_subgroup(around.phase.groups)

@@ -1,10 +1,9 @@
-"""A parameter server: the process around one shard of `paceline.protocol.shard`.
+"""A parameter-server process: threads and connections around one `protocol.shard.ServerShard`.
 
-One thread a worker's connection receives gradients and answers pulls; orders come over the
-control connection. Workers of the same machine leave their gradients in memory and read weights
-there (`paceline.comm.shm.parameters`): then an order is all that comes. Whatever the shard says is
-carried out under one lock, by the thread that received the event. A worker that disconnects ends
-its thread, a coordinator the process.
+One thread per connection receives a worker's messages; orders arrive on the control connection.
+The thread that received an event carries out the shard's actions, under one lock. Gradients arrive
+at a `GradientEndpoint` per worker. A thread ends when its worker disconnects; the process ends when
+the coordinator does.
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.codecs.payload import from_bytes, to_bytes
 from paceline.comm.control import ControlConnection
-from paceline.comm.flat_layout import as_memoryview
-from paceline.comm.shm.parameters import GradientMailbox, open_mailbox
-from paceline.comm.shm.segment import shm_domain_id
-from paceline.comm.wire import MAX_BODY, Channel, unpack_head
+from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import (
     ApplyUpdate,
@@ -41,20 +37,45 @@ from paceline.protocol.shard import (
     StepOptimizer,
     SumGradients,
 )
+from paceline.strategies.ps.messages import (
+    ExportSlots,
+    Failed,
+    Loaded,
+    LoadShard,
+    OfferMemory,
+    Pull,
+    PushGradient,
+    PushHeader,
+    data_from_wire,
+)
 from paceline.strategies.ps.store import ParameterStore, PendingGradient
+from paceline.strategies.ps.transport import GradientEndpoint
+from paceline.strategies.ps.transport_shm import SharedMemoryEndpoint, accept_memory
+from paceline.strategies.ps.transport_tcp import TcpEndpoint
 from paceline.telemetry.phase_clock import APPLY, RECEIVE, SEND, ServerClock
 from paceline.telemetry.sampler import ServerCounters, StepCounters
 
 
+@dataclass(eq=False)
+class WorkerLink:
+    """One worker's connection."""
+
+    tcp: TcpEndpoint
+    endpoint: GradientEndpoint
+    """Where its gradients arrive: `tcp`, or shared memory."""
+    held_up_us: int = 0
+    """Time that its next pull has waited behind the update of its own push."""
+
+
 def warm_up_torch() -> None:
-    """Take a step of nothing: torch imports much on the first one, which would count as pause."""
+    """Runs an empty optimizer step: torch imports modules at the first, which takes seconds."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
 class ParameterServerProcess:
-    """Listens, greets, and turns messages into events of the shard."""
+    """Accepts workers, and turns their messages and the orders into events of the shard."""
 
     def __init__(
         self,
@@ -72,18 +93,14 @@ class ParameterServerProcess:
         self._clock = clock or ServerClock(time.time())
         self._counters = counters or StepCounters()
         self._serving = serving or ServerCounters()
-        self._lanes: dict[int, GradientMailbox] = {}
-        """By worker: its gradient, where it shares memory with this process."""
-        self._shared_by: dict[Channel, tuple[int, GradientMailbox]] = {}
-        self._counted: dict[GradientMailbox, tuple[int, int]] = {}
-        """What its worker had read by when last asked."""
-        self._held_up_us: dict[Channel, int] = {}
-        """By connection: how long its pull has waited behind its own push's update."""
+        self._links: set[WorkerLink] = set()
+        self._shared: dict[int, SharedMemoryEndpoint] = {}
+        """By worker: endpoints whose gradients only the coordinator announces."""
         self._apply_ns = 0
         self._apply_began_ns: int | None = None
         self.bytes_sent = self.bytes_received = 0
         self.before_close: Callable[[], None] = lambda: None
-        """Called before a connection is closed: its bytes are counted up to then."""
+        """Called before a connection is closed, to sample its socket a last time."""
         self._token = token
         self._control = control
         self._timeout_s = timeout_s
@@ -96,7 +113,7 @@ class ParameterServerProcess:
         self._listener = socket.create_server((host, 0), family=family)
 
     def run(self) -> None:
-        """Serve until the coordinator says stop; raises what went wrong otherwise."""
+        """Serves until the coordinator sends StopServer; raises PeerLost if it is gone."""
         host, port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
         self._clock.start_idle()
@@ -108,8 +125,8 @@ class ParameterServerProcess:
                 self._listener.shutdown(socket.SHUT_RDWR)
                 self._listener.close()
                 with self._changed:
-                    for lane in self._counted:
-                        self._count_reads(lane)
+                    for link in self._links:
+                        self._count(link.endpoint)
                     self._store.close()
                 return
             self._on_order(message)
@@ -117,13 +134,13 @@ class ParameterServerProcess:
     def _on_order(self, message: Message) -> None:
         with self._changed:
             if isinstance(message, ApplyUpdate):
-                if self._lanes:
+                if self._shared:
                     self._find_gradients(message)
                 self._execute(self._shard.on_apply(message))
             elif isinstance(message, ClipFactor):
                 self._execute(self._shard.on_clip(message.version, message.factor))
             else:
-                raise WireError(f"a server cannot take a {type(message).__name__} message")
+                raise WireError(f"unexpected {type(message).__name__} message to a server")
 
     def _accept(self) -> None:
         while True:
@@ -145,64 +162,88 @@ class ParameterServerProcess:
         self._serve(channel)
 
     def _serve(self, channel: Channel) -> None:
-        """One worker's connection, until it closes."""
+        """Answers one worker until its connection closes."""
+        tcp = TcpEndpoint(channel, self._store, self._changed)
+        link = WorkerLink(tcp, tcp)
+        with self._changed:
+            self._links.add(link)
         try:
             while True:
-                sent, received = channel.bytes_sent, channel.bytes_received
                 head, body_bytes = channel.receive_head(max_body=MAX_BODY, patient=True)
-                self._answer(channel, head, body_bytes)
+                self._answer(link, head, body_bytes)
                 with self._changed:
-                    self.bytes_received += channel.bytes_received - received
-                    self.bytes_sent += channel.bytes_sent - sent
+                    self._count(link.endpoint)
         except (PeerLost, DeadlineExceeded):
-            self._forget_lane(channel)
+            self._remove_link(link)
             self.before_close()
             channel.close()
         except Exception as error:
-            # The worker must not wait for its deadline to learn of it.
-            self._forget_lane(channel)
+            # Without an answer the worker would wait until its deadline.
+            self._remove_link(link)
             try:
-                channel.send({"error": f"server {self._index}: {type(error).__name__}: {error}"})
+                tcp.send(Failed(error=f"server {self._index}: {type(error).__name__}: {error}"))
             finally:
                 channel.close()
 
-    def _answer(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
-        operation = head["op"]
-        if operation == "share":
-            channel.send(self._share(channel, head))
-        elif operation == "push":
+    def _answer(self, link: WorkerLink, head: object, body_bytes: int) -> None:
+        message = data_from_wire(head)
+        if isinstance(message, PushHeader):
             with self._in_phase(RECEIVE):
-                self._take_gradient(channel, head, body_bytes)
-        elif operation == "pull":
-            after = tuple(head["after"]) if head["after"] is not None else None
-            queued_us = self._held_up_us.pop(channel, 0) + self._wait_for(head["at_least"], after)
-            with self._in_phase(SEND):
-                with self._changed:
-                    self._serving.pulls += 1
-                    self._serving.queued_us += queued_us
-                    version = self._shard.version
-                    weights = self._store.copy_weights()
-                exact = bool(head["exact"])
-                self._send_weights(channel, version, weights, exact=exact, queued_us=queued_us)
-                with self._changed:
-                    self._store.return_copy(weights)
-        elif operation == "export":
-            self._wait_for(head["at_least"])
-            with self._in_phase(SEND), self._changed:
-                table, tensors = self._store.slots()
-                channel.send({"slots": table}, *(as_memoryview(t) for t in tensors))
-        elif operation == "import":
+                self._take_gradient(link, message, body_bytes)
+        elif isinstance(message, Pull):
+            self._answer_pull(link, message)
+        elif isinstance(message, LoadShard):
             with self._in_phase(RECEIVE):
-                body = torch.empty(body_bytes, dtype=torch.uint8)
-                channel.receive_into(as_memoryview(body))
+                state = link.tcp.receive_state(message, body_bytes)
                 with self._changed:
-                    self._store.load(head, body)
+                    self._store.load(state)
                     self._shard.reset()
-                    if self._store.board is not None:
-                        self._store.board.reset()
-            channel.send({"ok": True})
+                    if self._store.shared_weights is not None:
+                        self._store.shared_weights.reset()
+            link.tcp.send(Loaded())
+        elif isinstance(message, ExportSlots):
+            self._wait_for(message.at_least)
+            with self._in_phase(SEND), self._changed:
+                link.tcp.send_slots(self._store.slots())
+        elif isinstance(message, OfferMemory):
+            self._accept_memory(link, message)
         else:
-            raise WireError(f"a server cannot do {operation!r}")
+            raise WireError(f"unexpected {type(message).__name__} message to a server")
+
+    def _answer_pull(self, link: WorkerLink, pull: Pull) -> None:
+        held_up_us, link.held_up_us = link.held_up_us, 0
+        queued_us = held_up_us + self._wait_for(pull.at_least, pull.after)
+        with self._in_phase(SEND):
+            with self._changed:
+                self._serving.pulls += 1
+                self._serving.queued_us += queued_us
+                version = self._shard.version
+                weights = self._store.copy_weights()
+            link.tcp.send_weights(version, weights, exact=pull.exact, queued_us=queued_us)
+            with self._changed:
+                self._store.return_copy(weights)
+
+    def _accept_memory(self, link: WorkerLink, offer: OfferMemory) -> None:
+        with self._changed:
+            endpoint, reply = accept_memory(offer, link.tcp, self._store, self._changed)
+            if endpoint is not None:
+                link.endpoint = self._shared[offer.worker] = endpoint
+        link.tcp.send(reply)
+
+    def _remove_link(self, link: WorkerLink) -> None:
+        with self._changed:
+            self._count(link.endpoint)
+            self._links.discard(link)
+            # A worker may have connected again meanwhile: keep its new endpoint.
+            self._shared = {w: e for w, e in self._shared.items() if e is not link.endpoint}
+
+    def _count(self, endpoint: GradientEndpoint) -> None:
+        """Adds a worker's traffic since the last call; the caller holds the lock."""
+        counters = endpoint.pop_counters()
+        self._serving.pulls += counters.pulls
+        self._serving.queued_us += counters.queued_us
+        self.bytes_sent += counters.bytes_sent
+        self.bytes_received += counters.bytes_received
 
     @contextmanager
     def _in_phase(self, phase: int) -> Iterator[None]:
@@ -213,157 +254,47 @@ class ParameterServerProcess:
             self._clock.end(phase)
 
     def _applied_ns(self) -> int:
-        """Time spent on updates so far, the one under way included."""
+        """Returns the time spent on updates so far, including the one in progress."""
         began = self._apply_began_ns
         return self._apply_ns + (time.perf_counter_ns() - began if began is not None else 0)
 
-    def _take_gradient(self, channel: Channel, head: dict[str, Any], body_bytes: int) -> None:
-        worker, handle = int(head["worker"]), int(head["handle"])
-        if head.get("shared"):
-            self._take_shared(worker, head)
-            return
-        with self._changed:
-            buffer = self._store.borrow_buffer()
-        self._receive_gradient(channel, head["payload"], body_bytes, buffer)
+    # ---- gradients ----------------------------------------------------------------------------
+
+    def _take_gradient(self, link: WorkerLink, push: PushHeader, body_bytes: int) -> None:
+        gradient = link.endpoint.receive(push, body_bytes)
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
-            self._add_pending(worker, head, buffer)
-            self._execute(self._shard.on_gradient(worker, handle))
-        if channel.has_input():
-            # The worker's pull has come meanwhile: it waits behind updates from here on already.
+            self._add_pending((push.worker, push.handle), gradient)
+        if isinstance(push, PushGradient) and link.tcp.channel.has_input():
+            # The worker's pull has arrived meanwhile: it has waited behind updates since.
             held = min(time.perf_counter_ns() - arrived, self._applied_ns() - applied)
-            self._held_up_us[channel] = held // 1000
-
-    def _add_pending(
-        self,
-        worker: int,
-        head: dict[str, Any],
-        buffer: torch.Tensor,
-        lane: GradientMailbox | None = None,
-    ) -> None:
-        gradients, serving = self._store.gradients, self._serving
-        missing, groups = frozenset(head["missing"]), tuple(head["groups"])
-        gradients[worker, int(head["handle"])] = PendingGradient(buffer, missing, groups, lane)
-        serving.pushes += 1
-        serving.waiting = max(serving.waiting, len(gradients))
-
-    # ---- workers of this machine ----------------------------------------------------------------
-
-    def _share(self, channel: Channel, head: dict[str, Any]) -> dict[str, Any]:
-        """Open the worker's gradient, and say where it finds the weights; or why not."""
-        if head["machine"] != shm_domain_id():
-            return {"board": None, "why": "servers on other machines"}
-        lo, hi, worker = int(head["lo"]), int(head["hi"]), int(head["worker"])
-        place = {"server": int(head["server"]), "servers": int(head["servers"])}
-        try:
-            lane = open_mailbox(str(head["name"]), **place, lo=lo, hi=hi)
-        except OSError as error:
-            return {"board": None, "why": f"{error.strerror} at a worker's memory"}
-        with self._changed:
-            self._store.allocate(hi - lo)
-            board = self._store.board
-            if board is None:
-                return {"board": None, "why": "no room for a server's weights in shared memory"}
-            self._lanes[worker] = lane
-            self._shared_by[channel] = worker, lane
-            self._counted[lane] = 0, 0
-            return {"board": board.descriptor(), "why": ""}
-
-    def _take_shared(self, worker: int, head: dict[str, Any]) -> None:
-        """A gradient that lies in memory, told of by its worker itself."""
-        handle = int(head["handle"])
-        with self._changed:
-            lane, board = self._lanes[worker], self._store.board
-            assert board is not None
-            if head["stays"]:
-                self._add_pending(worker, head, lane.gradient, lane)
-            else:
-                self._add_pending(worker, head, self._store.borrow_buffer().copy_(lane.gradient))
-                lane.mark_consumed(handle)
-                board.notify()
-            self._count_shared(lane)
-            self._execute(self._shard.on_gradient(worker, handle))
+            link.held_up_us = held // 1000
 
     def _find_gradients(self, order: ApplyUpdate) -> None:
-        """Those of workers that left them in memory and told only the coordinator."""
+        """Takes gradients that their workers announced to the coordinator only."""
         if order.version <= self._shard.version:
             return
         for part in order.parts:
-            lane = self._lanes.get(part.worker)
-            told = lane.header_of(part.handle) if lane is not None else None
-            if lane is None or told is None:
+            endpoint = self._shared.get(part.worker)
+            # A gradient that is here already: it was announced, or the order was repeated.
+            if endpoint is None or (part.worker, part.handle) in self._store.gradients:
                 continue
-            if (part.worker, part.handle) in self._store.gradients:
-                continue  # the order was said twice
-            self._add_pending(part.worker, unpack_head(told), lane.gradient, lane)
-            self._count_shared(lane)
-            self._execute(self._shard.on_gradient(part.worker, part.handle))
+            gradient = endpoint.find(part.handle)
+            if gradient is not None:
+                self._add_pending((part.worker, part.handle), gradient)
+                self._count(endpoint)
 
-    def _count_shared(self, lane: GradientMailbox) -> None:
-        """A gradient of it has come, after reads of weights."""
-        self.bytes_received += lane.gradient.numel()
-        self._count_reads(lane)
-
-    def _count_reads(self, lane: GradientMailbox) -> None:
-        """The worker's reads since it was last asked are pulls like any other."""
-        reads, queued_us = lane.reads, lane.queued_us
-        before = self._counted[lane]
-        self._counted[lane] = reads, queued_us
-        self._serving.pulls += reads - before[0]
-        self._serving.queued_us += queued_us - before[1]
-        self.bytes_sent += (reads - before[0]) * lane.gradient.numel()
-
-    def _forget_lane(self, channel: Channel) -> None:
-        with self._changed:
-            self._held_up_us.pop(channel, None)
-            if channel in self._shared_by:
-                worker, lane = self._shared_by.pop(channel)
-                self._count_reads(lane)
-                del self._counted[lane]
-                if self._lanes.get(worker) is lane:  # and not that of its next connection
-                    del self._lanes[worker]
-
-    def _receive_gradient(
-        self, channel: Channel, table: Any, body_bytes: int, buffer: torch.Tensor
-    ) -> None:
-        expected = buffer.numel()
-        coder = self._store.coder
-        if table is None or coder is None:
-            if body_bytes != expected or table is not None:
-                raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
-            if expected:
-                channel.receive_into(as_memoryview(buffer))
-            return
-        values = buffer.view(self._store.pieces[0].parameter.dtype)
-        most = coder.max_payload_bytes(values.numel())
-        if body_bytes > most:
-            raise WireError(f"a compressed gradient of {body_bytes} bytes, {most} at most expected")
-        body = torch.empty(body_bytes, dtype=torch.uint8)
-        channel.receive_into(as_memoryview(body))
-        coder.decode(from_bytes(table, body), values)
-
-    def _send_weights(
-        self,
-        channel: Channel,
-        version: int,
-        weights: torch.Tensor,
-        *,
-        exact: bool,
-        queued_us: int,
-    ) -> None:
-        coder = self._store.weight_coder
-        if exact or coder is None:
-            head = {"version": version, "payload": None, "queued_us": queued_us}
-            channel.send(head, as_memoryview(weights))
-            return
-        values = weights.view(self._store.pieces[0].parameter.dtype)
-        table, views = to_bytes(coder.encode(values))
-        channel.send({"version": version, "payload": table, "queued_us": queued_us}, *views)
+    def _add_pending(self, handle: Handle, gradient: PendingGradient) -> None:
+        gradients, serving = self._store.gradients, self._serving
+        gradients[handle] = gradient
+        serving.pushes += 1
+        serving.waiting = max(serving.waiting, len(gradients))
+        self._execute(self._shard.on_gradient(*handle))
 
     def _wait_for(self, at_least: int, after: Handle | None = None) -> int:
-        """Until that version is there; returns for how long updates were under way meanwhile (us).
+        """Waits for a version; returns how long updates were in progress meanwhile (us).
 
-        What is left of the wait was for a gradient or an order still on its way.
+        The rest of the wait was for a gradient or an order that had not arrived.
         """
         asked, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
@@ -386,15 +317,15 @@ class ParameterServerProcess:
                     square = self._store.sum_up(action.order)
                 self._control.send(ShardSqNorm(self._index, action.order.version, square))
             elif isinstance(action, StepOptimizer):
-                board = self._store.board
-                if board is not None:
-                    board.begin_update(self._lanes.values())
+                shared = self._store.shared_weights
+                if shared is not None:
+                    shared.begin_update(endpoint.mailbox for endpoint in self._shared.values())
                 before_us = self._serving.apply_us
                 with self._applying():
                     self._update(action)
-                if board is not None:
+                if shared is not None:
                     took_us = self._serving.apply_us - before_us
-                    board.end_update(action.order.version, took_us)
+                    shared.end_update(action.order.version, took_us)
                 self._counters.steps += 1
             elif isinstance(action, SendWeights):
                 self._answered.add(action.ticket)

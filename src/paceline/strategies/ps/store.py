@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from paceline.codecs.base import Coder
 from paceline.codecs.compressor import make_coder
 from paceline.codecs.registry import parse_codec
-from paceline.comm.shm.parameters import GradientMailbox, SharedWeightsOwner
+from paceline.comm.shm.parameters import SharedWeightsOwner
 from paceline.comm.shm.segment import shm_domain_id
 from paceline.errors import WireError
 from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.shard import Handle
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
+from paceline.strategies.ps.messages import Options, SliceEntry
+
+if TYPE_CHECKING:
+    from paceline.strategies.ps.transport import GradientEndpoint
+
+
+class Slot(NamedTuple):
+    """One optimizer tensor of one slice."""
+
+    slice_index: int
+    name: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState:
+    """All that a server needs to hold a shard: weights, and an optimizer with its state."""
+
+    slices: tuple[SliceEntry, ...]
+    options: tuple[Options, ...]
+    """Per parameter group of the optimizer."""
+    optimizer: str
+    """Reference of its class, `module:name`."""
+    codec: str | None
+    weights: torch.Tensor
+    """Bytes; copied by the store."""
+    slots: tuple[Slot, ...]
+    """The store keeps these tensors."""
 
 
 @dataclass
 class StoredSlice:
-    """A slice of a parameter held here: its weights as a parameter of the optimizer.
-
-    Or several that lie side by side, as one.
-    """
+    """A slice of a parameter, or several adjacent ones, as a parameter of the optimizer."""
 
     name: str
     offset: int
     nbytes: int
     parameter: torch.nn.Parameter
     group: int
-    """Of the optimizer."""
+    """Index of its parameter group in the optimizer."""
 
 
 @dataclass
@@ -41,20 +66,20 @@ class PendingGradient:
 
     buffer: torch.Tensor
     missing: frozenset[int]
-    groups: tuple[dict[str, Any], ...]
-    lane: GradientMailbox | None = None
-    """Where the buffer is, if it is its worker's, which waits for its update."""
+    options: tuple[Options, ...]
+    endpoint: GradientEndpoint | None = None
+    """Notified after the update, if the buffer is the worker's; None if it is the store's."""
 
 
 class ParameterStore:
-    """The shard's tensors: weights, optimizer, and the gradients that wait."""
+    """Tensors of a shard: weights, optimizer state, and gradients not yet applied."""
 
     def __init__(self) -> None:
-        self.pieces: list[StoredSlice] = []
+        self.slices: list[StoredSlice] = []
         self.weights = torch.zeros(0, dtype=torch.uint8)
-        self.board: SharedWeightsOwner | None = None
-        """The weights' memory, where workers of this machine can read them."""
-        self._room: int | None = None
+        self.shared_weights: SharedWeightsOwner | None = None
+        """Memory of `weights`, if workers on this host can read it."""
+        self._allocated: int | None = None
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients: dict[Handle, PendingGradient] = {}
         self._spare: list[torch.Tensor] = []
@@ -62,76 +87,66 @@ class ParameterStore:
         self.optimizer: torch.optim.Optimizer | None = None
         self._rows: list[StoredSlice] = []
         self._flat: FlatOptimizer | None = None
-        """Steps the rows in place of the pieces, as long as every gradient has all pieces."""
+        """Updates the rows instead of the slices, as long as every gradient has all slices."""
         self.coder: Coder | None = None
         self.weight_coder: Coder | None = None
 
     def allocate(self, nbytes: int) -> None:
-        """For so many bytes of weights, unless there is; where others see them, if there can be."""
-        if nbytes == self._room:
-            return  # also without a board: weights may be there already
+        """Allocates the weights unless they have this size; in shared memory if there is room."""
+        if nbytes == self._allocated:
+            return  # Also outside shared memory: the weights may be loaded already.
         self.close()
-        self._room = nbytes
+        self._allocated = nbytes
         self.weights = torch.zeros(0, dtype=torch.uint8)
         if shm_domain_id() is not None:
             try:
-                self.board = SharedWeightsOwner(nbytes)
+                self.shared_weights = SharedWeightsOwner(nbytes)
             except OSError:
-                pass  # no room there
-        self.weights = (
-            torch.zeros(nbytes, dtype=torch.uint8) if self.board is None else self.board.weights
-        )
+                pass  # No room: `OfferMemory` is answered with the reason.
+        shared = self.shared_weights
+        self.weights = torch.zeros(nbytes, dtype=torch.uint8) if shared is None else shared.weights
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self.shared_weights is not None:
+            self.shared_weights.close()
+            self.shared_weights = None
 
-    def load(self, head: dict[str, Any], body: torch.Tensor) -> None:
-        """Take over weights and slots as a worker sends them."""
-        nbytes = int(head["nbytes"])
-        self.allocate(nbytes)
-        self.weights.copy_(body[:nbytes])
+    def load(self, state: ShardState) -> None:
+        """Replaces weights, optimizer and slots; gradients that wait are dropped."""
+        self.allocate(state.weights.numel())
+        self.weights.copy_(state.weights)
         self.sums = torch.zeros(0, dtype=torch.uint8)
         self.gradients = {}
         self._spare, self._copies = [], []
-        self.pieces = []
-        members: list[list[torch.nn.Parameter]] = [[] for _ in head["groups"]]
-        for name, offset, size, dtype, group, shape in head["pieces"]:
-            view = self.weights[offset : offset + size].view(getattr(torch, dtype))
+        self.slices = []
+        members: list[list[torch.nn.Parameter]] = [[] for _ in state.options]
+        for name, offset, nbytes, dtype, group, shape in state.slices:
+            view = self.weights[offset : offset + nbytes].view(dtype_from_name(dtype))
             parameter = torch.nn.Parameter(view.view(shape))
-            self.pieces.append(StoredSlice(name, offset, size, parameter, group))
+            self.slices.append(StoredSlice(name, offset, nbytes, parameter, group))
             members[group].append(parameter)
-        self.optimizer = optimizer_from_reference(head["optimizer"], head["groups"], members)
-        self._load_slots(head["slots"], body[nbytes:])
+        self.optimizer = optimizer_from_reference(state.optimizer, state.options, members)
+        if self.optimizer is not None:
+            for slot in state.slots:
+                self.optimizer.state[self.slices[slot.slice_index].parameter][slot.name] = (
+                    slot.value
+                )
         self._rows, self._flat = [], None
-        if head["codec"] is None:  # which leaves something between pieces
+        if state.codec is None:  # A codec writes into the padding between slices.
             self.flatten()
         self.coder, self.weight_coder = None, None
-        if head["codec"] is not None and self.pieces:
-            spec, dtype = parse_codec(head["codec"]), self.pieces[0].parameter.dtype
-            self.coder = make_coder(spec, dtype)
-            # Half precision suits weights too: they are kept whole here. Coarser codes do not.
+        if state.codec is not None and self.slices:
+            spec = parse_codec(state.codec)
+            self.coder = make_coder(spec, self.slices[0].parameter.dtype)
+            # Half precision suits weights, which are kept in full here. Coarser codes do not.
             self.weight_coder = self.coder if spec.suits_weights else None
 
-    def _load_slots(self, slots: list[list[Any]], body: torch.Tensor) -> None:
-        if self.optimizer is None:
-            return
-        for piece in self.pieces:
-            self.optimizer.state.pop(piece.parameter, None)
-        at = 0
-        for index, slot, dtype, shape, size in slots:
-            # A copy of its own: a view would keep the whole message alive.
-            value = body[at : at + size].clone().view(getattr(torch, dtype)).reshape(shape)
-            self.optimizer.state[self.pieces[index].parameter][slot] = value
-            at += size
-
     def flatten(self) -> None:
-        """Pieces that lie side by side are updated as one from now on, where that is the same."""
+        """Updates adjacent slices as one from now on, if the optimizer allows it."""
         if self.optimizer is None:
             return
         runs: list[list[StoredSlice]] = []
-        for piece in self.pieces:
+        for piece in self.slices:
             last = runs[-1][-1] if runs else None
             if (
                 last is not None
@@ -153,35 +168,30 @@ class ParameterStore:
         self._rows = rows if self._flat is not None else []
 
     def sync_slots(self) -> None:
-        """The pieces' optimizer knows what the rows' does."""
+        """Writes the rows' optimizer state back to the slices' optimizer."""
         if self._flat is not None:
             self._flat.write_back()
 
     def _update_units(self, gradients: Iterable[PendingGradient]) -> list[StoredSlice]:
-        """What is updated: rows, until a gradient lacks a piece, and pieces from then on."""
+        """Returns the rows, or the slices from the first gradient on that lacks one."""
         if self._flat is not None and any(gradient.missing for gradient in gradients):
             self._flat.write_back()
             self._flat = None
-        return self.pieces if self._flat is None else self._rows
+        return self.slices if self._flat is None else self._rows
 
-    def slots(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
-        """Table and tensors of all slots, for a worker that exports the state."""
+    def slots(self) -> list[Slot]:
+        """Returns the optimizer state; the tensors are the optimizer's own."""
         self.sync_slots()
-        table: list[list[Any]] = []
-        tensors = []
-        for index, piece in enumerate(self.pieces):
+        found = []
+        for index, held in enumerate(self.slices):
             assert self.optimizer is not None
-            for slot, value in self.optimizer.state.get(piece.parameter, {}).items():
+            for name, value in self.optimizer.state.get(held.parameter, {}).items():
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-                tensor = tensor.detach().contiguous()
-                size = tensor.numel() * tensor.element_size()
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                table.append([index, slot, dtype, list(tensor.shape), size])
-                tensors.append(tensor)
-        return table, tensors
+                found.append(Slot(index, name, tensor.detach().contiguous()))
+        return found
 
     def sum_up(self, order: ApplyUpdate) -> float:
-        """Weighted sum of the gradients into `sums`; returns its squared norm."""
+        """Adds up the weighted gradients in `sums`; returns the squared norm, if it is clipped."""
         if self.sums.numel() != self.weights.numel():
             self.sums = torch.zeros_like(self.weights)
         square = 0.0
@@ -204,7 +214,7 @@ class ParameterStore:
         return square
 
     def use_single_gradient(self, order: ApplyUpdate) -> None:
-        """A single gradient needs no sum: the optimizer reads it where it lies."""
+        """Lets the optimizer read a single gradient from its own buffer, without a sum."""
         first = order.parts[0]
         gradient = self.gradients[first.worker, first.handle]
         for index, piece in enumerate(self._update_units([gradient])):
@@ -212,14 +222,14 @@ class ParameterStore:
             piece.parameter.grad = None if missing else self._view(gradient.buffer, piece)
 
     def step(self, order: ApplyUpdate, factor: float) -> None:
-        if self.optimizer is None or not self.pieces:
+        if self.optimizer is None or not self.slices:
             return
-        units = self.pieces if self._flat is None else self._rows
+        units = self.slices if self._flat is None else self._rows
         if factor != 1.0:
             for piece in units:
                 if piece.parameter.grad is not None:
                     piece.parameter.grad.mul_(factor)
-        given = self.gradients[order.parts[0].worker, order.parts[0].handle].groups
+        given = self.gradients[order.parts[0].worker, order.parts[0].handle].options
         for group, hyper in zip(self.optimizer.param_groups, given, strict=True):
             group.update(hyper)
             group["lr"] = hyper["lr"] * order.lr_scale
@@ -229,12 +239,12 @@ class ParameterStore:
             self._flat.step([row.parameter.grad for row in units])
 
     def borrow_buffer(self) -> torch.Tensor:
-        """A buffer for a gradient; as many exist as ever waited at the same time."""
-        # Zeros: what lies between pieces is never filled, and must not count.
+        """Returns a buffer for a gradient; released ones are used again."""
+        # Zeros: the padding between slices is never filled, and must not count.
         return self._spare.pop() if self._spare else torch.zeros_like(self.weights)
 
     def copy_weights(self) -> torch.Tensor:
-        """As they are now, to be sent while they change; in memory that is used again and again."""
+        """Copies the weights, to be sent while they change; give it back with `return_copy`."""
         copy = self._copies.pop() if self._copies else torch.empty_like(self.weights)
         return copy.copy_(self.weights)
 
@@ -243,15 +253,15 @@ class ParameterStore:
             self._copies.append(copy)
 
     def release_gradients(self, order: ApplyUpdate) -> None:
-        """The order is applied: its gradients' buffers are free for the next ones."""
-        for piece in self.pieces if self._flat is None else self._rows:
+        """Frees the buffers of an order's gradients after its update."""
+        for piece in self.slices if self._flat is None else self._rows:
             piece.parameter.grad = None
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))
-            if gradient.lane is None:
+            if gradient.endpoint is None:
                 self._spare.append(gradient.buffer)
             else:
-                gradient.lane.mark_consumed(part.handle)
+                gradient.endpoint.consumed(part.handle)
 
     def _view(self, buffer: torch.Tensor, piece: StoredSlice) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]
@@ -259,16 +269,24 @@ class ParameterStore:
 
 
 def optimizer_from_reference(
-    reference: str, groups: list[dict[str, Any]], members: list[list[torch.nn.Parameter]]
+    reference: str, options: Sequence[Options], members: list[list[torch.nn.Parameter]]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer class named by the workers, over this shard's pieces; None for an empty one."""
-    filled = [{**hyper, "params": params} for hyper, params in zip(groups, members, strict=True)]
+    """Creates the workers' optimizer over this shard's slices; returns None for an empty shard."""
+    filled = [{**hyper, "params": params} for hyper, params in zip(options, members, strict=True)]
     if not any(group["params"] for group in filled):
         return None
     module, name = reference.split(":")
     cls = getattr(importlib.import_module(module), name)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise WireError(f"{reference} is no optimizer")
+        raise WireError(f"{reference} is not an optimizer")
     made: Any = cls
-    optimizer: torch.optim.Optimizer = made(filled, lr=groups[0]["lr"])
+    optimizer: torch.optim.Optimizer = made(filled, lr=options[0]["lr"])
     return optimizer
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Returns the type of that name; raises WireError for any other name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WireError(f"{name!r} is not a tensor type")
+    return dtype

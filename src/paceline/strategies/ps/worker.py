@@ -1,34 +1,42 @@
-"""ps, the worker's side: pull weights, compute, push gradients; servers hold the optimizer."""
+"""Worker side of the parameter server: pulls weights, computes, pushes gradients."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from paceline.codecs.compressor import Compressor
-from paceline.codecs.payload import from_bytes, to_bytes
-from paceline.comm.flat_layout import FlatLayout, ShardLayout, as_memoryview
-from paceline.comm.shm.parameters import MailboxSegment, SharedWeightsReader, open_shared_weights
-from paceline.comm.shm.segment import shm_domain_id
-from paceline.comm.wire import MAX_BODY, Channel, pack
-from paceline.errors import DeadlineExceeded, PeerLost, UsageError, WireError
+from paceline.codecs.residuals import ResidualSlice, export_residuals, import_residuals
+from paceline.comm.flat_layout import FlatLayout, ShardLayout
+from paceline.errors import DeadlineExceeded, PeerLost, UsageError
 from paceline.protocol.messages import GradientPushed, ProcessFailing
+from paceline.protocol.shard import Handle
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
 from paceline.strategies.optimizer_traits import optimizer_traits
+from paceline.strategies.ps.connect import Connect, ConnectRequest, connect
+from paceline.strategies.ps.messages import Options, PushHeader, SliceEntry
 from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.ps.store import ShardState, Slot
+from paceline.strategies.ps.transport import ParameterTransport, PendingExchange
 from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 
 
 class ParameterServerRunner(Runner):
-    """A server that dies ends the run: its shard of weights and optimizer is gone with it."""
+    """Trains with weights and optimizer state on servers.
 
-    def __init__(self, spec: ParameterServer, around: WorkerContext) -> None:
+    The run ends if a server dies, because its shard of weights and optimizer state is lost.
+    """
+
+    def __init__(
+        self, spec: ParameterServer, around: WorkerContext, connect: Connect = connect
+    ) -> None:
+        """`connect` makes the links to the servers; a simulation passes its own."""
         super().__init__(around)
         self._spec = spec
         optimizer = self.replica.optimizer
@@ -45,52 +53,46 @@ class ParameterServerRunner(Runner):
         self._layout = FlatLayout(
             self._parameters,
             len(around.phase.servers),
-            # A part of a matrix is no matrix: powersgd needs them whole.
+            # A part of a matrix is not a matrix: powersgd needs whole tensors.
             elementwise=self._traits.elementwise
             and not (spec.codec is not None and spec.codec.needs_whole_tensors),
         )
         self._compressors = self._make_compressors()
-        self._bytes_before = 0
-        self._piece_owner = [[s.parameter for s in shard.slices] for shard in self._layout.shards]
+        self._uncompressed_bytes = 0
+        self._slice_parameters = [
+            [s.parameter for s in shard.slices] for shard in self._layout.shards
+        ]
         self._hooks: list[Any] = []
         self._in_place = False
-        """The model's weights lie where they come in: nobody copies them again."""
+        """Parameters are views of the receive buffer, so pulled weights are not copied again."""
         self._handle = 0
         self._pulled_version = 0
         self._model_version = 0
-        """The versions of the weights fetched last, and of those in the model."""
-        self._background = ThreadPoolExecutor(1) if spec.overlap else None
-        self._in_flight: Future[float] | None = None
-        self._hidden_us: int | None = 0 if self._background is not None else None
+        """Versions of the weights pulled last, and of those in the model."""
         self._queued_us = 0
-        """The longest that a server let the last pull wait for updates under way."""
-        self._channels = [
-            Channel.connect(
-                host,
-                port,
+        """Longest time that the last pull waited for updates in progress, over the servers."""
+        connected = connect(
+            ConnectRequest(
+                spec=spec,
+                layout=self._layout,
+                compressors=self._compressors,
+                servers=around.phase.servers,
+                rank=around.rank,
                 token=around.token,
-                peer=f"server {index}",
                 timeout_s=around.timeout_s,
             )
-            for index, (host, port) in enumerate(around.phase.servers)
-        ]
-        self._readers: list[SharedWeightsReader | None] = [None] * len(self._channels)
-        """Where weights and gradients pass through memory that a server shares."""
-        why = "a codec" if self._compressors else ""
-        outgoing = None
-        if spec.via != "network" and not self._compressors:
-            outgoing, why = self._share_memory()
+        )
+        self._transports = connected.transports
+        self._exchanges = connected.exchanges
+        self._pending: PendingExchange | None = None
+        self._overlapped_us: int | None = 0 if self._exchanges is not None else None
         self._incoming = self._layout.new_buffer()
-        self._outgoing = self._layout.new_buffer() if outgoing is None else outgoing
+        self._outgoing = connected.send_buffer
         self._in_views = self._layout.views(self._incoming)
         self._out_views = self._layout.views(self._outgoing)
-        shared = [reader is not None for reader in self._readers]
-        if spec.via == "shared" and not all(shared):
-            raise UsageError(f"ps(via=shared): {why}: leave via out")
-        way = "shared" if all(shared) else "partly shared" if any(shared) else "network"
-        self._comm_report = CommReport(backend=way, reason=why)
-        if self._background is None and not self._compressors:
-            # With an exchange behind the computing both buffers are in use during it.
+        self._comm_report = connected.report
+        if self._exchanges is None and not self._compressors:
+            # An exchange next to the computation uses both buffers during it.
             self._use_buffers_in_place()
 
     def comm_report(self) -> CommReport:
@@ -101,9 +103,9 @@ class ParameterServerRunner(Runner):
         return f"servers may split the parameters {where}: {self._traits.reason}"
 
     def _use_buffers_in_place(self) -> None:
-        """Gradients go out from where backward leaves them, weights are used where they come in."""
-        if self.replica.reduce_in_backward:
-            return  # A user's own loop may keep, zero or save weights and gradients as it likes.
+        """Sends gradients from where backward leaves them; uses weights where they arrive."""
+        if self.replica.reduce_in_backward or not self.replica.exclusive:
+            return  # Others may keep, clear or overwrite weights and gradients at any time.
         if any(p.device != v.device for p, v in self._parameters_and_views()):
             return
         self._hooks = [
@@ -122,51 +124,8 @@ class ParameterServerRunner(Runner):
     def _parameters_and_views(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return zip(self._parameters, self._in_views, strict=True)
 
-    def _share_memory(self) -> tuple[torch.Tensor | None, str]:
-        """The outgoing buffer where servers on this machine reach it; their weights likewise.
-
-        And why some servers are sent gradients all the same; no buffer where all are.
-        """
-        machine, servers = shm_domain_id(), len(self._channels)
-        if machine is None:
-            return None, "it needs Linux on x86-64 with /dev/shm"
-        try:
-            memory = MailboxSegment(servers, self._layout.total_bytes)
-        except OSError as error:
-            return None, f"{error.strerror} in /dev/shm"
-        whys = set()
-        try:
-            for index, (channel, shard) in enumerate(
-                zip(self._channels, self._layout.shards, strict=True)
-            ):
-                told = {"server": index, "servers": servers, "lo": shard.lo, "hi": shard.hi}
-                who = {"worker": self.context.rank, "machine": machine, "name": memory.name}
-                channel.send({"op": "share", **who, **told})
-                head, _ = channel.receive_head(max_body=0)
-                _check(head, channel)
-                if head["board"] is None:
-                    whys.add(str(head["why"]))
-                    continue
-                try:
-                    board = open_shared_weights(head["board"], shard.hi - shard.lo)
-                except OSError as error:
-                    whys.add(f"{error.strerror} at the memory of {channel.peer}")
-                    continue
-                self._readers[index] = SharedWeightsReader(
-                    board,
-                    memory.mailbox(index, shard.lo, shard.hi),
-                    peer=channel.peer,
-                    timeout_s=self.context.timeout_s,
-                    look=_make_look(channel),
-                )
-        finally:
-            memory.unlink()
-        if not any(self._readers):
-            return None, ", ".join(sorted(whys))
-        return memory.gradient, ", ".join(sorted(whys))
-
     def _make_compressors(self) -> list[Compressor]:
-        """One a shard, if gradients are compressed."""
+        """Creates one compressor per shard, if gradients are compressed."""
         if self._spec.codec is None:
             return []
         kinds = {p.dtype for p in self._parameters}
@@ -182,54 +141,61 @@ class ParameterServerRunner(Runner):
         if not work.lease.samples:
             return
         self.clock.enter(COMM)
-        # With an exchange under way behind, the weights at hand are those to compute on.
-        if self._in_flight is None:
+        if self._pending is None:
             self._pull(work.version)
+        elif not self.replica.exclusive:
+            self._load_pulled_weights()  # The model was used for other weights meanwhile.
 
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
-        if self._background is None:
+        if self._exchanges is None:
             self._send(work, samples=work.lease.samples)
         else:
             self._exchange_in_background(work)
 
     def _exchange_in_background(self, work: TrainStep) -> None:
-        """Push and pull while the next batch is computed, on weights that miss this update."""
-        assert self._background is not None
+        """Pushes and pulls while the next batch is computed, on weights without this update."""
+        assert self._exchanges is not None
         base = self._model_version
         self._wait_for_exchange()
         self._clip()
         missing = self._gather_gradients()
-        # Read now: the loop sets the next step's learning rate while this is under way.
-        groups = optimizer_options(self.replica.optimizer)
+        # Read now: the loop sets the next step's learning rate during the exchange.
+        options = optimizer_options(self.replica.optimizer)
 
-        def exchange() -> float:
-            began = time.perf_counter()
-            try:
+        def push() -> None:
+            with self._reporting_failure():
                 self._handle += 1
-                self._push(missing, groups)
+                self._push(missing, options)
                 self._report_push(work, base)
-                # A buffered gradient may wait long for its update: then take what is there.
-                mine = None if self._spec.sync.aggregates else (self.context.rank, self._handle)
-                self._fetch(0, after=mine)
-                return time.perf_counter() - began
-            except Exception as error:
-                # The loop may be waiting for work and would not notice.
-                blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
-                who, trace = f"worker-{self.context.rank}", traceback.format_exc()
-                self.context.control.send(ProcessFailing(who, str(error), trace, blame))
-                raise
 
-        self._in_flight = self._background.submit(exchange)
+        def pull() -> None:
+            with self._reporting_failure():
+                # A buffered gradient may wait long for its update: then any version will do.
+                aggregates = self._spec.sync.aggregates
+                self._fetch(0, after=None if aggregates else (self.context.rank, self._handle))
+
+        self._pending = self._exchanges.start(push, pull)
+
+    @contextmanager
+    def _reporting_failure(self) -> Iterator[None]:
+        """Reports an error at once: the loop may be waiting for work and would not notice."""
+        try:
+            yield
+        except Exception as error:
+            blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
+            who, trace = f"worker-{self.context.rank}", traceback.format_exc()
+            self.context.control.send(ProcessFailing(who, str(error), trace, blame))
+            raise
 
     def _wait_for_exchange(self) -> None:
-        """Wait for the exchange that is under way; its weights are those of the next step."""
-        if self._in_flight is not None:
-            began = time.perf_counter()
-            took_s = self._in_flight.result(self.context.timeout_s)
-            exposed_s = time.perf_counter() - began
-            self._hidden_us = int(max(0.0, took_s - exposed_s) * 1e6)
-            self._in_flight = None
+        """Waits for the exchange in progress; its weights are those of the next step."""
+        if self._pending is not None:
+            start = time.perf_counter()
+            took_s = self._pending.wait(self.context.timeout_s)
+            exposed_s = time.perf_counter() - start
+            self._overlapped_us = int(max(0.0, took_s - exposed_s) * 1e6)
+            self._pending = None
             self._load_pulled_weights()
 
     def _clip(self) -> None:
@@ -237,7 +203,7 @@ class ParameterServerRunner(Runner):
             torch.nn.utils.clip_grad_norm_(self._parameters, self.replica.clip)
 
     def _send(self, work: TrainStep, *, samples: int) -> None:
-        """Push the gradient, if it is made of samples, and tell the coordinator."""
+        """Pushes the gradient, unless it covers no samples, and reports it to the coordinator."""
         self._handle += 1
         if samples:
             self._clip()
@@ -258,59 +224,29 @@ class ParameterServerRunner(Runner):
         )
 
     def pop_overlapped_us(self) -> int | None:
-        return self._hidden_us
+        return self._overlapped_us
 
     def _pull(self, version: int, *, exact: bool = False) -> None:
-        began = time.perf_counter_ns()
+        start = time.perf_counter_ns()
         self._fetch(version, exact=exact)
         if self.clock.current == COMM:
-            took_ns = time.perf_counter_ns() - began
+            took_ns = time.perf_counter_ns() - start
             self.clock.reassign(COMM, QUEUE, min(self._queued_us * 1000, took_ns))
         self._load_pulled_weights()
 
-    def _fetch(
-        self, version: int, *, exact: bool = False, after: tuple[int, int] | None = None
-    ) -> None:
-        """The newest weights into the incoming buffer; compressed where the codec suits weights."""
-        request = {"op": "pull", "at_least": version, "after": after, "exact": exact}
-        asked = [reader is None for reader in self._readers]
-        for channel, ask in zip(self._channels, asked, strict=True):
-            if ask:
-                channel.send(request)
-        versions = []
-        self._queued_us = 0
-        for index, (channel, reader, shard) in enumerate(
-            zip(self._channels, self._readers, self._layout.shards, strict=True)
-        ):
-            if reader is None:
-                continue
-            found = reader.copy_weights(version, self._incoming[shard.lo : shard.hi])
-            if found is None:
-                # Updates came in between all the time: let them be sent.
-                channel.send(request)
-                asked[index] = True
-                continue
-            channel.bytes_received += shard.hi - shard.lo
-            versions.append(found[0])
-            self._queued_us = max(self._queued_us, found[1])
-        for index, (channel, shard) in enumerate(
-            zip(self._channels, self._layout.shards, strict=True)
-        ):
-            if not asked[index]:
-                continue
-            head, size = channel.receive_head(max_body=shard.hi - shard.lo)
-            _check(head, channel)
-            if head["payload"] is None:
-                _fill(channel, size, as_memoryview(self._incoming[shard.lo : shard.hi]))
-            else:
-                body = torch.empty(size, dtype=torch.uint8)
-                channel.receive_into(as_memoryview(body))
-                payload = from_bytes(head["payload"], body)
-                target = self._shard_values(self._incoming, shard)
-                self._compressors[index].coder.decode(payload, target)
-            versions.append(int(head["version"]))
-            self._queued_us = max(self._queued_us, int(head["queued_us"]))
-        self._pulled_version = min(versions)
+    def _fetch(self, version: int, *, exact: bool = False, after: Handle | None = None) -> None:
+        """Pulls at least this version into the receive buffer, from all servers at once."""
+        for transport in self._transports:
+            transport.request(version, after=after, exact=exact)
+        pulled = [
+            transport.receive(self._incoming[shard.lo : shard.hi])
+            for transport, shard in self._transports_and_shards()
+        ]
+        self._pulled_version = min(version for version, _ in pulled)
+        self._queued_us = max(queued_us for _, queued_us in pulled)
+
+    def _transports_and_shards(self) -> Iterator[tuple[ParameterTransport, ShardLayout]]:
+        return zip(self._transports, self._layout.shards, strict=True)
 
     def _load_pulled_weights(self) -> None:
         self._model_version = self._pulled_version
@@ -319,21 +255,21 @@ class ParameterServerRunner(Runner):
                 if not self._in_place:
                     parameter.copy_(view)
                 elif parameter.data_ptr() != view.data_ptr():
-                    parameter.data = view  # A layer has put its weights elsewhere meanwhile.
+                    parameter.data = view  # A layer has replaced its weights meanwhile.
 
     def _gather_gradients(self) -> set[int]:
-        """The gradients into the outgoing buffer; which parameters have none."""
+        """Fills the send buffer; returns the parameters without a gradient."""
         missing = set()
         if self._compressors:
-            # A codec leaves what it meant to send in the buffer, between the parameters too:
-            # there it would grow from push to push and drown the gradients beside it.
+            # A codec leaves gradient plus residual in the buffer, also in the padding between
+            # parameters, where it would grow from push to push and distort the codec's scales.
             self._outgoing.zero_()
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self._out_views, strict=True)
         ):
             if parameter.grad is None:
                 missing.add(index)
-                view.zero_()  # What an earlier step left there must not be sent again.
+                view.zero_()  # Do not send an earlier step's gradient again.
             elif parameter.grad.is_sparse:
                 raise UsageError(
                     f"parameter {self._names[index]} has a sparse gradient: ps needs dense"
@@ -342,135 +278,85 @@ class ParameterServerRunner(Runner):
                 view.copy_(parameter.grad)
         return missing
 
-    def _push(self, missing: set[int], groups: list[dict[str, Any]]) -> None:
-        for index, (channel, shard) in enumerate(
-            zip(self._channels, self._layout.shards, strict=True)
+    def _push(self, missing: set[int], options: Sequence[Options]) -> None:
+        self._uncompressed_bytes += sum(shard.hi - shard.lo for shard in self._layout.shards)
+        for (transport, shard), owners in zip(
+            self._transports_and_shards(), self._slice_parameters, strict=True
         ):
-            owners = self._piece_owner[index]
-            head = {
-                "op": "push",
-                "worker": self.context.rank,
-                "handle": self._handle,
-                "missing": [i for i, owner in enumerate(owners) if owner in missing],
-                "groups": groups,
-                "payload": None,
-            }
-            self._bytes_before += shard.hi - shard.lo
-            if self._compressors and shard.slices:
-                flat = self._shard_values(self._outgoing, shard)
-                payload = self._compressors[index].encode(flat)
-                head["payload"], views = to_bytes(payload)
-                channel.send(head, *views)
-            elif (reader := self._readers[index]) is not None:
-                channel.bytes_sent += shard.hi - shard.lo
-                # Nobody touches a gradient in its place before the pull that follows. Where that
-                # need not wait for this gradient's update, the server is told to copy it now.
-                stays = self._spec.sync.includes_own_update
-                if not stays or not reader.lane.post(self._handle, pack(head)):
-                    reader.lane.last_handle = self._handle
-                    channel.send({**head, "shared": True, "stays": stays})
-            else:
-                channel.send(head, as_memoryview(self._outgoing[shard.lo : shard.hi]))
-
-    def _shard_values(self, buffer: torch.Tensor, shard: ShardLayout) -> torch.Tensor:
-        return buffer[shard.lo : shard.hi].view(self._parameters[0].dtype)
+            header = PushHeader(
+                worker=self.context.rank,
+                handle=self._handle,
+                missing=tuple(i for i, owner in enumerate(owners) if owner in missing),
+                options=tuple(options),
+            )
+            transport.push(header, self._outgoing[shard.lo : shard.hi])
 
     # ---- state --------------------------------------------------------------------------------
 
     def import_state(self, state: Section) -> None:
-        """Each server's shard is sent by one worker; all hold the same state."""
+        """Loads the servers: each shard is sent by one worker, because all hold the same state."""
         load_weights(state, self.replica.model)
         slots = slots_by_parameter(state)
-        for index, (channel, shard) in enumerate(
-            zip(self._channels, self._layout.shards, strict=True)
-        ):
+        for index, (transport, shard) in enumerate(self._transports_and_shards()):
             if index % self.context.size == self.context.rank:
-                self._send_shard(channel, shard, slots)
-        # The optimizer's slots live on the servers now.
+                transport.load(self._shard_state(shard, slots))
+        # The servers hold the optimizer state from now on.
         self.replica.optimizer.state.clear()
 
-    def _send_shard(
-        self, channel: Channel, shard: ShardLayout, slots: dict[str, dict[str, Any]]
-    ) -> None:
+    def _shard_state(self, shard: ShardLayout, slots: dict[str, dict[str, Any]]) -> ShardState:
         optimizer = self.replica.optimizer
         group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
             for view, parameter in zip(self._out_views, self._parameters, strict=True):
                 view.copy_(parameter)
-        pieces, table, tensors = [], [], []
+        slices, parts = [], []
         for index, piece in enumerate(shard.slices):
-            parameter = self._parameters[piece.parameter]
-            dtype = _dtype_name(parameter)
-            offset = piece.offset - shard.lo
-            name = self._names[piece.parameter]
+            parameter, name = self._parameters[piece.parameter], self._names[piece.parameter]
             whole = piece.stop - piece.start == parameter.numel()
-            shape = list(parameter.shape) if whole else [piece.stop - piece.start]
-            pieces.append([name, offset, piece.nbytes, dtype, group_of[parameter], shape])
+            slices.append(
+                SliceEntry(
+                    name=name,
+                    offset=piece.offset - shard.lo,
+                    nbytes=piece.nbytes,
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    group=group_of[parameter],
+                    shape=tuple(parameter.shape) if whole else (piece.stop - piece.start,),
+                )
+            )
             for slot, value in slots.get(name, {}).items():
                 part = value if isinstance(value, torch.Tensor) else torch.tensor(value)
                 if part.shape == parameter.shape and not whole:
                     part = part.reshape(-1)[piece.start : piece.stop]
-                part = part.contiguous()
-                size = part.numel() * part.element_size()
-                table.append([index, slot, _dtype_name(part), list(part.shape), size])
-                tensors.append(part)
+                parts.append(Slot(index, slot, part.contiguous()))
         cls = type(optimizer)
-        head = {
-            "op": "import",
-            "nbytes": shard.hi - shard.lo,
-            "pieces": pieces,
-            "groups": optimizer_options(optimizer),
-            "optimizer": f"{cls.__module__}:{cls.__qualname__}",
-            "slots": table,
-            "codec": str(self._spec.codec) if self._spec.codec is not None else None,
-        }
-        weights = as_memoryview(self._outgoing)[shard.lo : shard.hi]
-        channel.send(head, weights, *(as_memoryview(t) for t in tensors))
-        head, _ = channel.receive_head(max_body=0)
-        _check(head, channel)
+        return ShardState(
+            slices=tuple(slices),
+            options=tuple(optimizer_options(optimizer)),
+            optimizer=f"{cls.__module__}:{cls.__qualname__}",
+            codec=str(self._spec.codec) if self._spec.codec is not None else None,
+            weights=self._outgoing[shard.lo : shard.hi],
+            slots=tuple(parts),
+        )
 
     def sync_weights(self, version: int) -> None:
         self._wait_for_exchange()
         self._pull(version, exact=True)
 
     def export_local_state(self) -> Section:
-        """What the codec has not sent yet, a parameter, so that any strategy can go on with it."""
-        own: dict[str, torch.Tensor] = {}
-        for index, (compressor, shard) in enumerate(
-            zip(self._compressors, self._layout.shards, strict=False)
-        ):
-            state = compressor.state()
-            residual = state.pop("residual", None)
-            if residual is not None:
-                for piece in shard.slices:
-                    name, parameter = self.replica.trained[piece.parameter]
-                    key = f"residual/{name}"
-                    if key not in own:
-                        own[key] = torch.zeros_like(parameter).detach()
-                    start = (piece.offset - shard.lo) // parameter.element_size()
-                    part = residual[start : start + piece.stop - piece.start]
-                    own[key].view(-1)[piece.start : piece.stop] = part
-            own.update({f"codec/{index}/{key}": value for key, value in state.items()})
-        return Section(own)
+        """Returns the codec's residuals by parameter, so that any strategy can continue with it."""
+        return Section(export_residuals(self._codec_buffers()))
 
     def import_local_state(self, own: Section) -> None:
-        for index, (compressor, shard) in enumerate(
-            zip(self._compressors, self._layout.shards, strict=False)
-        ):
-            state = compressor.state()
-            for key in state:
-                stored = own.tensors.get(f"codec/{index}/{key}")
-                if stored is not None and stored.shape == state[key].shape:
-                    state[key] = stored
-            if "residual" in state:
-                for piece in shard.slices:
-                    name, parameter = self.replica.trained[piece.parameter]
-                    stored = own.tensors.get(f"residual/{name}")
-                    if stored is not None:
-                        start = (piece.offset - shard.lo) // parameter.element_size()
-                        target = state["residual"][start : start + piece.stop - piece.start]
-                        target.copy_(stored.reshape(-1)[piece.start : piece.stop])
-            compressor.load_state(state)
+        import_residuals(self._codec_buffers(), own.tensors)
+
+    def _codec_buffers(self) -> Iterator[tuple[Compressor, list[ResidualSlice]]]:
+        for compressor, shard in zip(self._compressors, self._layout.shards, strict=False):
+            slices = []
+            for piece in shard.slices:
+                name, parameter = self.replica.trained[piece.parameter]
+                offset = (piece.offset - shard.lo) // parameter.element_size()
+                slices.append(ResidualSlice(name, parameter.shape, piece.start, piece.stop, offset))
+            yield compressor, slices
 
     def export_state(self) -> Section:
         section = Section()
@@ -480,49 +366,41 @@ class ParameterServerRunner(Runner):
             section.tensors[f"weights/{name}"] = weights.clone() if self._in_place else weights
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
-        for channel in self._channels:
-            channel.send({"op": "export", "at_least": self._pulled_version})
-        for channel, shard in zip(self._channels, self._layout.shards, strict=True):
-            self._receive_slots(channel, shard, section)
+        for transport in self._transports:
+            transport.request_slots(self._pulled_version)
+        for transport, shard in self._transports_and_shards():
+            for slot in transport.receive_slots():
+                self._set_slot(section, shard, slot)
         return section
 
-    def _receive_slots(self, channel: Channel, shard: ShardLayout, section: Section) -> None:
-        head, size = channel.receive_head(max_body=MAX_BODY)
-        _check(head, channel)
-        body = torch.empty(size, dtype=torch.uint8)
-        if size:
-            channel.receive_into(as_memoryview(body))
-        at = 0
-        for index, slot, dtype, shape, nbytes in head["slots"]:
-            piece = shard.slices[index]
-            name, parameter = self.replica.trained[piece.parameter]
-            value = body[at : at + nbytes].clone().view(getattr(torch, dtype)).reshape(shape)
-            at += nbytes
-            part = piece.stop - piece.start
-            if part < parameter.numel() and value.numel() == part and value.dim() > 0:
-                # A part of a slot as large as its parameter: put it into its place.
-                key = f"slots/{name}/{slot}"
-                if key not in section.tensors:
-                    section.tensors[key] = torch.empty(parameter.shape, dtype=value.dtype)
-                section.tensors[key].view(-1)[piece.start : piece.stop] = value.reshape(-1)
-            else:
-                set_slot(section, name, slot, value)
+    def _set_slot(self, section: Section, shard: ShardLayout, slot: Slot) -> None:
+        """Puts a slot, or this shard's part of it, into the state."""
+        piece = shard.slices[slot.slice_index]
+        name, parameter = self.replica.trained[piece.parameter]
+        part, value = piece.stop - piece.start, slot.value
+        if part < parameter.numel() and value.numel() == part and value.dim() > 0:
+            key = f"slots/{name}/{slot.name}"
+            if key not in section.tensors:
+                section.tensors[key] = torch.empty(parameter.shape, dtype=value.dtype)
+            section.tensors[key].view(-1)[piece.start : piece.stop] = value.reshape(-1)
+        else:
+            set_slot(section, name, slot.name, value)
 
     @property
     def uncompressed_bytes(self) -> int:
-        return self._bytes_before if self._compressors else self.bytes_sent
+        return self._uncompressed_bytes if self._compressors else self.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return sum(channel.bytes_received for channel in self._channels)
+        return sum(transport.bytes_received for transport in self._transports)
 
     @property
     def bytes_sent(self) -> int:
-        return sum(channel.bytes_sent for channel in self._channels)
+        return sum(transport.bytes_sent for transport in self._transports)
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.shutdown()
+        if self._exchanges is not None:
+            self._exchanges.close()
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
@@ -531,15 +409,12 @@ class ParameterServerRunner(Runner):
                 parameter.data = parameter.data.clone()
             if self._hooks:
                 parameter.grad = None
-        for reader in self._readers:
-            if reader is not None:
-                reader.lane.clear()
-        for channel in self._channels:
-            channel.close()
+        for transport in self._transports:
+            transport.close()
 
 
 def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A gradient is moved to its place in the outgoing buffer as soon as it is there."""
+    """Moves a gradient into the send buffer as soon as it is computed."""
 
     def move(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -552,20 +427,8 @@ def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return move
 
 
-def _make_look(channel: Channel) -> Callable[[], None]:
-    """For one who waits in memory: a server that ends or fails is heard of here."""
-
-    def look() -> None:
-        if channel.has_input():
-            head, _ = channel.receive_head(max_body=0)
-            _check(head, channel)
-            raise WireError(f"{channel.peer} sent what nobody asked for")
-
-    return look
-
-
 def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The plain options of each parameter group, as they are in force now."""
+    """Returns the current options of each parameter group; raises UsageError if not plain."""
     plain = []
     for group in optimizer.param_groups:
         options = {}
@@ -582,19 +445,3 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             options[key] = value
         plain.append(options)
     return plain
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check(head: Any, channel: Channel) -> None:
-    if "error" in head:
-        raise PeerLost(f"{channel.peer} reports: {head['error']}")
-
-
-def _fill(channel: Channel, size: int, target: memoryview) -> None:
-    if size != target.nbytes:
-        raise WireError(f"{channel.peer} sent {size} bytes, {target.nbytes} expected")
-    if size:
-        channel.receive_into(target)

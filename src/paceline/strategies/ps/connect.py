@@ -1,0 +1,156 @@
+"""Connects a worker to its servers; the only place that chooses shared memory or the network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from paceline.codecs.compressor import Compressor
+from paceline.comm.flat_layout import FlatLayout
+from paceline.comm.shm.parameters import MailboxSegment, open_shared_weights
+from paceline.comm.shm.segment import shm_domain_id
+from paceline.comm.wire import Channel
+from paceline.errors import UsageError
+from paceline.strategies.ps.messages import MemoryReply, OfferMemory
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.ps.transport import Connected, ParameterTransport
+from paceline.strategies.ps.transport_shm import SharedMemoryTransport
+from paceline.strategies.ps.transport_tcp import TcpTransport
+from paceline.strategies.runner import CommReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectRequest:
+    """What a worker needs connections for."""
+
+    spec: ParameterServer
+    layout: FlatLayout
+    compressors: Sequence[Compressor]
+    """One per shard, or none without a codec; owned by the worker, which saves their state."""
+    servers: Sequence[tuple[str, int]]
+    """Host and port per shard."""
+    rank: int
+    token: str
+    timeout_s: float
+
+
+Connect = Callable[[ConnectRequest], Connected]
+
+
+def connect(request: ConnectRequest) -> Connected:
+    """Connects to all servers, through shared memory where `via` and the hosts allow it.
+
+    Raises PeerLost if a server does not accept, and UsageError if `via=shared` is impossible.
+    """
+    spec, layout = request.spec, request.layout
+    links = [
+        TcpTransport(
+            _open_channel(index, request),
+            request.compressors[index] if request.compressors else None,
+        )
+        for index in range(len(request.servers))
+    ]
+    transports: list[ParameterTransport] = [*links]
+    memory, reasons = None, set()
+    if request.compressors:
+        reasons.add("a codec")
+    elif spec.via != "network":
+        memory, reasons = _offer_memory(request, links, transports)
+    shared = [transport.kind == "shared" for transport in transports]
+    reason = ", ".join(sorted(reasons))
+    if spec.via == "shared" and not all(shared):
+        raise UsageError(f"ps(via=shared): {reason}: leave via out")
+    backend = "shared" if all(shared) else "partly shared" if any(shared) else "network"
+    return Connected(
+        transports=tuple(transports),
+        send_buffer=layout.new_buffer() if memory is None else memory.gradient,
+        report=CommReport(backend=backend, reason=reason),
+        exchanges=ThreadedExchanges() if spec.overlap else None,
+    )
+
+
+def _open_channel(index: int, request: ConnectRequest) -> Channel:
+    host, port = request.servers[index]
+    return Channel.connect(
+        host, port, token=request.token, peer=f"server {index}", timeout_s=request.timeout_s
+    )
+
+
+def _offer_memory(
+    request: ConnectRequest, links: Sequence[TcpTransport], transports: list[ParameterTransport]
+) -> tuple[MailboxSegment | None, set[str]]:
+    """Replaces the transports to servers that accept this worker's shared memory.
+
+    Returns the memory, unless no server accepts, and the reasons of those that do not.
+    """
+    domain, layout = shm_domain_id(), request.layout
+    if domain is None:
+        return None, {"it needs Linux on x86-64 with /dev/shm"}
+    try:
+        memory = MailboxSegment(len(links), layout.total_bytes)
+    except OSError as error:
+        return None, {f"{error.strerror} in /dev/shm"}
+    reasons = set()
+    try:
+        for index, (tcp, shard) in enumerate(zip(links, layout.shards, strict=True)):
+            tcp.send(
+                OfferMemory(
+                    worker=request.rank,
+                    domain=domain,
+                    segment=memory.name,
+                    server=index,
+                    servers=len(links),
+                    lo=shard.lo,
+                    hi=shard.hi,
+                )
+            )
+            reply, _ = tcp.receive_message(MemoryReply)
+            if reply.descriptor is None:
+                reasons.add(reply.reason)
+                continue
+            try:
+                weights = open_shared_weights(reply.descriptor, shard.hi - shard.lo)
+            except OSError as error:
+                reasons.add(f"{error.strerror} at the memory of {tcp.peer}")
+                continue
+            transports[index] = SharedMemoryTransport(
+                tcp,
+                weights,
+                memory.mailbox(index, shard.lo, shard.hi),
+                in_place=request.spec.sync.includes_own_update,
+                timeout_s=request.timeout_s,
+            )
+    finally:
+        memory.unlink()
+    return (memory if any(t.kind == "shared" for t in transports) else None), reasons
+
+
+class ThreadedExchanges:
+    """Runs exchanges in a thread; see `ExchangeScheduler`."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1)
+
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> ThreadedExchange:
+        def exchange() -> float:
+            start = time.perf_counter()
+            push()
+            pull()
+            return time.perf_counter() - start
+
+        return ThreadedExchange(self._executor.submit(exchange))
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+class ThreadedExchange:
+    """An exchange in a thread; see `PendingExchange`."""
+
+    def __init__(self, future: Future[float]) -> None:
+        self._future = future
+
+    def wait(self, timeout_s: float) -> float:
+        return self._future.result(timeout_s)

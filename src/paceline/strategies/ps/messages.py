@@ -1,0 +1,198 @@
+"""Messages between a worker and a parameter server; bodies (tensors) follow as raw bytes.
+
+They are written and parsed like the messages of the control connection. `data_to_wire` does not
+copy nested values, because it runs at every push: fields hold plain values and tuples only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from paceline.protocol.messages import Message, Plain, message_from_wire
+from paceline.protocol.record import record
+
+Options = dict[str, Any]
+"""Plain options of an optimizer's parameter group, for example `lr`."""
+PayloadTable = tuple[tuple[Any, ...], ...]
+"""Type, shape and size of the tensors of a compressed payload (`codecs.payload`)."""
+
+
+class SliceEntry(NamedTuple):
+    """One slice of a parameter in a shard: `nbytes` at byte `offset` of the shard."""
+
+    name: str
+    offset: int
+    nbytes: int
+    dtype: str
+    group: int
+    """Index of its parameter group in the optimizer."""
+    shape: tuple[int, ...]
+
+
+class SlotEntry(NamedTuple):
+    """Type and size of one optimizer tensor, in the order of the message's body."""
+
+    slice_index: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@record
+class DataMessage(Message):
+    """Base of everything that crosses a connection between a worker and a server."""
+
+
+# ---- worker to server -------------------------------------------------------------------------
+
+
+@record
+class PushHeader(DataMessage):
+    """Description of one gradient: the only message that also travels through a mailbox."""
+
+    worker: int
+    handle: int
+    """Number of this push, per worker."""
+    missing: tuple[int, ...]
+    """Slices of the shard for which there is no gradient."""
+    options: tuple[Options, ...]
+    """Options of the optimizer's parameter groups for this update."""
+
+
+@record
+class PushGradient(PushHeader):
+    """A gradient in the body; compressed if there is a payload table."""
+
+    payload: PayloadTable | None
+
+
+@record
+class PushShared(PushHeader):
+    """A gradient in the worker's mailbox, announced here because the order will not suffice."""
+
+    in_place: bool
+    """Whether it stays unchanged until its update is applied; otherwise copy it now."""
+
+
+@record
+class Pull(DataMessage):
+    """Request for weights of at least a version, that include the push `after`, if given."""
+
+    at_least: int
+    after: tuple[int, int] | None
+    exact: bool
+    """Never compress the weights."""
+
+
+@record
+class LoadShard(DataMessage):
+    """Replace the shard's state. Body: weights, then slots."""
+
+    row_types: ClassVar[dict[str, Any]] = {"slices": SliceEntry, "slots": SlotEntry}
+
+    nbytes: int
+    slices: tuple[SliceEntry, ...]
+    options: tuple[Options, ...]
+    optimizer: str
+    """Reference of its class, `module:name`."""
+    slots: tuple[SlotEntry, ...]
+    codec: str | None
+
+
+@record
+class ExportSlots(DataMessage):
+    """Request for the optimizer state of at least a version."""
+
+    at_least: int
+
+
+@record
+class OfferMemory(DataMessage):
+    """A worker's shared memory: bytes `lo` to `hi` of the gradient in it are for this server."""
+
+    worker: int
+    domain: str
+    """Identity of the machine (`shm_domain_id`): only processes with the same one can share."""
+    segment: str
+    server: int
+    servers: int
+    lo: int
+    hi: int
+
+
+# ---- server to worker -------------------------------------------------------------------------
+
+
+@record
+class Weights(DataMessage):
+    """Weights in the body; compressed if there is a payload table."""
+
+    version: int
+    payload: PayloadTable | None
+    queued_us: int
+    """Time that the pull waited for updates in progress."""
+
+
+@record
+class Loaded(DataMessage):
+    """The shard's state was replaced."""
+
+
+@record
+class Slots(DataMessage):
+    """Optimizer state in the body."""
+
+    row_types: ClassVar[dict[str, Any]] = {"slots": SlotEntry}
+
+    slots: tuple[SlotEntry, ...]
+
+
+@record
+class MemoryReply(DataMessage):
+    """Answer to `OfferMemory`: where the server's weights are, or why it declines."""
+
+    descriptor: dict[str, int] | None
+    reason: str
+
+
+@record
+class Failed(DataMessage):
+    """The server cannot serve this worker any longer; the connection is closed after it."""
+
+    error: str
+
+
+KINDS: dict[str, type[Message]] = {
+    cls.__name__: cls
+    for cls in (
+        PushHeader,
+        PushGradient,
+        PushShared,
+        Pull,
+        LoadShard,
+        ExportSlots,
+        OfferMemory,
+        Weights,
+        Loaded,
+        Slots,
+        MemoryReply,
+        Failed,
+    )
+}
+
+
+_FIELD_NAMES = {kind: tuple(f.name for f in dataclasses.fields(c)) for kind, c in KINDS.items()}
+
+
+def data_to_wire(message: DataMessage) -> Plain:
+    kind = type(message).__name__
+    return {"kind": kind, **{name: getattr(message, name) for name in _FIELD_NAMES[kind]}}
+
+
+def data_from_wire(plain: object) -> DataMessage:
+    """Parses a message; raises WireError if its kind or fields are unknown."""
+    message = message_from_wire(plain, KINDS)
+    assert isinstance(message, DataMessage)
+    return message

@@ -1,0 +1,257 @@
+"""Weights and gradients over TCP: typed messages on a `Channel`, bodies optionally compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, TypeVar
+
+import torch
+
+from paceline.codecs.compressor import Compressor
+from paceline.codecs.payload import from_bytes, to_bytes
+from paceline.comm.flat_layout import as_memoryview
+from paceline.comm.wire import MAX_BODY, Channel
+from paceline.errors import PeerLost, WireError
+from paceline.protocol.shard import Handle
+from paceline.strategies.ps.messages import (
+    DataMessage,
+    ExportSlots,
+    Failed,
+    Loaded,
+    LoadShard,
+    PayloadTable,
+    Pull,
+    PushGradient,
+    PushHeader,
+    SlotEntry,
+    Slots,
+    Weights,
+    data_from_wire,
+    data_to_wire,
+)
+from paceline.strategies.ps.store import (
+    ParameterStore,
+    PendingGradient,
+    ShardState,
+    Slot,
+    dtype_from_name,
+)
+from paceline.strategies.ps.transport import EndpointCounters, Pulled
+
+M = TypeVar("M", bound=DataMessage)
+
+
+class TcpTransport:
+    """A worker's connection to one server; see `ParameterTransport`."""
+
+    kind: Literal["network"] = "network"
+
+    def __init__(self, channel: Channel, compressor: Compressor | None = None) -> None:
+        self._channel = channel
+        self._compressor = compressor
+
+    @property
+    def peer(self) -> str:
+        return self._channel.peer
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._channel.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._channel.bytes_received
+
+    def push(self, header: PushHeader, gradient: torch.Tensor) -> None:
+        table: PayloadTable | None = None
+        body = [as_memoryview(gradient)]
+        if self._compressor is not None and gradient.numel():
+            payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
+            rows, body = to_bytes(payload)
+            table = tuple(map(tuple, rows))
+        self.send(
+            PushGradient(
+                worker=header.worker,
+                handle=header.handle,
+                missing=header.missing,
+                options=header.options,
+                payload=table,
+            ),
+            *body,
+        )
+
+    def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
+        self.send(Pull(at_least=at_least, after=after, exact=exact))
+
+    def receive(self, out: torch.Tensor) -> Pulled:
+        weights, size = self.receive_message(Weights, max_body=out.numel())
+        if weights.payload is None:
+            if size != out.numel():
+                raise WireError(f"{self.peer} sent {size} bytes, {out.numel()} expected")
+            if size:
+                self._channel.receive_into(as_memoryview(out))
+        elif self._compressor is None:
+            raise WireError(f"{self.peer} sent compressed weights, but no codec is in use")
+        else:
+            payload = from_bytes(weights.payload, _receive_body(self._channel, size))
+            coder = self._compressor.coder
+            coder.decode(payload, out.view(coder.dtype))
+        return Pulled(weights.version, weights.queued_us)
+
+    def load(self, state: ShardState) -> None:
+        entries, tensors = pack_slots(state.slots)
+        message = LoadShard(
+            nbytes=state.weights.numel(),
+            slices=state.slices,
+            options=state.options,
+            optimizer=state.optimizer,
+            slots=entries,
+            codec=state.codec,
+        )
+        self.send(message, as_memoryview(state.weights), *tensors)
+        self.receive_message(Loaded)
+
+    def request_slots(self, at_least: int) -> None:
+        self.send(ExportSlots(at_least=at_least))
+
+    def receive_slots(self) -> list[Slot]:
+        message, size = self.receive_message(Slots, max_body=MAX_BODY)
+        return unpack_slots(message.slots, _receive_body(self._channel, size))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def send(self, message: DataMessage, *body: memoryview) -> None:
+        self._channel.send(data_to_wire(message), *body)
+
+    def receive_message(self, expected: type[M], *, max_body: int = 0) -> tuple[M, int]:
+        """Returns a message and the size of its body; raises PeerLost if the server failed."""
+        head, size = self._channel.receive_head(max_body=max_body)
+        message = data_from_wire(head)
+        if isinstance(message, Failed):
+            raise PeerLost(f"{self.peer} reports: {message.error}")
+        if not isinstance(message, expected):
+            raise WireError(
+                f"{self.peer} sent {type(message).__name__}, {expected.__name__} expected"
+            )
+        return message, size
+
+    def check_peer(self) -> None:
+        """Raises if the server has closed the connection or sent a failure, without waiting."""
+        if self._channel.has_input():
+            message, _ = self.receive_message(DataMessage)
+            raise WireError(f"{self.peer} sent {type(message).__name__} without a request")
+
+
+class TcpEndpoint:
+    """The server's end of a worker's connection; see `GradientEndpoint`."""
+
+    def __init__(
+        self, channel: Channel, store: ParameterStore, lock: AbstractContextManager[object]
+    ) -> None:
+        self.channel = channel
+        self._store = store
+        self._lock = lock
+        """Of the store."""
+        self._counted = (0, 0)
+
+    def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
+        if not isinstance(push, PushGradient):
+            raise WireError(
+                f"{type(push).__name__} without shared memory; send a PushGradient instead"
+            )
+        with self._lock:
+            buffer = self._store.borrow_buffer()
+        self._receive_gradient(push.payload, body_bytes, buffer)
+        return PendingGradient(buffer, frozenset(push.missing), push.options)
+
+    def _receive_gradient(
+        self, table: PayloadTable | None, body_bytes: int, buffer: torch.Tensor
+    ) -> None:
+        expected = buffer.numel()
+        coder = self._store.coder
+        if table is None or coder is None:
+            if body_bytes != expected or table is not None:
+                raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
+            if expected:
+                self.channel.receive_into(as_memoryview(buffer))
+            return
+        values = buffer.view(coder.dtype)
+        most = coder.max_payload_bytes(values.numel())
+        if body_bytes > most:
+            raise WireError(f"a compressed gradient of {body_bytes} bytes, {most} at most expected")
+        coder.decode(from_bytes(table, _receive_body(self.channel, body_bytes)), values)
+
+    def find(self, handle: int) -> PendingGradient | None:
+        return None  # Every gradient is announced on the connection.
+
+    def consumed(self, handle: int) -> None:
+        return  # Gradients are copied when they arrive.
+
+    def pop_counters(self) -> EndpointCounters:
+        """Returns the bytes; pulls are counted where they are answered."""
+        now = self.channel.bytes_sent, self.channel.bytes_received
+        sent, received = self._counted
+        self._counted = now
+        return EndpointCounters(0, 0, now[0] - sent, now[1] - received)
+
+    def send(self, message: DataMessage, *body: memoryview) -> None:
+        self.channel.send(data_to_wire(message), *body)
+
+    def send_weights(
+        self, version: int, weights: torch.Tensor, *, exact: bool, queued_us: int
+    ) -> None:
+        coder = self._store.weight_coder
+        table: PayloadTable | None = None
+        body = [as_memoryview(weights)]
+        if coder is not None and not exact:
+            rows, body = to_bytes(coder.encode(weights.view(coder.dtype)))
+            table = tuple(map(tuple, rows))
+        self.send(Weights(version=version, payload=table, queued_us=queued_us), *body)
+
+    def receive_state(self, message: LoadShard, body_bytes: int) -> ShardState:
+        body = _receive_body(self.channel, body_bytes)
+        return ShardState(
+            slices=message.slices,
+            options=message.options,
+            optimizer=message.optimizer,
+            codec=message.codec,
+            weights=body[: message.nbytes],
+            slots=tuple(unpack_slots(message.slots, body[message.nbytes :])),
+        )
+
+    def send_slots(self, slots: Iterable[Slot]) -> None:
+        entries, tensors = pack_slots(slots)
+        self.send(Slots(slots=entries), *tensors)
+
+
+def pack_slots(slots: Iterable[Slot]) -> tuple[tuple[SlotEntry, ...], list[memoryview]]:
+    """Returns the table of optimizer tensors for a message, and their memory for its body."""
+    entries, body = [], []
+    for index, name, value in slots:
+        nbytes = value.numel() * value.element_size()
+        dtype = str(value.dtype).removeprefix("torch.")
+        entries.append(SlotEntry(index, name, dtype, tuple(value.shape), nbytes))
+        body.append(as_memoryview(value))
+    return tuple(entries), body
+
+
+def unpack_slots(entries: Sequence[SlotEntry], body: torch.Tensor) -> list[Slot]:
+    """Returns the optimizer tensors of a message; raises WireError if the table does not fit."""
+    if sum(entry.nbytes for entry in entries) != body.numel():
+        raise WireError(f"{body.numel()} bytes of optimizer state, but its table says otherwise")
+    slots, at = [], 0
+    for index, name, dtype, shape, nbytes in entries:
+        # Copied: a view would keep the whole message alive.
+        value = body[at : at + nbytes].clone().view(dtype_from_name(dtype)).reshape(shape)
+        slots.append(Slot(index, name, value))
+        at += nbytes
+    return slots
+
+
+def _receive_body(channel: Channel, size: int) -> torch.Tensor:
+    body = torch.empty(size, dtype=torch.uint8)
+    if size:
+        channel.receive_into(as_memoryview(body))
+    return body
