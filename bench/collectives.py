@@ -29,8 +29,7 @@ import torch.multiprocessing as mp
 
 from paceline.cluster.pool_file import load_pool, write_pool
 from paceline.comm.process_group import SharedMemoryGroup
-from paceline.comm.shm.allreduce import SharedMemoryAllReduce, aligned_size
-from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.allreduce import SharedMemoryAllReduce, SharedRegion, aligned_size
 from paceline.comm.shm.segment import create_segment, unlink_segment
 from results_store import keep
 

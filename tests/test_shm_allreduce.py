@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,15 @@ from safetensors.torch import load_file
 
 from conftest import RunCli, read_result
 from paceline.comm.process_group import SharedMemoryGroup
-from paceline.comm.shm.allreduce import SharedMemoryAllReduce, aligned_size
-from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.allreduce import SharedMemoryAllReduce, SharedRegion, aligned_size
 from paceline.comm.shm.segment import (
-    FOLDER,
+    SHM_DIR,
     create_segment,
     open_segment,
     shm_domain_id,
     unlink_segment,
 )
+from paceline.comm.shm.words import Words
 from paceline.errors import PeerLost, WireError
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +41,7 @@ TIMEOUT_S = 20.0
 
 
 def left_behind() -> set[str]:
-    return {p.name for p in FOLDER.glob("paceline-*")}
+    return {p.name for p in SHM_DIR.glob("paceline-*")}
 
 
 def values_of(rank: int, step: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -178,15 +180,55 @@ def test_a_member_that_never_comes_is_named_at_the_deadline() -> None:
         arena.wait_for_all(0, 1)
 
 
-def test_counters_may_pass_the_largest_number() -> None:
-    name = create_segment(SharedRegion.size_for(1, 64))
-    arena = SharedRegion.open(name, [0], 0, 64, 1.0)
+def test_counters_may_pass_32_bits() -> None:
+    """The futex compares the lower half of a word, which is 0 again after 2**32 - 1."""
+    name = create_segment(SharedRegion.size_for(2, 64))
+    region, other = (SharedRegion.open(name, [0, 1], rank, 64, TIMEOUT_S) for rank in (0, 1))
     unlink_segment(name)
-    arena._words[0] = 2**31 - 1
-    assert arena.increment(0) == -(2**31)
-    arena.wait_for(0, 0, 2**31)  # reached, though it looks smaller
-    with pytest.raises(PeerLost):
-        arena.wait_for(0, 0, 2**31 + 1)
+    region._words.store(0, 2**32 - 2)
+    assert region.increment(0) == 2**32 - 1
+    reached: list[float] = []
+
+    def wait() -> None:
+        other.wait_for(0, 0, 2**32)
+        reached.append(time.monotonic())
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    assert not reached
+    assert region.increment(0) == 2**32
+    waiter.join(TIMEOUT_S)
+    assert reached
+    other.wait_for(0, 0, 2**32 - 1)
+
+
+def test_words_wait_for_a_condition_until_the_deadline() -> None:
+    """Liveness is checked although the word keeps changing; adding wakes nobody by itself."""
+    name = create_segment(4096)
+    words = Words(open_segment(name, 4096), first_line=1, lines=2)
+    unlink_segment(name)
+    assert words.add(9, 5) == words.load(9) == 5
+    over, checks = threading.Event(), []
+
+    def keep_waking() -> None:
+        while not over.wait(0.01):
+            words.add(9)
+            words.wake(9)
+
+    thread = threading.Thread(target=keep_waking)
+    thread.start()
+    try:
+        began = time.monotonic()
+        alive = functools.partial(checks.append, 1)
+        assert not words.wait(9, lambda: False, deadline=began + 0.35, alive=alive)
+        assert 0.35 <= time.monotonic() - began < 5
+        assert checks
+        assert words.wait_for(9, 6, deadline=time.monotonic() + TIMEOUT_S, alive=alive)
+    finally:
+        over.set()
+        thread.join()
+    assert not words.wait_for(9, 2**62, deadline=0.0, alive=alive, spin_reads=3)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "paceline-", "paceline-" + "g" * 32, ""])
@@ -258,7 +300,7 @@ def test_a_server_on_this_machine_gets_no_bodies(run_cli: RunCli, tmp_path: Path
 def test_full_memory_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
     """In a mount namespace whose shared memory has next to no room."""
     tiny = ["unshare", "--mount", "sh", "-c"]
-    mount = f"mount -t tmpfs -o size=8k none {FOLDER}"
+    mount = f"mount -t tmpfs -o size=8k none {SHM_DIR}"
     tried = subprocess.run([*tiny, mount], capture_output=True, text=True, timeout=20)
     if tried.returncode:
         pytest.skip(f"needs a mount namespace of its own: {tried.stderr.strip()}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from paceline.comm.shm import futex
 from paceline.comm.shm import parameters as boards
 from paceline.comm.shm.parameters import (
     MailboxSegment,
@@ -43,7 +44,7 @@ class Pair:
 
     def reader(self, timeout_s: float = WAIT_S) -> SharedWeightsReader:
         return SharedWeightsReader(
-            self.board, self.lane, peer="server 7", timeout_s=timeout_s, look=lambda: None
+            self.board, self.lane, peer="server 7", timeout_s=timeout_s, check_peer=lambda: None
         )
 
     def update(self, version: int, value: float) -> None:
@@ -154,7 +155,7 @@ def test_reader_that_hangs_is_waited_for_once(pair: Pair, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr(boards, "GRACE_S", 0.02)
-    monkeypatch.setattr(boards.futex, "wait", wait)
+    monkeypatch.setattr(futex, "wait", wait)
     pair.lane.begin_reading()
     for version in (1, 2, 3):
         pair.update(version, 1.0)
@@ -190,7 +191,9 @@ def test_waiting_ends_when_the_server_is_gone(pair: Pair) -> None:
     def look() -> None:
         raise PeerLost("server 7 closed the connection")
 
-    reader = SharedWeightsReader(pair.board, pair.lane, peer="server 7", timeout_s=60.0, look=look)
+    reader = SharedWeightsReader(
+        pair.board, pair.lane, peer="server 7", timeout_s=60.0, check_peer=look
+    )
     with pytest.raises(PeerLost, match="server 7"):
         reader.copy_weights(1, pair.target)
 

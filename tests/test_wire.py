@@ -404,7 +404,9 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
     served.fill(channel, torch.zeros(4))
     lane = memory.mailbox(0, 0, 16)
     board = open_shared_weights(descriptor, 16)
-    reader = SharedWeightsReader(board, lane, peer="server 4", timeout_s=WAIT_S, look=lambda: None)
+    reader = SharedWeightsReader(
+        board, lane, peer="server 4", timeout_s=WAIT_S, check_peer=lambda: None
+    )
     weights, gradient = torch.zeros(16, dtype=torch.uint8), memory.gradient.view(torch.float32)
 
     def announce(handle: int, *, in_place: bool) -> None:

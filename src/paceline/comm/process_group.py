@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.control import StoreClient
-from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.allreduce import SharedRegion
 from paceline.comm.shm.segment import create_segment, shm_domain_id, unlink_segment
 from paceline.errors import UsageError
 

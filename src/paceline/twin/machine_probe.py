@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
-from paceline.comm.shm.allreduce import aligned_size
-from paceline.comm.shm.region import SharedRegion
+from paceline.comm.shm.allreduce import SharedRegion, aligned_size
 from paceline.comm.shm.segment import create_segment, open_segment, shm_domain_id, unlink_segment
 from paceline.errors import PacelineError
 from paceline.job import Job, display_name

@@ -1,33 +1,134 @@
-"""Sums over the processes of one machine through shared memory, and over machines by their firsts.
+"""All-reduce through shared memory on one host, and between hosts through one leader each.
 
-Each worker's gradients lie in its slot. When all have filled a bucket, each adds up its own piece
-of it over all slots, in the order of ranks, and writes the sum to every slot: no byte passes a
-socket, and every worker ends with the same bits. With several machines each one's sum is in the
-slot of its first worker, those exchange by torch's collectives, and the others take it from there.
+Each worker's gradients are in its slot of a `SharedRegion`. When all workers have filled a bucket,
+each adds up its own range over all slots, in rank order, and writes the sum to every slot: no byte
+passes a socket, and all workers get the same bits. With several hosts, each host's sum is in the
+slot of its first worker; these leaders exchange sums with torch collectives, and the other workers
+copy the result.
 """
 
 from __future__ import annotations
 
+import functools
+import mmap
+import os
+import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from paceline.comm.process_group import SharedMemoryGroup
+from paceline.comm.shm.segment import CACHE_LINE, open_segment, round_up
+from paceline.comm.shm.words import WORDS_PER_LINE, Words
+from paceline.errors import PeerLost
+
+if TYPE_CHECKING:
+    from paceline.comm.process_group import SharedMemoryGroup
 
 FILLED, SUMMED, READY, TAKEN, UPDATED = range(5)
-"""Words of a member: buckets filled, its pieces added, brought from other machines, taken, and
-steps whose weights it has updated."""
-ALIGNED = 64
+"""Counters of a member: buckets filled, ranges added up, sums received from other hosts, sums
+copied, and steps whose weights it has updated."""
+PID_WORD = WORDS_PER_LINE - 1
+SPIN_READS = 200
+"""Reads of a counter before sleeping: other members are often only microseconds behind."""
 
 
 def aligned_size(sizes: Sequence[int]) -> int:
-    return sum(_align(n) for n in sizes)
+    """Returns the bytes of a slot that holds buckets of these sizes."""
+    return sum(round_up(n, CACHE_LINE) for n in sizes)
+
+
+class SharedRegion:
+    """A segment with one slot and one line of counters per member; each writes its own counters.
+
+    Counters only grow. Every wait has a deadline and raises PeerLost for a member that has died.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        members: Sequence[int],
+        rank: int,
+        slot_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.members = list(members)
+        """Ranks of the processes on this host, in order."""
+        self.local_index = self.members.index(rank)
+        """Index of this process among them."""
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._timeout_s = timeout_s
+        self._words = Words(memory, lines=len(self.members))
+        self._words.store(self.local_index * WORDS_PER_LINE + PID_WORD, os.getpid())
+        cores = len(os.sched_getaffinity(0))
+        self._spin_reads = SPIN_READS if len(self.members) <= cores else 0
+
+    @staticmethod
+    def size_for(members: int, slot_bytes: int) -> int:
+        return round_up(members * CACHE_LINE) + members * round_up(slot_bytes)
+
+    @classmethod
+    def open(
+        cls, name: str, members: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
+    ) -> SharedRegion:
+        memory = open_segment(name, cls.size_for(len(members), slot_bytes))
+        return cls(memory, members, rank, slot_bytes, timeout_s)
+
+    def slot_tensor(self, place: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns `count` elements at byte `offset` of a member's slot."""
+        start = round_up(len(self.members) * CACHE_LINE) + place * round_up(self._slot_bytes)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start + offset)
+
+    def increment(self, word: int) -> int:
+        """Adds one to a counter of this member and wakes its waiters; returns the new value."""
+        index = self.local_index * WORDS_PER_LINE + word
+        value = self._words.add(index)
+        self._words.wake(index)
+        return value
+
+    def value(self, place: int, word: int) -> int:
+        return self._words.load(place * WORDS_PER_LINE + word)
+
+    def wait_for_all(self, word: int, target: int) -> None:
+        """Waits until the counters of all members have reached the target; raises PeerLost."""
+        deadline = time.monotonic() + self._timeout_s
+        for place in range(len(self.members)):
+            if place != self.local_index:
+                self._wait(place, word, target, deadline)
+
+    def wait_for(self, place: int, word: int, target: int) -> None:
+        """Waits until a member's counter has reached the target; raises PeerLost."""
+        self._wait(place, word, target, time.monotonic() + self._timeout_s)
+
+    def _wait(self, place: int, word: int, target: int, deadline: float) -> None:
+        if not self._words.wait_for(
+            place * WORDS_PER_LINE + word,
+            target,
+            deadline=deadline,
+            alive=functools.partial(self._check_alive, place),
+            spin_reads=self._spin_reads,
+        ):
+            self._check_alive(place)
+            raise PeerLost(f"worker {self.members[place]} did not come in {self._timeout_s:g} s")
+
+    def _check_alive(self, place: int) -> None:
+        pid = self.value(place, PID_WORD)
+        if pid == 0:
+            return  # It has not opened the segment yet.
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            state = "X"
+        if state in "ZX":
+            raise PeerLost(f"worker {self.members[place]} (process {pid}) is gone")
 
 
 class SharedMemoryAllReduce:
-    """All buckets of a model; they are filled and summed in one order everywhere."""
+    """All buckets of a model; every member fills and sums them in the same order."""
 
     def __init__(
         self,
@@ -36,66 +137,66 @@ class SharedMemoryAllReduce:
         dtypes: Sequence[torch.dtype],
         flags: Sequence[int] | None = None,
     ) -> None:
-        """With `flags`, of each bucket as many numbers at its end, nobody gets the sums but who
-        adds them up: each member goes on with its own pieces, and says so by `updated`. (On one
-        machine alone.)"""
-        arena = self._arena = shared.region
+        """With `flags` (numbers at the end of each bucket), this is a reduce-scatter on one host:
+        each member keeps the sums of its own ranges, and calls `finish_update` after using them.
+        """
+        region = self._region = shared.region
         self._leaders = shared.leaders
         self._machines = shared.machines
-        places = range(len(arena.members))
+        places = range(len(region.members))
         self._slots: list[list[torch.Tensor]] = []
         """By bucket and member."""
         offset = 0
         for count, dtype in zip(counts, dtypes, strict=True):
-            self._slots.append([arena.slot_tensor(p, offset, count, dtype) for p in places])
-            offset += _align(count * dtype.itemsize)
+            self._slots.append([region.slot_tensor(p, offset, count, dtype) for p in places])
+            offset += round_up(count * dtype.itemsize, CACHE_LINE)
         self._flags = flags
         if flags is not None:
             counts = [count - flag for count, flag in zip(counts, flags, strict=True)]
-        self._pieces = [_cut(count, len(places))[arena.local_index] for count in counts]
-        self._updated = arena.value(arena.local_index, UPDATED)
-        # An arena may have served before: the counters go on.
-        self._filled, self._summed = (arena.value(arena.local_index, w) for w in (FILLED, SUMMED))
-        self._ready, self._taken = arena.value(0, READY), arena.value(arena.local_index, TAKEN)
+        self._pieces = [_cut(count, len(places))[region.local_index] for count in counts]
+        self._updated = region.value(region.local_index, UPDATED)
+        # The region may have been used before: its counters continue.
+        self._filled, self._summed = (region.value(region.local_index, w) for w in (FILLED, SUMMED))
+        self._ready, self._taken = region.value(0, READY), region.value(region.local_index, TAKEN)
 
     def local_bucket(self, bucket: int) -> torch.Tensor:
-        """Where this worker's gradients of a bucket go, and where their sum will be."""
-        return self._slots[bucket][self._arena.local_index]
+        """Returns the memory for this worker's gradients of a bucket, and later for their sum."""
+        return self._slots[bucket][self._region.local_index]
 
     def owned_range(self, bucket: int) -> slice:
-        """What of a bucket this member adds up."""
+        """Returns the range of a bucket that this member adds up."""
         return self._pieces[bucket]
 
     def reduced_bucket(self, bucket: int) -> torch.Tensor:
-        """Where the sums of a bucket lie."""
+        """Returns the memory with the sums of a bucket."""
         return self._slots[bucket][0]
 
     def used_parameters(self, bucket: int) -> list[bool] | None:
-        """By parameter: has any member given it a gradient? None is yes for all."""
+        """Returns, per parameter, whether any member has a gradient; None if all have one."""
         assert self._flags is not None
         count = self._flags[bucket]
-        told = torch.stack([slot[-count:] for slot in self._slots[bucket]]).amax(0)
-        return None if bool(told.all()) else [flag > 0 for flag in told.tolist()]
+        used = torch.stack([slot[-count:] for slot in self._slots[bucket]]).amax(0)
+        return None if bool(used.all()) else [flag > 0 for flag in used.tolist()]
 
     def finish_update(self) -> None:
-        """This member is done with its pieces; wait until all are."""
-        self._updated = self._arena.increment(UPDATED)
-        self._arena.wait_for_all(UPDATED, self._updated)
+        """Marks this member's ranges as updated, and waits for all members."""
+        self._updated = self._region.increment(UPDATED)
+        self._region.wait_for_all(UPDATED, self._updated)
 
     def mark_filled(self) -> None:
-        """The next bucket is there."""
-        self._filled = self._arena.increment(FILLED)
+        """Marks the next bucket as filled."""
+        self._filled = self._region.increment(FILLED)
 
     def finish(self) -> None:
-        """Sum all buckets, which everybody fills; raises PeerLost."""
-        arena, buckets = self._arena, len(self._slots)
+        """Sums all buckets, as the members fill them; raises PeerLost."""
+        region, buckets = self._region, len(self._slots)
         for bucket, slots in enumerate(self._slots):
-            arena.wait_for_all(FILLED, self._filled - (buckets - 1 - bucket))
+            region.wait_for_all(FILLED, self._filled - (buckets - 1 - bucket))
             self._add_piece(bucket, slots)
-            self._summed = arena.increment(SUMMED)
+            self._summed = region.increment(SUMMED)
         if self._flags is not None:
             return
-        arena.wait_for_all(SUMMED, self._summed)
+        region.wait_for_all(SUMMED, self._summed)
         if self._machines > 1:
             self._exchange_machines()
 
@@ -112,28 +213,24 @@ class SharedMemoryAllReduce:
                 part.copy_(total)
 
     def _exchange_machines(self) -> None:
-        """The sum of this machine is in its first member's slot."""
-        arena = self._arena
+        """Sums over hosts; the sum of this host is in its first member's slot."""
+        region = self._region
         for slots in self._slots:
-            if arena.local_index == 0:
+            if region.local_index == 0:
                 dist.all_reduce(slots[0], group=self._leaders)
-                self._ready = arena.increment(READY)
+                self._ready = region.increment(READY)
             else:
                 self._ready += 1
-                arena.wait_for(0, READY, self._ready)
-                slots[arena.local_index].copy_(slots[0])
-            self._taken = arena.increment(TAKEN)
-        if arena.local_index == 0:
-            # Its next gradients would overwrite what the others still copy.
-            arena.wait_for_all(TAKEN, self._taken)
+                region.wait_for(0, READY, self._ready)
+                slots[region.local_index].copy_(slots[0])
+            self._taken = region.increment(TAKEN)
+        if region.local_index == 0:
+            # Its next gradients would overwrite sums that others still copy.
+            region.wait_for_all(TAKEN, self._taken)
 
 
 def _cut(count: int, parts: int) -> list[slice]:
-    """Pieces that begin at cache lines, for any size of number."""
-    lines = -(-count // ALIGNED)
-    edges = [min(count, lines * p // parts * ALIGNED) for p in range(parts + 1)]
+    """Returns ranges that start at cache lines, whatever the size of an element."""
+    lines = -(-count // CACHE_LINE)
+    edges = [min(count, lines * p // parts * CACHE_LINE) for p in range(parts + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED

@@ -1,4 +1,4 @@
-"""Waiting on words of shared memory, and waking those who do: the kernel's futex."""
+"""Linux futex: sleeping on a 32-bit word of shared memory, and waking the sleepers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import sys
 
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
-_EVERYBODY = 1 << 30
+_ALL_WAITERS = 1 << 30
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -16,26 +16,26 @@ class _Timespec(ctypes.Structure):
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins, for as long as somebody keeps it."""
+    """Returns the address of a mapping, valid as long as the mapping exists."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def wait(address: int, value: int, seconds: float) -> int:
-    """Sleep while the 32-bit word there has the value, but not longer; 0, or why it ended early."""
+    """Sleeps while the word has the value, up to a limit; returns 0, or the errno that ended it."""
     limit = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
     return _call(address, _WAIT, value, limit)
 
 
 def wake(address: int) -> None:
-    """Everybody who waits on the word."""
-    _call(address, _WAKE, _EVERYBODY, None)
+    """Wakes all that sleep on the word."""
+    _call(address, _WAKE, _ALL_WAITERS, None)
 
 
 def _call(address: int, operation: int, value: int, limit: object) -> int:
     assert _LIBC is not None
     place = ctypes.c_void_p(address)
-    # A word with a sign is told as the kernel reads it, without.
-    told = ctypes.c_uint32(value & 0xFFFFFFFF)
-    if _LIBC.syscall(_FUTEX, place, operation, told, limit, None, 0) < 0:
+    # The kernel compares 32 bits without a sign.
+    word = ctypes.c_uint32(value & 0xFFFFFFFF)
+    if _LIBC.syscall(_FUTEX, place, operation, word, limit, None, 0) < 0:
         return ctypes.get_errno()
     return 0

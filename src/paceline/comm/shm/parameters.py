@@ -1,12 +1,13 @@
-"""What a parameter server and a worker of its machine leave for each other in memory.
+"""Parameter exchange through shared memory, for a server and workers on the same host.
 
-The *board* is the server's: its weights, and which version they are. Workers copy them from there.
-A *lane* is a worker's, one for each server: a gradient, and what is to be said about it. The
-coordinator's order tells the server that it is there. So nothing is sent between the two.
+Each server owns a `SharedWeights` segment: its current weights, their version and a seqlock.
+Workers copy the weights from it. Each worker owns one `GradientMailbox` per server: a gradient and
+its header. The coordinator's `ApplyUpdate` names the gradient that the server is to read, so
+nothing is sent between worker and server.
 
-A worker cannot know whether weights change while it copies them, but it sees afterwards that they
-did (`turn`), and copies again. That is rare: a server lets those who are reading finish first, for
-a moment. Stores are seen by others in the order in which they were made (x86-64).
+Readers detect concurrent updates with the seqlock's sequence number and retry. Retries are rare,
+because the server waits briefly for active readers before it updates; after `MAX_COPY_ATTEMPTS`
+the worker pulls over TCP.
 """
 
 from __future__ import annotations
@@ -19,312 +20,310 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.shm import futex
-from paceline.comm.shm.segment import FOLDER, create_segment, open_segment, unlink_segment
+from paceline.comm.shm.segment import (
+    CACHE_LINE,
+    PAGE_BYTES,
+    SHM_DIR,
+    create_segment,
+    open_segment,
+    round_up,
+    unlink_segment,
+)
+from paceline.comm.shm.words import Words
 from paceline.errors import DeadlineExceeded, WireError
 
-PAGE = 4096
-LINE = 64
-WORD = 8
 HEADER_BYTES = 16384
-"""Bytes for what is said about a gradient; more than that is sent."""
+"""Room for a gradient's header; a larger one is sent over TCP."""
 GRACE_S, GRACE_BYTES_PER_S = 0.1, 1e9
-"""How long an update waits for one who reads: one that was stopped must not stop the others."""
-SLICE_S = 0.1
-"""How long a server that has gone can go unnoticed."""
+"""Limit on how long an update waits for a reader: a stopped one must not stop the others."""
 MAX_COPY_ATTEMPTS = 4
-"""Copies that were disturbed, until the server is asked to send the weights."""
+"""Disturbed copies before the worker asks the server to send the weights."""
 
-_TURN, _VERSION, _BELL, _WANTED, _APPLIED_US = range(5)
-_HANDLE, _HEAD_BYTES, _READING, _READS, _QUEUED_US, _TAKEN = range(6)
+_SEQUENCE, _VERSION, _NOTIFY, _PENDING, _APPLIED_US = range(5)
+_HANDLE, _HEADER_SIZE, _READING, _READS, _QUEUED_US, _CONSUMED = range(6)
 
 
 class SharedWeights:
-    """A server's weights in memory that workers of its machine map; only the server writes."""
+    """A server's weights in memory that workers on its host map; only the server writes."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
-        self._words = memoryview(memory)[:LINE].cast("q")
-        self._address = futex.address_of(memory)
-        self.weights = _tensor(memory, PAGE, nbytes)
+        self._words = Words(memory)
+        self.weights = _tensor(memory, PAGE_BYTES, nbytes)
 
     @property
     def sequence(self) -> int:
-        """Odd while an update is under way; another after each."""
-        return self._words[_TURN]
+        """Odd during an update; changes with each."""
+        return self._words.load(_SEQUENCE)
 
     @property
     def version(self) -> int:
-        return self._words[_VERSION]
+        return self._words.load(_VERSION)
 
     @property
     def update_pending(self) -> bool:
-        """An update is under way, or waits for those who read."""
-        return bool(self._words[_WANTED])
+        """Whether an update is in progress or waits for readers."""
+        return bool(self._words.load(_PENDING))
 
     @property
     def applied_us(self) -> int:
         """Time spent on updates so far."""
-        return self._words[_APPLIED_US]
+        return self._words.load(_APPLIED_US)
 
-    # ---- the server's side --------------------------------------------------------------------
+    # ---- server -------------------------------------------------------------------------------
 
-    def begin_update(self, lanes: Iterable[GradientMailbox]) -> None:
-        words = self._words
-        words[_WANTED] = 1
-        for lane in lanes:
-            lane.wait_for_reader()
-        words[_TURN] += 1
+    def begin_update(self, mailboxes: Iterable[GradientMailbox]) -> None:
+        """Waits briefly for workers that are copying, then marks the weights as changing."""
+        self._words.store(_PENDING, 1)
+        for mailbox in mailboxes:
+            mailbox.wait_for_reader()
+        self._words.add(_SEQUENCE)
 
     def end_update(self, version: int, took_us: int) -> None:
+        """Publishes the new version."""
         words = self._words
-        words[_VERSION] = version
-        words[_APPLIED_US] += took_us
-        words[_TURN] += 1
-        words[_WANTED] = 0
+        words.store(_VERSION, version)
+        words.add(_APPLIED_US, took_us)
+        words.add(_SEQUENCE)
+        words.store(_PENDING, 0)
         self.notify()
 
     def reset(self) -> None:
-        """Other weights are there, and versions count from 0 again."""
-        self._words[_VERSION] = 0
+        """Starts versions at 0 again, after other weights were loaded."""
+        self._words.store(_VERSION, 0)
         self.notify()
 
     def notify(self) -> None:
-        """Something has changed that workers may wait for."""
-        self._words[_BELL] += 1
-        futex.wake(self._address + _BELL * WORD)
+        """Wakes the workers that wait for a change."""
+        self._words.add(_NOTIFY)
+        self._words.wake(_NOTIFY)
 
-    # ---- the workers' side --------------------------------------------------------------------
+    # ---- workers ------------------------------------------------------------------------------
 
-    @property
-    def notify_count(self) -> int:
-        return self._words[_BELL]
-
-    def wait_for_notify(self, seen: int) -> None:
-        """Until it has rung since it was seen, or a moment has passed."""
-        futex.wait(self._address + _BELL * WORD, seen, SLICE_S)
+    def wait_for_change(
+        self, done: Callable[[], bool], *, deadline: float, alive: Callable[[], None]
+    ) -> bool:
+        """Waits for a condition, tested after each `notify`; returns False at the deadline."""
+        return self._words.wait(_NOTIFY, done, deadline=deadline, alive=alive)
 
 
 class SharedWeightsOwner(SharedWeights):
-    """As the server makes it: a file without a name, which others reach through this process."""
+    """The server's own `SharedWeights`: an unnamed file, reached through its process."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises OSError where there is no room."""
-        name = create_segment(PAGE + nbytes)
+        """Raises OSError if there is no room."""
+        name = create_segment(PAGE_BYTES + nbytes)
         try:
-            self._file = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW)
+            self._file = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW)
         finally:
             unlink_segment(name)
-        super().__init__(mmap.mmap(self._file, PAGE + nbytes), nbytes)
+        super().__init__(mmap.mmap(self._file, PAGE_BYTES + nbytes), nbytes)
 
     def descriptor(self) -> dict[str, int]:
-        """For `open_board`, in a process of the same user on the same machine."""
+        """Returns what `open_shared_weights` needs in a process of the same user and host."""
         return {"pid": os.getpid(), "file": self._file}
 
     def close(self) -> None:
         os.close(self._file)
 
 
-def open_shared_weights(address: dict[str, int], nbytes: int) -> SharedWeights:
-    """Raises OSError where this process may not look into the server's."""
-    path = Path(f"/proc/{int(address['pid'])}/fd/{int(address['file'])}")
+def open_shared_weights(descriptor: dict[str, int], nbytes: int) -> SharedWeights:
+    """Maps a server's weights; raises OSError if this process may not access the server's files."""
+    path = Path(f"/proc/{int(descriptor['pid'])}/fd/{int(descriptor['file'])}")
     handle = os.open(path, os.O_RDWR)
     try:
         size = os.fstat(handle).st_size
-        if size != PAGE + nbytes:
-            raise WireError(f"a server's weights in {size} bytes, {PAGE + nbytes} expected")
+        if size != PAGE_BYTES + nbytes:
+            raise WireError(f"a server's weights in {size} bytes, {PAGE_BYTES + nbytes} expected")
         return SharedWeights(mmap.mmap(handle, size), nbytes)
     finally:
         os.close(handle)
 
 
 class GradientMailbox:
-    """A worker's gradient for one server, with a few words beside it."""
+    """A worker's gradient for one server, with its header and a few words."""
 
     def __init__(self, memory: mmap.mmap, *, server: int, servers: int, lo: int, hi: int) -> None:
         """Bytes `lo` to `hi` of the gradient are the server's."""
-        whole = memoryview(memory)
-        self._words = whole[server * LINE : (server + 1) * LINE].cast("q")
-        self._address = futex.address_of(memory) + server * LINE
-        heads = _round_up(servers * LINE)
-        self._head = whole[heads + server * HEADER_BYTES : heads + (server + 1) * HEADER_BYTES]
-        self.gradient = _tensor(memory, _overhead(servers) + lo, hi - lo)
+        self._words = Words(memory, first_line=server)
+        start = round_up(servers * CACHE_LINE) + server * HEADER_BYTES
+        self._header = memoryview(memory)[start : start + HEADER_BYTES]
+        self.gradient = _tensor(memory, _gradient_offset(servers) + lo, hi - lo)
         self.last_handle = 0
-        """Of the push that lies here, or lay here last; the worker's own note."""
-        self._reads = 0
+        """Handle of the last push; known to the worker only."""
+        self._reads_started = 0
         self._stalled_read = 0
-        """The server's own note: the read that it does not wait for any more."""
+        """Read that the server no longer waits for; known to the server only."""
 
     @property
     def active_read(self) -> int:
-        """Which of its reads the worker is at; 0 for none."""
-        return self._words[_READING]
+        """Number of the read in progress; 0 if there is none."""
+        return self._words.load(_READING)
 
     @property
     def consumed(self) -> int:
-        """The last push that the server does not need here any more."""
-        return self._words[_TAKEN]
+        """Handle of the last push that the server no longer needs here."""
+        return self._words.load(_CONSUMED)
 
     @property
     def reads(self) -> int:
-        """How often weights were copied."""
-        return self._words[_READS]
+        """Number of times that weights were copied."""
+        return self._words.load(_READS)
 
     @property
     def queued_us(self) -> int:
-        """How long that had to wait for updates, in all."""
-        return self._words[_QUEUED_US]
+        """Total time that these copies waited for updates."""
+        return self._words.load(_QUEUED_US)
 
-    # ---- the worker's side --------------------------------------------------------------------
+    # ---- worker -------------------------------------------------------------------------------
 
-    def post(self, handle: int, head: bytes) -> bool:
-        """The gradient lies ready; False where there is not enough room for what is said of it."""
-        if len(head) > HEADER_BYTES:
+    def post(self, handle: int, header: bytes) -> bool:
+        """Publishes the gradient; returns False if its header does not fit."""
+        if len(header) > HEADER_BYTES:
             return False
-        self._head[: len(head)] = head
-        self._words[_HEAD_BYTES] = len(head)
-        self._words[_HANDLE] = self.last_handle = handle
+        self._header[: len(header)] = header
+        self._words.store(_HEADER_SIZE, len(header))
+        self.last_handle = handle
+        self._words.store(_HANDLE, handle)
         return True
 
     def clear(self) -> None:
-        """Nothing lies here any more: numbers of pushes begin anew with the next connection."""
-        self._words[_HANDLE] = 0
+        """Removes the gradient: handles start again with the next connection."""
+        self._words.store(_HANDLE, 0)
 
     def begin_reading(self) -> None:
-        self._reads += 1
-        self._words[_READING] = self._reads
+        self._reads_started += 1
+        self._words.store(_READING, self._reads_started)
 
     def end_reading(self) -> None:
-        self._words[_READING] = 0
-        futex.wake(self._address + _READING * WORD)
+        self._words.store(_READING, 0)
+        self._words.wake(_READING)
 
     def count_read(self, queued_us: int) -> None:
-        self._words[_READS] += 1
-        self._words[_QUEUED_US] += queued_us
+        self._words.add(_READS)
+        self._words.add(_QUEUED_US, queued_us)
 
-    # ---- the server's side --------------------------------------------------------------------
+    # ---- server -------------------------------------------------------------------------------
 
     def header_of(self, handle: int) -> bytes | None:
-        """What is said of the gradient that lies here, if it is the one of this push."""
-        if self._words[_HANDLE] != handle:
+        """Returns the header of the posted gradient, if it is the one of this push."""
+        if self._words.load(_HANDLE) != handle:
             return None
-        return bytes(self._head[: self._words[_HEAD_BYTES]])
+        return bytes(self._header[: self._words.load(_HEADER_SIZE)])
 
     def mark_consumed(self, handle: int) -> None:
-        """The worker may fill it again."""
-        self._words[_TAKEN] = handle
+        """Allows the worker to overwrite the gradient."""
+        self._words.store(_CONSUMED, handle)
 
     def wait_for_reader(self) -> None:
-        """Until the worker has copied what it began to copy; one that hangs there only once."""
-        until = time.monotonic() + GRACE_S + self.gradient.numel() / GRACE_BYTES_PER_S
-        while (reading := self.active_read) not in (0, self._stalled_read):
-            left = until - time.monotonic()
-            if left > 0:
-                futex.wait(self._address + _READING * WORD, reading, left)
-            else:
-                self._stalled_read = reading
+        """Waits for the copy in progress; for one that takes too long, only once."""
+        if self._has_no_reader():
+            return
+        grace_s = GRACE_S + self.gradient.numel() / GRACE_BYTES_PER_S
+        deadline = time.monotonic() + grace_s
+        if not self._words.wait(
+            _READING, self._has_no_reader, deadline=deadline, alive=lambda: None
+        ):
+            self._stalled_read = self.active_read
+
+    def _has_no_reader(self) -> bool:
+        return self.active_read in (0, self._stalled_read)
 
 
 class MailboxSegment:
-    """A worker's memory for its gradient, and its lanes in it."""
+    """A worker's memory for its gradient, with a mailbox per server."""
 
     def __init__(self, servers: int, nbytes: int) -> None:
-        """Raises OSError where there is no room."""
+        """Raises OSError if there is no room."""
         self._servers = servers
-        size = _overhead(servers) + nbytes
+        size = _gradient_offset(servers) + nbytes
         self.name = create_segment(size)
         try:
             self._memory = open_segment(self.name, size)
         except OSError:
             unlink_segment(self.name)
             raise
-        self.gradient = _tensor(self._memory, _overhead(servers), nbytes)
+        self.gradient = _tensor(self._memory, _gradient_offset(servers), nbytes)
 
     def mailbox(self, server: int, lo: int, hi: int) -> GradientMailbox:
         return GradientMailbox(self._memory, server=server, servers=self._servers, lo=lo, hi=hi)
 
     def unlink(self) -> None:
-        """Servers have it open, those that can."""
+        """Removes the name, after all servers that can have opened it."""
         unlink_segment(self.name)
 
 
 def open_mailbox(name: str, *, server: int, servers: int, lo: int, hi: int) -> GradientMailbox:
-    """What a worker offers, in the server; raises OSError where it cannot be reached."""
+    """Opens a worker's mailbox in the server; raises OSError if it cannot be opened."""
     if not (0 <= server < servers and 0 <= lo <= hi):
         raise WireError(f"a gradient's bytes {lo} to {hi} for server {server} of {servers}")
-    memory = open_segment(name, _overhead(servers) + hi)
+    memory = open_segment(name, _gradient_offset(servers) + hi)
     return GradientMailbox(memory, server=server, servers=servers, lo=lo, hi=hi)
 
 
 class SharedWeightsReader:
-    """A worker's way to the weights of one server."""
+    """Copies the weights of one server into a worker's buffer."""
 
     def __init__(
         self,
-        board: SharedWeights,
-        lane: GradientMailbox,
+        weights: SharedWeights,
+        mailbox: GradientMailbox,
         *,
         peer: str,
         timeout_s: float,
-        look: Callable[[], None],
+        check_peer: Callable[[], None],
     ) -> None:
-        """`look` raises when the server is known to be gone."""
-        self.board, self.lane = board, lane
-        self._peer, self._timeout_s, self._check_peer = peer, timeout_s, look
+        """`check_peer` raises if the server is gone."""
+        self._shared, self._mailbox = weights, mailbox
+        self._peer, self._timeout_s, self._check_peer = peer, timeout_s, check_peer
 
     def copy_weights(self, at_least: int, target: torch.Tensor) -> tuple[int, int] | None:
-        """Copy the weights once they are of that version and the last push has been taken.
+        """Copies the weights, once they have that version and the last push was consumed.
 
-        Gives their version, and for how long updates were under way meanwhile (us); None if they
+        Returns their version, and how long updates were in progress meanwhile (us); None if they
         changed during every attempt.
         """
-        board, lane = self.board, self.lane
-        asked, applied = time.perf_counter_ns(), board.applied_us
+        shared, mailbox = self._shared, self._mailbox
+        start, applied_us = time.perf_counter_ns(), shared.applied_us
         for _ in range(MAX_COPY_ATTEMPTS):
-            self._await(at_least)
-            turn = board.sequence
-            if turn % 2:
+            self._wait_for(at_least)
+            sequence = shared.sequence
+            if sequence % 2:
                 continue
-            version = board.version
-            waited_us = (time.perf_counter_ns() - asked) // 1000
-            lane.begin_reading()
+            version = shared.version
+            waited_us = (time.perf_counter_ns() - start) // 1000
+            mailbox.begin_reading()
             try:
-                target.copy_(board.weights)
-                changed = board.sequence != turn
+                target.copy_(shared.weights)
+                changed = shared.sequence != sequence
             finally:
-                lane.end_reading()
+                mailbox.end_reading()
             if not changed:
-                queued_us = min(waited_us, board.applied_us - applied)
-                lane.count_read(queued_us)
+                queued_us = min(waited_us, shared.applied_us - applied_us)
+                mailbox.count_read(queued_us)
                 return version, queued_us
         return None
 
-    def _await(self, at_least: int) -> None:
-        board, lane = self.board, self.lane
-        looked = time.monotonic()
-        deadline = looked + self._timeout_s
-        while True:
-            bell = board.notify_count
-            here = board.version >= at_least and lane.consumed >= lane.last_handle
-            if here and not board.update_pending:
-                return
-            board.wait_for_notify(bell)
-            now = time.monotonic()
-            if now >= looked + SLICE_S:  # whatever rings for others meanwhile
-                looked = now
-                self._check_peer()
-                if now > deadline:
-                    raise DeadlineExceeded(
-                        f"{self._peer}: version {at_least} did not come within "
-                        f"{self._timeout_s:g} s (now {board.version})"
-                    )
+    def _wait_for(self, at_least: int) -> None:
+        shared, mailbox = self._shared, self._mailbox
+
+        def ready() -> bool:
+            return (
+                shared.version >= at_least
+                and mailbox.consumed >= mailbox.last_handle
+                and not shared.update_pending
+            )
+
+        deadline = time.monotonic() + self._timeout_s
+        if not shared.wait_for_change(ready, deadline=deadline, alive=self._check_peer):
+            raise DeadlineExceeded(
+                f"{self._peer}: version {at_least} did not come within "
+                f"{self._timeout_s:g} s (now {shared.version})"
+            )
 
 
-def _overhead(servers: int) -> int:
-    return _round_up(servers * LINE) + servers * HEADER_BYTES
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+def _gradient_offset(servers: int) -> int:
+    """Returns the bytes for words and headers of all servers, which precede the gradient."""
+    return round_up(servers * CACHE_LINE) + servers * HEADER_BYTES
 
 
 def _tensor(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Files of the machine's own memory, mapped by several processes of one user.
+"""Shared-memory segments: files in /dev/shm, mapped by several processes of one user.
 
-Nothing is left behind: their names are removed as soon as everybody has them open.
+Nothing is left behind: a segment's name is removed as soon as all of them have opened it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,43 @@ from pathlib import Path
 
 from paceline.errors import WireError
 
-FOLDER = Path("/dev/shm")
+SHM_DIR = Path("/dev/shm")
+CACHE_LINE = 64
+"""Bytes per cache line: two processes should not write to the same one."""
+PAGE_BYTES = 4096
 _NAME = re.compile(r"paceline-[0-9a-f]{32}")
 
 
-def shm_domain_id() -> str | None:
-    """Equal for processes that can share memory and count as one machine; None where none can.
+def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
+    return -(-nbytes // unit) * unit
 
-    Only on Linux on x86-64: there a store is seen by others in the order in which it was made,
-    which plain stores from Python need. Processes in network namespaces of their own count as
-    machines of their own.
+
+def shm_domain_id() -> str | None:
+    """Returns an identity shared by processes that can share memory; None if none can.
+
+    Requires Linux on x86-64, where other processes see stores in the order in which they were
+    made: plain stores from Python rely on it. Processes in different network namespaces count as
+    different machines.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not FOLDER.is_dir():
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not SHM_DIR.is_dir():
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        places = [os.stat(p) for p in (FOLDER, "/proc/self/ns/net", "/proc/self/ns/pid")]
+        places = [os.stat(p) for p in (SHM_DIR, "/proc/self/ns/net", "/proc/self/ns/pid")]
     except OSError:
-        return None  # a container that hides them: nobody can tell who is beside whom
+        return None  # A container hides them, so hosts cannot be told apart.
     return f"{boot}/" + "/".join(f"{place.st_dev}-{place.st_ino}" for place in places)
 
 
 def create_segment(nbytes: int) -> str:
-    """A new file of zeros that only this user can open; OSError where there is no room."""
+    """Creates a segment of zeros that only this user can open; raises OSError if it does not fit.
+
+    Returns its name.
+    """
     name = f"paceline-{secrets.token_hex(16)}"
-    handle = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    handle = os.open(SHM_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # Otherwise a full file system would kill the process at the first touch of a page.
+        # Otherwise a full file system would kill the process when it first touches a page.
         os.posix_fallocate(handle, 0, nbytes)
     except OSError:
         unlink_segment(name)
@@ -52,10 +62,10 @@ def create_segment(nbytes: int) -> str:
 
 
 def open_segment(name: str, nbytes: int) -> mmap.mmap:
-    """Map what another process made; the name may come from the wire."""
+    """Maps a segment; raises WireError if the name, which may be a peer's, is not a segment's."""
     if not _NAME.fullmatch(name):
         raise WireError(f"shared memory named {name!r}: not one of ours")
-    handle = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW)
+    handle = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if os.fstat(handle).st_size < nbytes:
             raise WireError(f"shared memory of {os.fstat(handle).st_size} bytes, {nbytes} expected")
@@ -65,5 +75,5 @@ def open_segment(name: str, nbytes: int) -> mmap.mmap:
 
 
 def unlink_segment(name: str) -> None:
-    """Those who have it open keep it; nothing is left when the last of them ends."""
-    (FOLDER / name).unlink(missing_ok=True)
+    """Removes a segment's name; the memory is freed when the last process unmaps it."""
+    (SHM_DIR / name).unlink(missing_ok=True)

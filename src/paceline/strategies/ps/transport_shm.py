@@ -55,7 +55,7 @@ class SharedMemoryTransport:
         self._mailbox = mailbox
         self._in_place = in_place
         self._reader = SharedWeightsReader(
-            weights, mailbox, peer=tcp.peer, timeout_s=timeout_s, look=tcp.check_peer
+            weights, mailbox, peer=tcp.peer, timeout_s=timeout_s, check_peer=tcp.check_peer
         )
         self._request: tuple[int, Handle | None, bool] = (0, None, False)
         self._bytes_pushed = self._bytes_copied = 0
