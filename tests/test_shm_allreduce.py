@@ -309,6 +309,6 @@ def test_full_memory_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
         line = f"{mount} && exec {command} --strategy {strategy} --out {tmp_path / strategy}"
         done = subprocess.run([*tiny, line], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        told = "gradients passed through sockets, not memory: No space left on device"
+        told = "shared memory not used for gradients: No space left on device"
         assert (done.stdout + done.stderr).count(told) == 1
         assert read_result(tmp_path / strategy)["collectives"]["way"] == "network"
