@@ -1,1 +1,1 @@
-"""Strategies, optimizers and schedules as data: torch-free, written the same everywhere."""
+"""Specs of strategies, optimizers and schedules: plain data with one text form, without torch."""

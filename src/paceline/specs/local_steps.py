@@ -1,4 +1,4 @@
-"""What specs share whose workers take several local steps between two exchanges."""
+"""Base class of strategies whose workers take several local steps between two exchanges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paceline.specs.strategy import Strategy
 
 
 class LocalSteps(Strategy):
-    """Replicas differ between two synchronizations."""
+    """A strategy whose replicas differ between two synchronizations."""
 
     @property
     def exact(self) -> bool:
@@ -14,5 +14,5 @@ class LocalSteps(Strategy):
 
     @property
     def steps_between_syncs(self) -> int:
-        """Local steps between two synchronizations, expected where they are not fixed."""
+        """Local steps between two synchronizations; the expected number if it is not fixed."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What specs share whose strategy splits the model over several workers."""
+"""Base class of strategies that split the model across several workers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from paceline.specs.strategy import StateFraction, Strategy
 
 
 class ModelParallel(Strategy):
-    """The model in parts, each on a worker of its own; all of them work on the same rows."""
+    """The model in parts, one per worker; all parts work on the same rows."""
 
     @property
     def model_parts(self) -> int:
-        """Workers that hold one model together."""
+        """Number of workers that hold one model together."""
         raise NotImplementedError
 
     @property
     def loss_part(self) -> int:
-        """The part that has a replica's rows in the ledger: it computes the loss."""
+        """The part that computes the loss and holds the replica's rows in the ledger."""
         return 0
 
     def state_fraction(self, workers: int) -> StateFraction:
-        """As far as layers can be shared out evenly."""
+        """Assumes that layers can be divided evenly."""
         part = 1 / self.model_parts
         return StateFraction(part, part, part)
 
@@ -31,13 +31,13 @@ class ModelParallel(Strategy):
         replicas = workers // self.model_parts
         if batch < replicas:
             raise SpecError(
-                f"--batch {batch} is smaller than the {replicas} replicas of the model: "
-                "the global batch must give each a sample"
+                f"--batch {batch} is smaller than the {replicas} replicas of the model; "
+                "the global batch must cover at least one sample per replica"
             )
 
     def check_workers(self, workers: int) -> None:
         if workers % self.model_parts:
             raise SpecError(
-                f"{self} with {workers} workers: "
-                f"use {self.model_parts} workers, or a multiple of it for replicas"
+                f"{self} does not support {workers} workers; "
+                f"use {self.model_parts} workers, or a multiple for replicas"
             )

@@ -1,6 +1,6 @@
-"""What every strategy states about itself, as data; concrete specs live in the strategy's slice.
+"""Base class of strategy specs; concrete specs are in the package of each strategy.
 
-Each default holds for equal data-parallel workers that take every step together.
+The defaults apply to equal data-parallel workers that take every step together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from paceline.errors import SpecError
 from paceline.specs.base import Spec
 
 WorkerGroups = tuple[tuple[int, ...], ...]
-"""Workers that act as one, group by group; empty where each acts for itself."""
+"""Groups of workers that act as one; empty if each worker acts individually."""
 
 
 @dataclass(frozen=True)
@@ -28,70 +28,73 @@ class StateFraction:
 
 
 class Strategy(Spec):
-    """A strategy's facts; what it does is found through `paceline.strategies.registry`."""
+    """Properties of a strategy; its behavior is found through `paceline.strategies.registry`."""
 
     @property
     def exact(self) -> bool:
-        """Equal to one process on the global batch, up to rounding."""
+        """True if the result equals one process on the global batch, up to rounding."""
         return True
 
     @property
     def phases(self) -> tuple[Strategy, ...]:
-        """The strategies that are active one after another; only a switch has more than one."""
+        """The strategies that are active in sequence; only a switch has more than one."""
         return (self,)
 
     @property
     def needs_worker_speeds(self) -> bool:
-        """Workers measure their speed before training, for `worker_groups`."""
+        """True if workers measure their speed before training, for `worker_groups`."""
         return False
 
     def worker_count(self, requested: int) -> int:
-        """The number of workers to start when this many are requested."""
+        """Returns the number of workers to start if this many are requested."""
         return requested
 
     def worker_variant(self, workers: int) -> str:
-        """Which of its record's runners to use; empty where there is only one."""
+        """Returns the name of the runner variant to use; empty if there is only one."""
         return ""
 
     def servers_for(self, workers: int) -> int:
-        """Server processes needed in addition to the workers."""
+        """Returns the number of server processes in addition to the workers."""
         return 0
 
     def idle_workers(self, workers: int) -> frozenset[int]:
-        """Workers that compute nothing while the strategy is active."""
+        """Returns the workers that compute nothing while the strategy is active."""
         return frozenset()
 
     def worker_groups(self, workers: int, speeds: tuple[float, ...] | None) -> WorkerGroups:
-        """Workers that push as one; `speeds` in samples per second where they are known."""
+        """Returns groups of workers that push together; `speeds` are in samples per second."""
         return ()
 
     def batch_weights(self, workers: int) -> tuple[int, ...] | None:
-        """How a batch is divided among the workers, in proportion; None divides it evenly."""
+        """Returns the proportions in which a batch is split across workers.
+
+        None for equal shares.
+        """
         return None
 
     def state_fraction(self, workers: int) -> StateFraction:
-        """What a worker holds in memory: the largest fraction over all workers."""
+        """Returns the fraction of the state that a worker holds, at most over all workers."""
         return StateFraction()
 
     def lag_bound(self, workers: int) -> float | None:
-        """The most steps that a worker may be ahead of the slowest one; None: unbounded."""
+        """Returns how many steps a worker may be ahead of the slowest one; None if unbounded."""
         return 0.0
 
     def expected_staleness(self, workers: int) -> float:
-        """Updates of others between a pull and its push, on equal machines."""
+        """Returns the number of other updates between a pull and its push, on equal machines."""
         return 0.0
 
     def check_workers(self, workers: int) -> None:
-        """Raise SpecError when the strategy cannot run with this many workers."""
+        """Raises SpecError if the strategy does not support this many workers."""
 
     def check_batch(self, batch: int, workers: int) -> None:
-        """Raise SpecError when a global batch cannot be divided among this many workers."""
+        """Raises SpecError if a global batch cannot be split across this many workers."""
         if batch < workers:
             raise SpecError(
-                f"--batch {batch} is smaller than --workers {workers}: "
-                "the global batch must give every worker a sample"
+                f"--batch {batch} is smaller than --workers {workers}; "
+                "the global batch must cover at least one sample per worker"
             )
 
     def lr_description(self, workers: int) -> str:
-        """The effective learning rate in words, for the start of a run and for a switch."""
-        return "learning rate x1 an update of the global batch"
+        """Describes the effective learning rate, for the start of a run and for a switch."""
+        return "learning rate x1 per global-batch update"
