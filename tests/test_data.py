@@ -217,7 +217,7 @@ def test_dtype_and_augment_are_checked(tmp_path: Path) -> None:
     assert rows_of(data.load("digits", dtype="float64").test)[0].dtype == torch.float64
     with pytest.raises(UsageError, match="float16"):
         data.load("digits", dtype="float16")
-    with pytest.raises(UsageError, match="adult cannot be augmented"):
+    with pytest.raises(UsageError, match="augment: adult is not an image dataset"):
         data.load("adult", data_dir=tmp_path, augment=True)
     assert data.kind("adult") == "table"
 
@@ -644,7 +644,7 @@ def test_text(tmp_path: Path) -> None:
 def test_bad_text(tmp_path: Path) -> None:
     refuse("tinyshakespeare", tmp_path, "input.txt not found", "karpathy/char-rnn")
     write(tmp_path, {"input.txt": b"too short" * 100})
-    refuse("tinyshakespeare", tmp_path, "900 characters are too few", only_load=True)
+    refuse("tinyshakespeare", tmp_path, "has only 900 characters", only_load=True)
     write(tmp_path, {"input.txt": b"abc\xff" * 1000})
     refuse("tinyshakespeare", tmp_path, "not UTF-8 text (at byte 3)", only_load=True)
 
@@ -812,13 +812,13 @@ class Stream(torch.utils.data.IterableDataset[Any]):
     ("obj", "error", "words"),
     [
         (Stream(), DataError, "Stream has no rows"),
-        (7, UsageError, "int is not data to train on"),
-        (np.zeros((3, 2)), UsageError, "expected a pair"),
-        ([], DataError, "empty table"),
-        ((np.zeros((0, 2)), np.zeros(0)), DataError, "empty table"),
+        (7, UsageError, "int is not a supported dataset"),
+        (np.zeros((3, 2)), UsageError, "use a pair"),
+        ([], DataError, "empty dataset"),
+        ((np.zeros((0, 2)), np.zeros(0)), DataError, "empty dataset"),
         ((np.zeros((3, 2)), np.zeros(2)), DataError, "3 rows of features but 2 labels"),
-        ((np.array(["a"]), np.zeros(1)), DataError, "torch has not"),
-        ((np.zeros(()), np.zeros(1)), DataError, "single number"),
+        ((np.array(["a"]), np.zeros(1)), DataError, "torch does not support"),
+        ((np.zeros(()), np.zeros(1)), DataError, "is a scalar"),
     ],
 )
 def test_as_table_refuses(obj: Any, error: type[Exception], words: str) -> None:

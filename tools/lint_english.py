@@ -73,8 +73,8 @@ RULES: dict[str, tuple[str, str]] = {
         "active voice; cannot be combined, is rejected, requested",
     ),
     "register": (
-        r"\b(?:odd|rubbish|strange|now and then|as a rule|by far|of old|unless told|as told"
-        r"|likewise|for people|in words|worth of)\b",
+        r"\b(?:odd (?:values?|ones?|runs?|lines?|things?)|rubbish|strange|now and then|as a rule"
+        r"|by far|of old|unless told|as told|likewise|for people|in words|worth of)\b",
         "unexpected, invalid, periodically, usually",
     ),
     "percent": (r"\d %(?![\w(])", "10%, without a space"),

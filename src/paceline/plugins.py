@@ -1,4 +1,4 @@
-"""Files of the user's that every process of a run imports, for the strategies they register."""
+"""User modules that every process of a run imports, because they register strategies or codecs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paceline.errors import PacelineError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """How a process gets a module that registers something: by its file, or as it is installed."""
+    """A module that registers something, identified by its file or its installed name."""
 
     module: str
     file: Path | None = None
-    """None where the module is installed in the environment."""
+    """None if the module is installed in the environment."""
     hash: str | None = None
 
     def load(self) -> None:
-        """Import it; raises UsageError when the file is missing, broken or has changed."""
+        """Imports it. Raises UsageError if the file is missing, broken or has changed."""
         if self.file is None:
             importlib.import_module(self.module)
             return
-        # Relative where a project was copied: to the directory that the process was started in.
+        # In a copied project, the path is relative to the working directory of the process.
         file = self.file.absolute()
         if hash_file(file, "plugin") != self.hash:
-            raise UsageError(f"{file} has changed since the run was started: start it again")
+            raise UsageError(f"{file} has changed since the run was started; start the run again")
         if "." not in self.module:
             load_module(file, self.module)
             return
@@ -41,11 +41,11 @@ class Plugin:
 
 
 def plugin_for(module: str) -> Plugin:
-    """How another process imports a module of this one; raises UsageError where it cannot."""
+    """Returns the plugin of a loaded module. Raises UsageError if others cannot import it."""
     if module in ("__main__", "__mp_main__"):
         raise UsageError(
             "a strategy or codec is defined in the script that was started, which workers cannot "
-            "import: move it to a file of its own"
+            "import; move it to a separate file"
         )
     path = getattr(sys.modules[module], "__file__", None)
     if path is None or "site-packages" in Path(path).parts:
@@ -55,9 +55,9 @@ def plugin_for(module: str) -> Plugin:
 
 
 def load_plugin_file(path: Path) -> None:
-    """Import a file that registers something, under its own name; raises UsageError."""
+    """Imports a file that registers something, under its own name. Raises UsageError."""
     if not path.is_file():
-        raise UsageError(f"plugin {path} does not exist: name a Python file")
+        raise UsageError(f"plugin {path} does not exist; use a Python file")
     file = path.resolve()
     loaded = sys.modules.get(file.stem)
     if loaded is None:

@@ -25,7 +25,7 @@ from paceline.codecs.spec import Bf16, Fp16, Int8, OneBit
 
 
 class CastCoder(Coder):
-    """fp16 and bf16: each number rounded to a shorter one."""
+    """fp16 and bf16: each element rounded to half precision."""
 
     reduction = "sum"
 
@@ -53,7 +53,7 @@ class CastCoder(Coder):
 
 @dataclass(frozen=True)
 class _ChunkRange:
-    """Some whole chunks, or the last one that is shorter: elements [start, stop) as rows."""
+    """Several full chunks, or the shorter last one: elements [start, stop) as rows."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class _ChunkRange:
 
 
 class ChunkedCoder(Coder):
-    """A codec with figures for each chunk of neighbouring elements, worked through in pieces."""
+    """A codec with parameters per chunk of adjacent elements, processed block by block."""
 
     def __init__(self, dtype: torch.dtype, chunk: int) -> None:
         super().__init__(dtype)
@@ -81,35 +81,35 @@ class ChunkedCoder(Coder):
     def _chunks(self, numel: int) -> int:
         return -(-numel // self.chunk)
 
-    def _pieces(self, numel: int) -> Iterator[_ChunkRange]:
+    def _blocks(self, numel: int) -> Iterator[_ChunkRange]:
         step = max(1, BLOCK // self.chunk)
-        whole = numel // self.chunk
-        for row in range(0, whole, step):
-            rows = min(step, whole - row)
+        full = numel // self.chunk
+        for row in range(0, full, step):
+            rows = min(step, full - row)
             yield _ChunkRange(row * self.chunk, (row + rows) * self.chunk, row, rows)
-        if whole * self.chunk < numel:
-            yield _ChunkRange(whole * self.chunk, numel, whole, 1)
+        if full * self.chunk < numel:
+            yield _ChunkRange(full * self.chunk, numel, full, 1)
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
-        for piece in self._pieces(out.numel()):
-            self._fill(payload, piece, piece.of(out))
+        for block in self._blocks(out.numel()):
+            self._fill(payload, block, block.of(out))
 
     def add(self, payload: Payload, out: Tensor) -> None:
         self._check(payload, out.numel())
-        room = ScratchBuffer(self.dtype)
-        for piece in self._pieces(out.numel()):
-            target = piece.of(out)
-            decoded = room.like(target)
-            self._fill(payload, piece, decoded)
+        scratch_buffer = ScratchBuffer(self.dtype)
+        for block in self._blocks(out.numel()):
+            target = block.of(out)
+            decoded = scratch_buffer.like(target)
+            self._fill(payload, block, decoded)
             target.add_(decoded)
 
     @abstractmethod
-    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
-        """Write one piece of what a payload says."""
+    def _fill(self, payload: Payload, block: _ChunkRange, target: Tensor) -> None:
+        """Decodes one block of a payload."""
 
 
 class Int8Coder(ChunkedCoder):
-    """int8: 127 even steps to either side, the outermost at the chunk's largest magnitude."""
+    """int8: 127 equal steps in each direction, up to the chunk's largest magnitude."""
 
     def max_payload_bytes(self, numel: int) -> int:
         return numel + self._chunks(numel) * self.item
@@ -117,27 +117,27 @@ class Int8Coder(ChunkedCoder):
     def _encode(self, flat: Tensor) -> Payload:
         scales = torch.empty(self._chunks(flat.numel()), dtype=self.dtype)
         steps = torch.empty(flat.numel(), dtype=torch.int8)
-        room = ScratchBuffer(self.dtype)
+        scratch_buffer = ScratchBuffer(self.dtype)
         tiny = torch.finfo(self.dtype).tiny
-        for piece in self._pieces(flat.numel()):
-            rows = piece.of(flat)
-            scale = piece.of_rows(scales)
+        for block in self._blocks(flat.numel()):
+            rows = block.of(flat)
+            scale = block.of_rows(scales)
             torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=scale)
-            # Steps too small for full precision are sent as zero; the residual keeps the rest.
+            # Steps too small for full precision are sent as zero; the residual keeps them.
             scale.div_(127).masked_fill_(scale < tiny, 0.0)
             divisor = scale.masked_fill(scale == 0, math.inf).unsqueeze(1)
-            piece.of(steps).copy_(torch.div(rows, divisor, out=room.like(rows)).round_())
+            block.of(steps).copy_(torch.div(rows, divisor, out=scratch_buffer.like(rows)).round_())
         return [scales, steps]
 
     def _check(self, payload: Payload, numel: int) -> None:
         check_payload_count(payload, (self.dtype, (self._chunks(numel),)), (torch.int8, (numel,)))
 
-    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
-        target.copy_(piece.of(payload[1])).mul_(piece.of_rows(payload[0]).unsqueeze(1))
+    def _fill(self, payload: Payload, block: _ChunkRange, target: Tensor) -> None:
+        target.copy_(block.of(payload[1])).mul_(block.of_rows(payload[0]).unsqueeze(1))
 
 
 class OneBitCoder(ChunkedCoder):
-    """onebit: above zero or not, and the mean of either kind; a chunk's sum is kept."""
+    """onebit: the sign of each element and the mean per sign; preserves the sum of a chunk."""
 
     def max_payload_bytes(self, numel: int) -> int:
         return -(-numel // 8) + self._chunks(numel) * 2 * self.item
@@ -145,17 +145,17 @@ class OneBitCoder(ChunkedCoder):
     def _encode(self, flat: Tensor) -> Payload:
         means = torch.empty(self._chunks(flat.numel()), 2, dtype=self.dtype)
         bits = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
-        room, marks = ScratchBuffer(self.dtype), ScratchBuffer(torch.bool)
-        for piece in self._pieces(flat.numel()):
-            rows = piece.of(flat)
+        scratch_buffer, marks = ScratchBuffer(self.dtype), ScratchBuffer(torch.bool)
+        for block in self._blocks(flat.numel()):
+            rows = block.of(flat)
             above = marks.like(rows)
-            # numpy compares and packs several times faster than torch does.
+            # numpy compares and packs several times faster than torch.
             np.greater(rows.numpy(), 0, out=above.numpy())
             packed = np.packbits(above.view(-1).numpy(), bitorder="little")
-            self._bits_of(bits, piece).copy_(torch.from_numpy(packed))
-            scratch = room.like(rows)
+            self._bits_of(bits, block).copy_(torch.from_numpy(packed))
+            scratch = scratch_buffer.like(rows)
             count = scratch.copy_(above.view(torch.uint8)).sum(1)
-            mean = piece.of_rows(means)
+            mean = block.of_rows(means)
             mean[:, 0] = torch.clamp(rows, max=0, out=scratch).sum(1)
             mean[:, 0].div_((rows.shape[1] - count).clamp_(min=1))
             mean[:, 1] = torch.clamp(rows, min=0, out=scratch).sum(1)
@@ -163,8 +163,8 @@ class OneBitCoder(ChunkedCoder):
         check_finite(means[:, 1] - means[:, 0])
         return [means, bits]
 
-    def _bits_of(self, bits: Tensor, piece: _ChunkRange) -> Tensor:
-        return bits[piece.start // 8 : -(-piece.stop // 8)]
+    def _bits_of(self, bits: Tensor, block: _ChunkRange) -> Tensor:
+        return bits[block.start // 8 : -(-block.stop // 8)]
 
     def _check(self, payload: Payload, numel: int) -> None:
         check_payload_count(
@@ -173,10 +173,10 @@ class OneBitCoder(ChunkedCoder):
             (torch.uint8, (-(-numel // 8),)),
         )
 
-    def _fill(self, payload: Payload, piece: _ChunkRange, target: Tensor) -> None:
-        packed = self._bits_of(payload[1], piece).numpy()
+    def _fill(self, payload: Payload, block: _ChunkRange, target: Tensor) -> None:
+        packed = self._bits_of(payload[1], block).numpy()
         loose = np.unpackbits(packed, count=target.numel(), bitorder="little")
-        mean = piece.of_rows(payload[0])
+        mean = block.of_rows(payload[0])
         low, high = mean[:, :1], mean[:, 1:]
-        # Ten times faster than a choice between the two, and as exact as the sums they come from.
+        # Ten times faster than torch.where, and as exact as the sums.
         target.copy_(torch.from_numpy(loose).view_as(target)).mul_(high - low).add_(low)

@@ -1,4 +1,4 @@
-"""Payloads as bytes, checked before they are believed."""
+"""Serializes and validates payloads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ MAX_DIMS = 2
 
 
 def to_bytes(payload: Payload) -> tuple[list[list[Any]], list[memoryview]]:
-    """A table of type, shape and size for a message's head, and the memory for its body."""
+    """Returns a table of type, shape and size for a message's head, and the memory of its body."""
     table = [[dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size()] for t in payload]
     return table, [as_memoryview(t) for t in payload]
 
 
 def from_bytes(table: Any, body: Tensor) -> Payload:
-    """The payload in a message: views into its body where these lie evenly.
+    """Returns the payload of a message, as views of its body if they are aligned.
 
-    Raises WireError unless the table is well formed and describes exactly the body's bytes.
+    Raises WireError unless the table is well-formed and describes exactly the body's bytes.
     """
     if not isinstance(table, list | tuple):
-        raise WireError("a payload whose table is not a list")
+        raise WireError("invalid payload: the table is not a list")
     described = [_read_entry(entry) for entry in table]
     total = sum(size for _, _, size in described)
     if total != body.numel():
-        raise WireError(f"a payload of {total} bytes in a message of {body.numel()}")
+        raise WireError(f"invalid payload: {total} bytes in a message of {body.numel()}")
     payload, at = [], 0
     for dtype, shape, size in described:
         part = body[at : at + size]
@@ -52,15 +52,15 @@ def from_bytes(table: Any, body: Tensor) -> Payload:
 
 def _read_entry(entry: Any) -> tuple[torch.dtype, Shape, int]:
     if not isinstance(entry, list | tuple) or len(entry) != 3:
-        raise WireError("a payload with an entry that is not type, shape, size")
+        raise WireError("invalid payload: an entry is not (type, shape, size)")
     name, shape, size = entry
     if not isinstance(name, str) or name not in WIRE_TYPES:
-        raise WireError(f"a payload of type {str(name)[:40]!r}")
+        raise WireError(f"invalid payload: unknown type {str(name)[:40]!r}")
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
-        raise WireError(f"a payload tensor whose shape is not 0 to {MAX_DIMS} sizes")
+        raise WireError(f"invalid payload: a shape must have 0 to {MAX_DIMS} sizes")
     if not all(type(n) is int and n >= 0 for n in (*shape, size)):
-        raise WireError("a payload tensor with a size that is not a whole number from 0")
+        raise WireError("invalid payload: a size must be a non-negative integer")
     dtype: torch.dtype = WIRE_TYPES[name]
     if math.prod(shape) * dtype.itemsize != size:
-        raise WireError(f"a payload tensor of {tuple(shape)} {name} in {size} bytes")
+        raise WireError(f"invalid payload: {tuple(shape)} {name} in {size} bytes")
     return dtype, tuple(shape), size

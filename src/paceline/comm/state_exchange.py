@@ -1,4 +1,4 @@
-"""Whole sections of state between workers: one has it, all get it; or each has its own."""
+"""Broadcast and all-gather of state sections between workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def broadcast_section(section: Section | None, group: CollectiveGroup, source: i
 
 
 def all_gather_sections(section: Section, group: CollectiveGroup) -> list[Section]:
-    """Every worker's section, in the order of ranks, on every worker."""
+    """Returns the sections of all workers, in the order of ranks."""
     return [
         broadcast_section(section if rank == group.rank else None, group, rank)
         for rank in range(group.size)
