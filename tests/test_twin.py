@@ -112,10 +112,10 @@ def play(
     spec = parse_strategy(strategy)
     workers = 1 if spec.name == "single" else len(pool.slots)
     timeline = Timeline()
-    troubles = (parse_slowdown("slow", slow, workers),) if slow else ()
+    slowdowns = (parse_slowdown("slow", slow, workers),) if slow else ()
     servers = spec.servers_for(workers)
     fleet = SimulatedMachines(
-        pool, workers, work, timeline, seed=seed, troubles=troubles, servers=servers
+        pool, workers, work, timeline, seed=seed, slowdowns=slowdowns, servers=servers
     )
     plan = RunSpec(strategy=spec, workers=workers, clip=clip)
     world = Simulator(
@@ -384,7 +384,7 @@ def test_mistakes_on_the_command_line_write_nothing(run_cli: RunCli, tmp_path: P
         (("--cluster", "2", "--bandwidth", "0"), "--bandwidth must be greater than 0, got 0"),
         (("--cluster", "2", "--batch", "1"), "smaller than"),
         ((), "exactly one of --cluster, --calibrate and --probe is required"),
-        (("--calibrate", tmp_path), "no run lies there"),
+        (("--calibrate", tmp_path), "does not contain a run"),
     ]:
         done = run_cli("twin", "--out", out, "--quiet", *arguments)
         assert done.code == 2, (arguments, done.stderr)

@@ -1,1 +1,1 @@
-"""The twin: the protocol's own objects in virtual time, with real gradients or with costs alone."""
+"""The twin: runs the protocol in virtual time, with real gradients or with costs only."""

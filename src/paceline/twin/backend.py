@@ -1,4 +1,4 @@
-"""What happens to the weights while virtual time passes: real training, or nothing at all."""
+"""Backends that compute weights during a simulation: real training, or time only."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from paceline.specs.strategy import Strategy
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a worker can say of a share it has computed."""
+    """Result of computing one share."""
 
     predictions: int
     loss_sum: float | None
     correct: int | None
     norms: tuple[float, float, float, float] | None = None
     diverged: str | None = None
-    """Why the loss means that training has diverged, where it does."""
+    """Reason why training has diverged, if it has."""
 
 
 class WeightsBackend(Protocol):
-    """Called in the order of virtual time; one call for what one process would do."""
+    """Called in the order of virtual time, once per action of a process."""
 
     uses_leases: bool
-    """False where nobody looks at the leases."""
+    """False if the backend ignores the leases."""
 
     def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
-        """A strategy comes into force; all replicas are equal now."""
+        """Starts a strategy; all replicas are equal at this point."""
         ...
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        """Shares of one batch on all workers, and their updates: one together, or each its own."""
+        """Computes one batch on all workers and updates the weights, jointly or per worker."""
         ...
 
     def is_average_due(self) -> bool:
-        """Whether replicas that step by themselves should meet now."""
+        """Returns whether locally updated replicas should be averaged now."""
         ...
 
     def average_replicas(self) -> None:
-        """Replicas that stepped by themselves become equal again."""
+        """Averages locally updated replicas."""
         ...
 
     def pull(self, worker: int) -> None:
-        """A worker takes the weights as they are on the servers now."""
+        """Copies the current weights of the servers to a worker."""
         ...
 
     def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
-        """A gradient on the weights that the worker pulled, kept under this handle."""
+        """Computes a gradient on the worker's pulled weights and stores it under `handle`."""
         ...
 
     def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
-        """Gradients of a group (worker, handle, weight) become one, under the first's handle."""
+        """Combines gradients of a group (worker, handle, weight) under the first handle."""
         ...
 
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        """Squared norm of an update's summed gradient, before it is clipped."""
+        """Returns the squared norm of an update's summed gradient before clipping."""
         ...
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        """The servers make an update out of gradients that were computed."""
+        """Applies an update of computed gradients on the servers."""
         ...
 
     def settle(self) -> float:
-        """All work is done: the newest weights everywhere. Gives the learning rate."""
+        """Copies the latest weights to all workers at a quiesce; returns the learning rate."""
         ...
 
     def evaluate(self, split: str) -> tuple[float | None, int | None, int]: ...
@@ -77,7 +77,7 @@ class WeightsBackend(Protocol):
 
 
 class TimeOnlyBackend:
-    """Only time moves: no weights, no losses, nothing that is evaluated."""
+    """Simulates time only: no weights, no losses, no evaluation."""
 
     uses_leases = False
 

@@ -1,4 +1,7 @@
-"""Where a virtual cluster comes from: a file, a number, a recorded run, or a probe; and what if."""
+"""Sources of a virtual cluster.
+
+A file, a number, a recorded run or a probe; and what-if changes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.job import JobRef
 
 EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
-"""Clusters that come with Paceline, by name."""
+"""Clusters that ship with Paceline."""
 
 
 def resolve_cluster(
@@ -24,7 +27,7 @@ def resolve_cluster(
     job: Callable[[], JobRef],
     workers: int | None = None,
 ) -> Pool:
-    """The machines to play on; raises UsageError unless exactly one source is named."""
+    """Returns the simulated machines. Raises UsageError unless exactly one source is given."""
     sources = [cluster is not None, calibrate is not None, probe]
     if sum(sources) != 1:
         raise UsageError(
@@ -47,7 +50,7 @@ def resolve_cluster(
 
 
 def read_cluster(text: str) -> Pool:
-    """A pool file, a number of equal machines, or a cluster that comes with Paceline."""
+    """Reads a pool file, a number of equal machines, or a cluster that ships with Paceline."""
     if re.fullmatch(r"-?[0-9]+", text):
         return equal_machines(int(text))
     path = Path(text)
@@ -63,21 +66,21 @@ def read_cluster(text: str) -> Pool:
 
 
 def apply_what_if(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float = 1.0) -> Pool:
-    """What if: without these workers, with every exchange so many times faster."""
+    """Removes workers, and multiplies all bandwidths by a factor."""
     if not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth must be a number greater than 0, got {bandwidth:g}")
-    places = len(pool.slots)
+    slots = len(pool.slots)
     for worker in without:
-        if not 0 <= worker < places:
-            raise UsageError(f"--without must be a worker from 0 to {places - 1}, got {worker}")
+        if not 0 <= worker < slots:
+            raise UsageError(f"--without must be a worker from 0 to {slots - 1}, got {worker}")
     hosts, first = [], 0
     for host in pool.hosts:
-        mine = range(first, first + host.workers)
+        ranks = range(first, first + host.workers)
         first += host.workers
-        left = host.workers - len(set(without) & set(mine))
-        if left > 0:
+        remaining = host.workers - len(set(without) & set(ranks))
+        if remaining > 0:
             link = _faster(host.link, bandwidth) if host.link is not None else None
-            hosts.append(host.model_copy(update={"workers": left, "link": link}))
+            hosts.append(host.model_copy(update={"workers": remaining, "link": link}))
     if not hosts:
         raise UsageError("--without removes every worker; keep at least one")
     return pool.model_copy(

@@ -1,12 +1,12 @@
-"""Does the protocol survive this schedule? Seeded delays, repeats, losses and deaths, replayable.
+"""Fault injection for the protocol: seeded delays, duplicates, losses and crashes.
 
-    python -m paceline.twin.faults --count 20000 --seed 7      play many; a failing one is shrunk
-    python -m paceline.twin.faults "strategy=ps workers=3 ..." play one again
+    python -m paceline.twin.faults --count 20000 --seed 7      run many; shrinks a failing one
+    python -m paceline.twin.faults "strategy=ps workers=3 ..." replay one
 
-A message may come late, twice, or never (then its connection is broken, and the run ends naming
-it); machines die. A run that failed is resumed from its last checkpoint, on as many machines as
-are there then. At every event the invariants are checked; at the end every sample of every epoch
-must have been trained exactly once in the history that counts.
+A message may be delayed, duplicated or lost (then its connection is broken and the run fails);
+machines crash. A failed run is resumed from its last checkpoint, on the machines available then.
+The invariants are checked at every event; at the end every sample of every epoch must have been
+trained exactly once in the final history.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from paceline.twin.simulator import DETECT_S, Simulator
 from paceline.twin.timeline import Callback, Timeline
 
 FAULTS = ("delay", "repeat", "lose", "die")
-MOST_EVENTS = 100_000
-MOST_LIVES = 6
-"""After so many failures a run is left in peace, so that it can end."""
+MAX_EVENTS = 100_000
+MAX_FAILURES = 6
+"""After this many failures, no more faults are injected, so that the run can end."""
 
 STRATEGIES = (
     "single",
@@ -67,12 +67,12 @@ STRATEGIES = (
 
 
 class Violation(AssertionError):
-    """Something that must hold does not."""
+    """A violated invariant."""
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """One schedule; its text form replays it."""
+    """One fault schedule, which can be replayed from its text form."""
 
     strategy: str
     workers: int
@@ -81,7 +81,7 @@ class FaultCase:
     epochs: int
     clip: bool
     every: int
-    """Samples between checkpoints; 0 is none."""
+    """Samples between checkpoints; 0 disables them."""
     faults: tuple[str, ...]
     seed: int
 
@@ -113,7 +113,7 @@ class FaultCase:
 
     @property
     def playable(self) -> bool:
-        """Whether a run with these sizes would be accepted at all."""
+        """True if a run with these sizes is valid."""
         try:
             self.spec.check_workers(self.workers)
             make_switch_policy(
@@ -132,7 +132,7 @@ class FaultCase:
 
 
 def draw_case(seed: int) -> FaultCase:
-    """The case of a seed: sizes, strategy and kinds of trouble."""
+    """Generates the case of a seed: sizes, strategy and kinds of faults."""
     rng = random.Random(seed)
     while True:
         case = FaultCase(
@@ -151,7 +151,7 @@ def draw_case(seed: int) -> FaultCase:
 
 
 class UnreliableDelivery:
-    """A postman who is late, brings things twice or loses them; each way keeps its order."""
+    """Delays, duplicates or loses messages; each connection preserves their order."""
 
     LATE, TWICE, LOST = 0.3, 0.1, 0.004
 
@@ -195,21 +195,21 @@ class UnreliableDelivery:
     def _bring(self, way: object, at_s: float, deed: Callback) -> None:
         if "delay" in self._faults and self._rng.random() < self.LATE:
             at_s += self._rng.expovariate(3.0)
-        # Bytes of one connection do not overtake each other.
+        # Messages of one connection stay in order.
         at_s = max(at_s, self._last.get(way, 0.0))
         self._last[way] = at_s
         self._timeline.schedule(at_s, deed)
 
 
 class SampleAudit(TimeOnlyBackend):
-    """Knows which samples were computed, and keeps what a checkpoint would keep."""
+    """Counts computed samples, and stores what a checkpoint would store."""
 
     uses_leases = True
 
     def __init__(self, seen: Counter[tuple[int, int]]) -> None:
         self.seen = seen
         self._waiting: dict[tuple[int, int], int] = {}
-        """Gradients that were computed and not applied yet: how many samples are in each."""
+        """Number of samples in each gradient that was computed but not yet applied."""
         self.applied = 0
         self.saved: tuple[dict[str, Any], Counter[tuple[int, int]]] | None = None
 
@@ -235,7 +235,7 @@ class SampleAudit(TimeOnlyBackend):
     def apply(self, order: ApplyUpdate, factor: float) -> None:
         for part in order.parts:
             if (part.worker, part.handle) not in self._waiting:
-                raise Violation(f"gradient {part.handle} of worker {part.worker} is applied twice")
+                raise Violation(f"gradient {part.handle} of worker {part.worker} was applied twice")
             self.applied += self._waiting.pop((part.worker, part.handle))
 
     def settle(self) -> float:
@@ -244,13 +244,13 @@ class SampleAudit(TimeOnlyBackend):
         return 0.0
 
     def save(self, name: str, memory: dict[str, Any]) -> str:
-        # All work is done at a checkpoint: what was computed by now is in the weights.
+        # No work is in flight at a checkpoint: everything computed is in the weights.
         self.saved = (copy.deepcopy(memory), self.seen.copy())
         return name
 
 
 class InvariantChecker:
-    """What must hold at every event."""
+    """Checks the invariants at every event."""
 
     def __init__(self, world: Simulator, case: FaultCase) -> None:
         self._world, self._case = world, case
@@ -261,34 +261,34 @@ class InvariantChecker:
 
     def _watch(self, now: float) -> None:
         if now < self._now:
-            raise Violation(f"time went back from {self._now} to {now}")
+            raise Violation(f"time went backwards from {self._now} to {now}")
         self._now = now
         world = self._world
         history = world.coordinator.history
         if history.samples < self._samples or history.updates < self._updates:
-            raise Violation("samples or updates went down")
+            raise Violation("samples or updates decreased")
         self._samples, self._updates = history.samples, history.updates
         total = self._case.samples * self._case.epochs
         if history.samples > total:
-            raise Violation(f"{history.samples} samples of {total} are counted as trained")
+            raise Violation(f"{history.samples} of {total} samples are counted as trained")
         self._check_lag(history.max_lag)
-        if world.timeline.events > MOST_EVENTS:
-            raise Violation("the run does not end")
+        if world.timeline.events > MAX_EVENTS:
+            raise Violation("the run does not terminate")
 
     def _check_lag(self, lag: int) -> None:
         bound = self._case.spec.lag_bound(self._case.workers)
         if bound is not None and lag > bound:
-            raise Violation(f"a lag of {lag} under {self._case.strategy}")
+            raise Violation(f"lag {lag} with {self._case.strategy}")
 
 
 def run_case(case: FaultCase) -> int:
-    """Play a case to its end, resuming after failures; the number of failures it survived."""
+    """Runs a case to its end, resuming after failures; returns the number of failures."""
     rng = random.Random(case.seed + 1)
     seen: Counter[tuple[int, int]] = Counter()
     memory: dict[str, Any] | None = None
     workers = case.workers
-    for life in range(MOST_LIVES + 1):
-        faults = case.faults if life < MOST_LIVES else ()
+    for life in range(MAX_FAILURES + 1):
+        faults = case.faults if life < MAX_FAILURES else ()
         watch, status, error = run_until_failure(case, workers, faults, rng, seen.copy(), memory)
         if status == "done":
             check_complete(case, watch.seen)
@@ -301,12 +301,12 @@ def run_case(case: FaultCase) -> int:
                 # It failed after its last checkpoint: there is nothing left to resume.
                 check_complete(case, seen)
                 return life + 1
-        # Machines leave and join between two lives.
+        # The number of machines changes between two attempts.
         scales = case.spec.worker_count(2) > 1
         wanted = rng.randint(1, case.workers) if scales else 1
         if dataclasses.replace(case, workers=wanted).playable:
             workers = wanted
-    raise Violation("the run did not end in peace")
+    raise Violation("the run did not finish without faults")
 
 
 def check_complete(case: FaultCase, seen: Counter[tuple[int, int]]) -> None:
@@ -379,12 +379,12 @@ def run_until_failure(
 
 
 def fails(case: FaultCase) -> str | None:
-    """What goes wrong, if something does."""
+    """Returns the violation of a case, if any."""
     return try_case(case)[1]
 
 
 def try_case(case: FaultCase) -> tuple[int, str | None]:
-    """How many failures the case survived, and what went wrong, if something did."""
+    """Returns the number of failures that the case survived, and the violation, if any."""
     try:
         return run_case(case), None
     except Exception as error:
@@ -392,17 +392,17 @@ def try_case(case: FaultCase) -> tuple[int, str | None]:
 
 
 def simpler_cases(case: FaultCase) -> Iterator[FaultCase]:
-    """Simpler cases than this one, the simplest first."""
+    """Yields simpler cases, the simplest first."""
     for fault in case.faults:
         yield dataclasses.replace(case, faults=tuple(f for f in case.faults if f != fault))
     if case.clip:
         yield dataclasses.replace(case, clip=False)
     if case.every:
         yield dataclasses.replace(case, every=0)
-    for name, least in (("epochs", 1), ("workers", 1), ("samples", 1), ("batch", 1)):
+    for name, minimum in (("epochs", 1), ("workers", 1), ("samples", 1), ("batch", 1)):
         now = getattr(case, name)
-        for value in sorted({least, (least + now) // 2, now - 1}):
-            if least <= value < now:
+        for value in sorted({minimum, (minimum + now) // 2, now - 1}):
+            if minimum <= value < now:
                 yield dataclasses.replace(case, **{name: value})
     phases = case.spec.phases
     if len(phases) > 1:
@@ -411,7 +411,7 @@ def simpler_cases(case: FaultCase) -> Iterator[FaultCase]:
 
 
 def shrink(case: FaultCase) -> tuple[FaultCase, str]:
-    """The smallest case found that still fails, and how."""
+    """Returns the smallest case that still fails, and its violation."""
     why = fails(case)
     assert why is not None
     shrunk = True
@@ -420,7 +420,7 @@ def shrink(case: FaultCase) -> tuple[FaultCase, str]:
         for candidate in simpler_cases(case):
             if not candidate.playable:
                 continue
-            # Another seed may fail where this one no longer does.
+            # Another seed may still fail after the reduction.
             for seed in range(case.seed, case.seed + 8):
                 tried = dataclasses.replace(candidate, seed=seed)
                 found = fails(tried)
@@ -433,17 +433,17 @@ def shrink(case: FaultCase) -> tuple[FaultCase, str]:
 
 
 def run_cases(seeds: range) -> tuple[int, int]:
-    """Play the cases of these seeds: how many, and how many failures they survived.
+    """Runs the cases of these seeds; returns their number and the failures they survived.
 
-    Raises Violation with the smallest failing case as a line that replays it.
+    Raises Violation with the command that replays the smallest failing case.
     """
     survived = 0
     for seed in seeds:
         case = draw_case(seed)
         lives, why = try_case(case)
         if why is not None:
-            least, how = shrink(case)
-            raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{least}"')
+            minimum, how = shrink(case)
+            raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{minimum}"')
         survived += lives
     return len(seeds), survived
 
@@ -458,16 +458,16 @@ def main() -> None:
         try:
             case = FaultCase.parse(given.line)
         except (KeyError, ValueError):
-            parser.error(f"{given.line!r} is no case: copy the whole line that was printed")
+            parser.error(f"{given.line!r} is not a case; copy the whole line that was printed")
         lives = run_case(case)
-        print(f"holds, after {lives} failures")
+        print(f"passed, after {lives} failures")
         return
     try:
         played, survived = run_cases(range(given.seed, given.seed + given.count))
     except Violation as violation:
         print(violation, file=sys.stderr)
         sys.exit(1)
-    print(f"{played} schedules hold; {survived} failures were survived by resuming")
+    print(f"{played} schedules passed; {survived} failures were survived by resuming")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A cluster from two published figures: seconds under all-reduce, and under asynchronous servers.
+"""Fits a cluster to two published values: seconds with all-reduce and with asynchronous servers.
 
-Two unknowns are fitted, what a sample takes and how much steps vary: waiting for the slowest of n
-machines costs all-reduce what variation there is, and costs servers nothing. Everything else is
-as the pool says.
+Two unknowns are fitted: the time per sample and the variation of steps. All-reduce waits for the
+slowest machine and is affected by the variation; asynchronous servers are not. Everything else
+comes from the pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLOSE = 2e-4
 
 
 def simulated_seconds(pool: Pool, work: Workload, strategy: str, *, seed: int = 0) -> float:
-    """Virtual seconds of a run, time alone."""
+    """Returns the virtual seconds of a run, simulating time only."""
     spec = parse_strategy(strategy)
     workers = len(pool.slots)
     timeline = Timeline()
@@ -35,7 +35,7 @@ def simulated_seconds(pool: Pool, work: Workload, strategy: str, *, seed: int = 
 
 
 def fit_pool(pool: Pool, work: Workload, *, allreduce_s: float, servers_s: float) -> Pool:
-    """The pool with figures under which both strategies take the given seconds."""
+    """Returns the pool fitted so that both strategies take the given seconds."""
     steps = work.epochs * work.samples / work.batch
     per_sample = allreduce_s / steps / (work.batch / len(pool.slots))
     cv = 0.1
@@ -44,7 +44,7 @@ def fit_pool(pool: Pool, work: Workload, *, allreduce_s: float, servers_s: float
         sync, free = (simulated_seconds(tried, work, s) for s in ("allreduce", "ps"))
         if abs(sync / allreduce_s - 1) < CLOSE and abs(free / servers_s - 1) < CLOSE:
             return tried
-        # Servers hardly feel the variation: they tell the mean. The rest of the gap is waiting.
+        # Servers are hardly affected by the variation and give the mean; the rest is waiting.
         per_sample *= servers_s / free
         cv = min(1.0, max(0.0, cv + (allreduce_s / sync - servers_s / free)))
     return with_step_time(pool, per_sample, cv)
@@ -61,7 +61,7 @@ def with_step_time(pool: Pool, per_sample_s: float, cv: float) -> Pool:
 
 
 def published_cluster(name: str, gradient_mb: float) -> Pool:
-    """The published cluster as far as it was described: five machines of eight cores."""
+    """Returns the published cluster as described: five machines with eight cores."""
     cost = StepCost(per_sample_s=1.0, gradient_mb=gradient_mb)
     hosts = tuple(
         Host(host=letter, cores=8, memory_gb=16, measured={"any": cost}) for letter in "abcde"

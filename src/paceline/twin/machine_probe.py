@@ -1,6 +1,6 @@
-"""This machine as a pool of one, measured in a few seconds: a step alone, and the way between two.
+"""Measures this machine as a pool of one in a few seconds: a step, and exchanges of two processes.
 
-What several workers do to each other is not measured but follows: they share the cores.
+Contention between workers is not measured but modeled: they share the cores.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.launch.environment import usable_cores
 
 WARM_UP, ROUNDS = 3, 12
 PAUSE_S = 0.005
-"""Before each exchange: a worker computes in between, and its peers wake up from waiting."""
+"""Pause before each exchange: a real worker computes in between, and its peers must wake up."""
 TIMEOUT_S = 60.0
 
 
 def probe_machine(job: Job, workers: int) -> Pool:
-    """Measure a step of the job's model with one worker's threads, and both kinds of exchange."""
+    """Measures a step of the job's model with one worker's threads, and both kinds of exchange."""
     from paceline.worker.job_builder import load_job_data
     from paceline.worker.step_timing import with_threads
 
@@ -54,21 +54,21 @@ def probe_machine(job: Job, workers: int) -> Pool:
     )
 
 
-# ---- the way between two processes ------------------------------------------------------------
+# ---- exchanges between two processes ----------------------------------------------------------
 
 
 def probe_backends(nbytes: int, *, shared: bool = True) -> dict[str, Any]:
-    """The figures of a pool on what processes of this machine exchange, for gradients so large.
+    """Measures the exchange rates of a pool for gradients of `nbytes`.
 
-    `shared` is through memory where that is possible, as processes of one machine do it; otherwise
-    as those of several machines do.
+    With `shared`, uses shared memory if possible, like processes of one machine; otherwise sockets,
+    like processes of several machines.
     """
     shared = shared and shm_domain_id() is not None
     least_s, sum_s = probe_collective(4, shared), probe_collective(nbytes, shared)
     send_s, latency_s = probe_transfer(nbytes, shared)
     return {
         "link": Link(mbit_s=float("inf"), latency_ms=1e3 * latency_s),
-        # Two processes: an all-reduce is two hops, and each byte goes once.
+        # With two processes, an all-reduce has two hops and sends each byte once.
         "hop_ms": 1e3 * max(0.0, least_s / 2 - latency_s),
         "collective_gb_s": nbytes / max(sum_s - least_s, sum_s / 10) / 1e9,
         "transfer_gb_s": nbytes / max(send_s, 1e-9) / 1e9,
@@ -77,7 +77,7 @@ def probe_backends(nbytes: int, *, shared: bool = True) -> dict[str, Any]:
 
 
 def probe_collective(nbytes: int, shared: bool) -> float:
-    """Seconds of one all-reduce of so many bytes between two processes here."""
+    """Returns the seconds of an all-reduce of `nbytes` between two local processes."""
     if shared:
         count = max(1, nbytes // 4)
         name = create_segment(SharedRegion.size_for(2, aligned_size([4 * count])))
@@ -91,7 +91,7 @@ def probe_collective(nbytes: int, shared: bool) -> float:
 
 
 def probe_transfer(nbytes: int, shared: bool) -> tuple[float, float]:
-    """Seconds to hand so many bytes to another process, and those of a short message one way."""
+    """Returns the seconds to send `nbytes` to another process, and a short message, one way."""
     listener = socket.create_server(("127.0.0.1", 0))
     token = secrets.token_hex(32)
     port = listener.getsockname()[1]
@@ -121,11 +121,11 @@ def _run_pair(target: Any, *args: Any) -> float:
         child.start()
     try:
         both = [results.get(timeout=TIMEOUT_S) for _ in children]
-        # The one who comes last does not wait for the other: its time is the exchange's own.
+        # The process that arrives last does not wait, so its time is that of the exchange.
         return float(statistics.median(min(same) for same in zip(*both, strict=True)))
     except Exception as error:
         raise PacelineError(
-            f"the probe between two processes gave no answer in {TIMEOUT_S:g} s ({error!r})"
+            f"the probe between two processes timed out after {TIMEOUT_S:g} s ({error!r})"
         ) from None
     finally:
         for child in children:
@@ -204,7 +204,9 @@ def _send_and_wait(
     try:
         connection, _ = listener.accept()
     except TimeoutError:
-        raise PacelineError(f"the probe's other process did not come in {TIMEOUT_S:g} s") from None
+        raise PacelineError(
+            f"the probe's other process did not connect within {TIMEOUT_S:g} s"
+        ) from None
     channel = Channel.accept(connection, token=token, peer="the probe", timeout_s=TIMEOUT_S)
     body = memoryview(bytearray(max(1, nbytes)))
     memory = memoryview(open_segment(shared, max(1, nbytes))) if shared is not None else None
@@ -223,5 +225,5 @@ def _send_and_wait(
     channel.close()
     trip = statistics.median(short[WARM_UP:])
     took = max(1e-9, statistics.median(long[WARM_UP:]) - trip)
-    # Through memory each side has copied once; through a socket both worked at the same time.
+    # With shared memory each side copies once; with a socket both work concurrently.
     return took / (1 if shared is None else 2), trip / 2

@@ -1,4 +1,4 @@
-"""The virtual machines of a run: how long each takes for a share, now and with its troubles."""
+"""Virtual machines of a run: compute times of shares, including slowdowns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.twin.timeline import Callback, SharedCores, Timeline
 
 Floats = NDArray[np.float64]
 BLOCK = 32
-"""Random factors drawn at a time, a worker."""
+"""Random factors drawn at a time, per worker."""
 
 
 class JitterSource:
-    """Factors of mean 1 on each worker's steps; a series depends on seed and rank alone."""
+    """Random factors with mean 1 for each worker's steps, determined by seed and rank."""
 
     def __init__(self, jitters: Sequence[Jitter], seed: int) -> None:
         self._jitters = jitters
@@ -41,7 +41,7 @@ class JitterSource:
         return self._block.item(worker, at)
 
     def all(self) -> Floats:
-        """One factor for every worker."""
+        """Returns one factor per worker."""
         if self._steady:
             return np.ones(len(self._jitters))
         for worker in np.flatnonzero(self._at == BLOCK):
@@ -63,16 +63,16 @@ def _draw(source: np.random.Generator, jitter: Jitter) -> Floats:
         sigma = np.sqrt(np.log1p(cv * cv))
         return source.lognormal(-sigma * sigma / 2, sigma, BLOCK)
     if jitter.shape == "uniform":
-        # No time is negative: wider than this, a uniform factor would reach below 0.
+        # Times must not be negative: a wider uniform factor would reach below 0.
         half = min(0.999, cv * np.sqrt(3))
         return source.uniform(1 - half, 1 + half, BLOCK)
-    # Now and then much longer: a floor below, an exponential tail above.
+    # Occasionally much longer: a lower bound with an exponential tail.
     tail: Floats = source.exponential(min(cv, 1.0), BLOCK)
     return max(0.0, 1 - cv) + tail
 
 
 class SimulatedMachines:
-    """One machine a worker, in the order of the pool; several workers may share one."""
+    """One machine per worker, in the order of the pool; several workers may share one."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SimulatedMachines:
         timeline: Timeline,
         *,
         seed: int,
-        troubles: tuple[InjectedSlowdown, ...] = (),
+        slowdowns: tuple[InjectedSlowdown, ...] = (),
         servers: int = 0,
     ) -> None:
         self.pool = pool
@@ -94,7 +94,7 @@ class SimulatedMachines:
         self._per_sample = np.array([c.per_sample_s for c in self.compute])
         self.update = np.array([c.update_s for c in self.compute])
         self._draws = JitterSource([pool.jitter_of(h) for h in self.hosts], seed)
-        self._troubles = troubles
+        self._slowdowns = slowdowns
         self._samples = work.samples
         placed: dict[str, list[int]] = {}
         for worker, host in enumerate(self.hosts):
@@ -108,7 +108,7 @@ class SimulatedMachines:
             for h in {id(h): h for h in self.hosts}.values()
         }
         self.cores = [shared[h.host] for h in self.hosts]
-        """The cores under each worker."""
+        """Cores of each worker's machine."""
         self._crowds = [
             (self.hosts[ranks[0]].cores, ranks)
             for ranks in placed.values()
@@ -117,7 +117,7 @@ class SimulatedMachines:
         self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
 
     def work_s(self, worker: int, samples: int, now: float) -> float:
-        """Seconds of computing, as if alone on the machine."""
+        """Returns the compute time in seconds without contention."""
         compute = self.compute[worker]
         seconds = compute.fixed_s + samples * compute.per_sample_s
         drawn = seconds * self._draws.one(worker)
@@ -126,30 +126,30 @@ class SimulatedMachines:
     def compute_one(
         self, worker: int, samples: int, now: float, epoch: float, then: Callback
     ) -> None:
-        """Compute a share from `now` on; `then` is told when the gradient is there."""
+        """Computes a share from `now` on; calls `then` when the gradient is ready."""
         seconds = self.work_s(worker, samples, now)
-        if not self._troubles:
+        if not self._slowdowns:
             self.cores[worker].run(now, seconds, then)
             return
-        slowness = ActiveSlowdown.of(self._troubles, worker, epoch)
+        slowness = ActiveSlowdown.of(self._slowdowns, worker, epoch)
         if slowness.cores < 1.0:
-            # With a quota it has its part of the machine whatever the others do.
+            # With a quota, its part of the machine is independent of the others.
             then(now + slowness.wall_s(seconds, seconds))
         else:
-            # A worker slowed on purpose sleeps: it takes no more of the machine.
+            # A worker with an injected slowdown sleeps and does not use more of the machine.
             self.cores[worker].run(
                 now, seconds, lambda ended: then(now + slowness.factor * (ended - now))
             )
 
     def compute_all(self, begins: Floats, shares: Floats, epoch: float) -> Floats:
-        """When each worker's share is computed, if it begins then; an empty share takes no time."""
+        """Returns the end times of the workers' shares; an empty share takes no time."""
         seconds = (self._fixed + shares * self._per_sample) * self._draws.all()
         for worker in self._slow:
             seconds[worker] *= self._slowness(worker, float(begins[worker]))
         seconds[shares == 0] = 0.0
         ends: Floats = begins + seconds
-        suffering = {t.worker for t in self._troubles}
-        slow = {w: ActiveSlowdown.of(self._troubles, w, epoch) for w in suffering}
+        suffering = {t.worker for t in self._slowdowns}
+        slow = {w: ActiveSlowdown.of(self._slowdowns, w, epoch) for w in suffering}
         apart = {w for w, slowness in slow.items() if slowness.cores < 1.0}
         for cores, ranks in self._crowds:
             crowd = [w for w in ranks if w not in apart] if apart else ranks
@@ -159,8 +159,8 @@ class SimulatedMachines:
         return ends
 
     def delays(self, epoch: float) -> Floats | None:
-        """How late each worker's exchange begins, where somebody's is delayed on purpose."""
-        late = [t for t in self._troubles if t.delay_s and t.is_active(epoch)]
+        """Returns the injected delay of each worker's exchange, or None without any delay."""
+        late = [t for t in self._slowdowns if t.delay_s and t.is_active(epoch)]
         if not late:
             return None
         seconds = np.zeros(len(self.hosts))
@@ -169,9 +169,9 @@ class SimulatedMachines:
         return seconds
 
     def delay(self, worker: int, epoch: float) -> float:
-        if not self._troubles:
+        if not self._slowdowns:
             return 0.0
-        return ActiveSlowdown.of(self._troubles, worker, epoch).delay_s
+        return ActiveSlowdown.of(self._slowdowns, worker, epoch).delay_s
 
     def _slowness(self, worker: int, now: float) -> float:
         factor = 1.0
@@ -182,7 +182,7 @@ class SimulatedMachines:
 
 
 def share_evenly(begins: Floats, seconds: Floats, cores: int) -> Floats:
-    """When tasks end that begin at different times and share a machine's cores evenly."""
+    """Returns the end times of tasks that share a machine's cores evenly."""
     left = seconds.copy()
     ends = begins.astype(float).copy()
     waiting = sorted(range(len(begins)), key=lambda i: begins[i])

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order; ties in the order in which they were planned."""
+"""Virtual time: an event queue; ties are resolved in the order of scheduling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Callback = Callable[[float], None]
-"""Called with the virtual second at which it happens."""
+"""Called with the virtual time in seconds."""
 
 
 class Timeline:
@@ -19,54 +19,54 @@ class Timeline:
         self._count = 0
         self._stopped = False
 
-    def schedule(self, time_s: float, deed: Callback) -> None:
-        """Plan a deed; one that lies in the past happens now."""
+    def schedule(self, time_s: float, callback: Callback) -> None:
+        """Schedules a callback; one in the past runs now."""
         self._count += 1
         if time_s < self.now:
             time_s = self.now
-        heapq.heappush(self._heap, (time_s, self._count, deed))
+        heapq.heappush(self._heap, (time_s, self._count, callback))
 
     def run(self) -> bool:
-        """Until somebody calls `stop`; False when nothing is left to happen before that."""
+        """Runs until `stop` is called; returns False if the queue empties before that."""
         with infrequent_gc():
             heap, pop = self._heap, heapq.heappop
             while heap and not self._stopped:
-                self.now, _, deed = pop(heap)
+                self.now, _, callback = pop(heap)
                 self.events += 1
-                deed(self.now)
+                callback(self.now)
         return self._stopped
 
     def stop(self) -> None:
-        """What happens now is the last."""
+        """Stops after the current event."""
         self._stopped = True
 
 
 @contextmanager
 def infrequent_gc() -> Iterator[None]:
-    """Look for rubbish less often: every event makes a few objects, and nearly none in circles."""
-    usual = gc.get_threshold()
+    """Runs the garbage collector less often: events allocate many objects and few cycles."""
+    thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
+        gc.set_threshold(*thresholds)
 
 
 class FifoResource:
-    """Something that serves one at a time, in the order of asking: a link, a server, a queue."""
+    """A resource that serves one request at a time, in order: a link, a server, a queue."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
 
     def reserve(self, time_s: float, seconds: float) -> float:
-        """When a service that is asked for at `time_s` is over."""
+        """Returns the end time of a request made at `time_s`."""
         begins = time_s if time_s > self.free_at else self.free_at
         self.free_at = begins + seconds
         return self.free_at
 
 
 class SharedCores:
-    """A machine's cores, shared evenly by more processes than there are cores."""
+    """Cores of a machine, shared evenly by more processes than cores."""
 
     def __init__(self, timeline: Timeline, cores: int, processes: int) -> None:
         self._timeline = timeline
@@ -79,10 +79,10 @@ class SharedCores:
         self._round = 0
 
     def run(self, time_s: float, seconds: float, then: Callback) -> None:
-        """Do `seconds` of work from `time_s` on; `then` is told when it is over.
+        """Performs `seconds` of work from `time_s` on; calls `then` with the end time.
 
-        With a core for every process that is known at once, and `then` is called before the
-        timeline gets there.
+        With one core per process the end is known immediately, and `then` is called before the
+        timeline reaches it.
         """
         if not self.crowded:
             then(time_s + seconds)
@@ -106,7 +106,7 @@ class SharedCores:
         self._since = now
 
     def _plan(self) -> None:
-        """When the next task ends, if none comes or goes before that."""
+        """Schedules the end of the next task, assuming that no task starts or ends before."""
         self._round += 1
         if not self._left:
             return

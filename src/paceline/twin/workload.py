@@ -1,4 +1,4 @@
-"""A job as a workload: its parameters, operations and samples, counted on the real model."""
+"""Derives the workload of a job: parameters, operations and samples, counted on the real model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from paceline.worker.job_builder import (
 )
 
 PROBE_SAMPLES = 2
-"""BatchNorm wants more than one row."""
+"""BatchNorm requires more than one row."""
 
 
 def workload_of_job(job: Job) -> Workload:
-    """Read the job's data and count its work."""
+    """Reads the job's data and counts its workload."""
     return count_workload(job, load_job_data(job))
 
 
 def count_workload(job: Job, tables: JobData) -> Workload:
-    """Count, without training anything: the generator and the job's own model stay as they are."""
+    """Counts the workload without changing the random generator or the job's model."""
     generator = torch.get_rng_state()
     model = build_model(job, tables)
     count = min(PROBE_SAMPLES, len(tables.train))
@@ -72,7 +72,7 @@ def count_workload(job: Job, tables: JobData) -> Workload:
         epochs=job.epochs,
         evaluated={split: len(getattr(tables, split)) for split in tables.splits},
         slots=count_slots(spec.name, spec.options()),
-        # A parameter that was not used never has a gradient: its bucket waits for the end.
+        # An unused parameter never has a gradient; its bucket waits until the end.
         gradient_ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
         input_bytes_per_sample=tuple(entering.get(p, 0.0) for p in trained),
     )
