@@ -1,10 +1,10 @@
-"""Who reads which part of the data: an epoch's blocks in order, dealt to workers as they go.
+"""Assigns data blocks to workers, in a seeded order per epoch.
 
-The layout says how many rows each block has and which blocks belong together. An epoch orders the
-blocks by seed and epoch, and packs them into windows, whose rows are mixed; the rows in this order
-are the epoch's *places* 0, 1, 2, ... A worker is dealt whole windows (a whole file's, where files
-stay together) and works through their places; whoever is through takes the next. When all are
-dealt, a worker without work takes over the end of what another still has.
+The layout contains the number of rows per block and which blocks belong together. An epoch orders
+the blocks by seed and epoch and packs them into windows, whose rows are shuffled; the rows in this
+order have the indices 0, 1, 2, ... of the epoch. A worker is assigned complete windows (those of a
+whole file, if files are not split); an idle worker takes the next one. When all windows are
+assigned, an idle worker takes over the end of another worker's queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from paceline.protocol.record import record
 
 RowRange = tuple[int, int]
-"""Places [lo, hi) of an epoch."""
+"""Row indices [lo, hi) of an epoch."""
 RowRanges = tuple[RowRange, ...]
 
 _MASK = (1 << 64) - 1
@@ -25,19 +25,19 @@ _MASK = (1 << 64) - 1
 
 @record
 class BlockLayout:
-    """Rows of each block, the unit it belongs to, and how many rows are mixed at a time."""
+    """Rows of each block, its unit, and the size of the shuffle window."""
 
     rows: tuple[int, ...]
     units: tuple[int, ...]
-    """The same number for blocks that one worker reads: a file's, or each its own."""
+    """Equal for blocks that the same worker reads: one unit per file, or one per block."""
     window: int
-    """0 keeps blocks and rows in their order."""
+    """0 keeps the order of blocks and rows."""
     seed: int
 
 
 @record
 class ShuffleWindow:
-    """Places [lo, hi) are the rows of these blocks, mixed."""
+    """Rows [lo, hi) are those of these blocks, shuffled."""
 
     lo: int
     hi: int
@@ -45,12 +45,12 @@ class ShuffleWindow:
 
 
 class EpochBlockPlan:
-    """The windows of one epoch: a function of layout and epoch alone."""
+    """The windows of one epoch, determined by layout and epoch."""
 
     def __init__(self, layout: BlockLayout, epoch: int) -> None:
         self.windows: list[ShuffleWindow] = []
         self.deals: list[RowRanges] = []
-        """Windows that go to one worker together."""
+        """Windows that are assigned to one worker together."""
         self._at = 0
         self._blocks: list[int] = []
         self._rows = 0
@@ -88,7 +88,7 @@ class EpochBlockPlan:
             self._blocks.append(block)
             self._rows += layout.rows[block]
         if total > layout.window:
-            # A unit larger than a window is dealt by itself.
+            # A unit larger than a window is assigned separately.
             self._close_window()
             self._close_deal()
 
@@ -104,12 +104,12 @@ class EpochBlockPlan:
             self.deals.append(tuple(self._deal))
             self._deal = []
 
-    def find_window(self, place: int) -> int:
-        return bisect_right(self._starts, place) - 1
+    def find_window(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
 
 
 class BlockDealer:
-    """Deals an epoch's places to workers; each is dealt exactly once, unless it is given back."""
+    """Assigns an epoch's rows to workers, each exactly once unless it is returned."""
 
     def __init__(self, plan: EpochBlockPlan, left: Sequence[RowRange] | None = None) -> None:
         self.plan = plan
@@ -118,63 +118,65 @@ class BlockDealer:
         self._queues: dict[int, deque[RowRange]] = {}
 
     def draw(self, worker: int, count: int) -> RowRanges:
-        """The next `count` places for a worker; there must be as many left."""
-        lane = self._queues.setdefault(worker, deque())
-        drawn: list[RowRange] = []
+        """Returns the next `count` rows for a worker; this many must be left."""
+        worker_queue = self._queues.setdefault(worker, deque())
+        taken: list[RowRange] = []
         while count:
-            if not lane:
-                self._refill(worker, lane)
-            lo, hi = lane.popleft()
+            if not worker_queue:
+                self._refill(worker, worker_queue)
+            lo, hi = worker_queue.popleft()
             cut = min(hi, lo + count)
             if cut < hi:
-                lane.appendleft((cut, hi))
-            drawn.append((lo, cut))
+                worker_queue.appendleft((cut, hi))
+            taken.append((lo, cut))
             count -= cut - lo
-        if drawn and len(lane) < 2 and self._fresh:
-            # Known ahead, it can be read ahead.
-            lane.extend(self._fresh.popleft())
-        return tuple(drawn)
+        if taken and len(worker_queue) < 2 and self._fresh:
+            # Assigned early, so that it can be prefetched.
+            worker_queue.extend(self._fresh.popleft())
+        return tuple(taken)
 
     def lookahead(self, worker: int) -> RowRanges:
-        """What a worker will draw next, as things stand: worth reading now."""
+        """Returns the rows that a worker will probably take next, for prefetching."""
         return tuple(self._queues.get(worker, ()))[:2]
 
-    def return_rows(self, pieces: RowRanges) -> None:
-        """Places that were drawn but not worked on: whoever is next gets them."""
-        if pieces:
-            self._fresh.appendleft(pieces)
+    def return_rows(self, ranges: RowRanges) -> None:
+        """Returns rows that were taken but not processed; the next worker receives them."""
+        if ranges:
+            self._fresh.appendleft(ranges)
 
     def drop_worker(self, worker: int) -> None:
-        """What lies ready for a worker goes to others."""
+        """Reassigns the queued rows of a worker to others."""
         self.return_rows(tuple(self._queues.pop(worker, ())))
 
     def remaining(self) -> list[RowRange]:
-        """All places not drawn yet, in order, as few pieces as possible."""
-        pieces = [piece for deal in self._fresh for piece in deal]
-        pieces += [piece for lane in self._queues.values() for piece in lane]
-        return list(merge_ranges(sorted(pieces)))
+        """Returns all rows that were not taken yet, in order, as few ranges as possible."""
+        ranges = [row_range for deal in self._fresh for row_range in deal]
+        ranges += [
+            row_range for worker_queue in self._queues.values() for row_range in worker_queue
+        ]
+        return list(merge_ranges(sorted(ranges)))
 
-    def _refill(self, worker: int, lane: deque[RowRange]) -> None:
+    def _refill(self, worker: int, worker_queue: deque[RowRange]) -> None:
         if self._fresh:
-            lane.extend(self._fresh.popleft())
+            worker_queue.extend(self._fresh.popleft())
             return
-        others = {w: sum(hi - lo for lo, hi in pieces) for w, pieces in self._queues.items()}
+        others = {w: sum(hi - lo for lo, hi in ranges) for w, ranges in self._queues.items()}
         richest = max(others, key=lambda w: (others[w], -w), default=worker)
-        assert others.get(richest), "more was drawn than the epoch has"
-        theirs = self._queues[richest]
-        if len(theirs) > 1:
-            taken = [theirs.pop() for _ in range(len(theirs) // 2)]
-            lane.extend(reversed(taken))
+        assert others.get(richest), "more rows were taken than the epoch has"
+        donor = self._queues[richest]
+        if len(donor) > 1:
+            taken = [donor.pop() for _ in range(len(donor) // 2)]
+            worker_queue.extend(reversed(taken))
             return
-        lo, hi = theirs.pop()
+        lo, hi = donor.pop()
         middle = (lo + hi) // 2
         if middle > lo:
-            theirs.append((lo, middle))
-        lane.append((middle, hi))
+            donor.append((lo, middle))
+        worker_queue.append((middle, hi))
 
 
 def _keep(deals: list[RowRanges], left: Sequence[RowRange]) -> Iterator[RowRanges]:
-    """Of each deal what lies in `left`."""
+    """Yields the part of each deal that is in `left`."""
     for deal in deals:
         kept = tuple(
             (max(lo, a), min(hi, b)) for lo, hi in deal for a, b in left if a < hi and lo < b
@@ -183,10 +185,10 @@ def _keep(deals: list[RowRanges], left: Sequence[RowRange]) -> Iterator[RowRange
             yield kept
 
 
-def merge_ranges(pieces: Iterable[RowRange]) -> RowRanges:
-    """The same places in the same order, in as few pieces as possible."""
+def merge_ranges(ranges: Iterable[RowRange]) -> RowRanges:
+    """Merges adjacent ranges, preserving the order."""
     joined: list[RowRange] = []
-    for lo, hi in pieces:
+    for lo, hi in ranges:
         if joined and joined[-1][1] == lo:
             joined[-1] = (joined[-1][0], hi)
         else:
@@ -195,34 +197,34 @@ def merge_ranges(pieces: Iterable[RowRange]) -> RowRanges:
 
 
 class RangeCutter:
-    """Pieces cut into consecutive counts: what a block of batches gives each of them."""
+    """Splits ranges into consecutive parts, one per batch."""
 
-    def __init__(self, pieces: RowRanges) -> None:
-        self._pieces = deque(pieces)
+    def __init__(self, ranges: RowRanges) -> None:
+        self._ranges = deque(ranges)
 
     def cut(self, count: int) -> RowRanges:
         taken: list[RowRange] = []
         while count:
-            lo, hi = self._pieces.popleft()
+            lo, hi = self._ranges.popleft()
             stop = min(hi, lo + count)
             if stop < hi:
-                self._pieces.appendleft((stop, hi))
+                self._ranges.appendleft((stop, hi))
             taken.append((lo, stop))
             count -= stop - lo
         return tuple(taken)
 
 
-def splitmix64(word: int) -> int:
-    """splitmix64's finish: a number that looks like no other's."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
-    return word ^ (word >> 31)
+def splitmix64(value: int) -> int:
+    """Returns the finalizer of splitmix64, as a hash."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
 
 
 def layout_to_checkpoint(layout: BlockLayout, left: list[RowRange]) -> dict[str, Any]:
-    """For a checkpoint: what is left of the epoch, and of which layout."""
-    return {"layout": layout_fingerprint(layout), "left": [list(piece) for piece in left]}
+    """Returns checkpoint data: the remaining rows of the epoch, and the layout's fingerprint."""
+    return {"layout": layout_fingerprint(layout), "left": [list(row_range) for row_range in left]}
 
 
 def layout_fingerprint(layout: BlockLayout) -> str:

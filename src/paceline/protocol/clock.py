@@ -1,8 +1,8 @@
-"""Clocks of a parameter server: which gradients make an update, and who may go on.
+"""Clocks of a parameter server: they decide which gradients form an update and who proceeds.
 
-A clock counts pushes a worker; `lag` of a worker is its count above the slowest one's. All clocks
-stand equal at the start of a stretch of work (`begin`), because everybody has waited for everybody
-there. When nobody is at work any more, `flush` gives up what is still held back.
+A clock counts pushes per worker; the `lag` of a worker is its count minus that of the slowest one.
+All counts are equal at the start of a training interval (`begin`), because all workers have waited
+for each other. When no worker is active, `flush` releases what is still held back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from paceline.protocol.record import record
 
 @record
 class Push:
-    """A gradient that has been computed, waiting to become (part of) an update."""
+    """A computed gradient that waits to become (part of) an update."""
 
     worker: int
     handle: int
     samples: int
     share: float
-    """What its samples are of their global batch; the shares of an epoch add up to its batches."""
+    """Fraction of the global batch; the fractions of an epoch sum up to its number of batches."""
     base: int
-    """The version of the weights it was computed on."""
+    """Version of the weights that it was computed on."""
 
 
 @dataclass
 class ClockDecision:
-    """`updates`: each a list of pushes applied as one. `release`: workers that may go on."""
+    """`updates`.
+
+    Lists of pushes, each applied as one update. `release`: workers that may proceed.
+    """
 
     updates: list[list[Push]] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
@@ -36,7 +39,7 @@ class ClockDecision:
 
 class Clock(Protocol):
     synchronous: bool
-    """Workers are released all together and share one global batch."""
+    """True if workers are released together and share one global batch."""
 
     def begin(self) -> None: ...
 
@@ -48,7 +51,7 @@ class Clock(Protocol):
 
 
 class WorkerCounts:
-    """Steps pushed a worker, with the minimum kept in constant time."""
+    """Pushes per worker, with the minimum maintained in constant time."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -60,7 +63,7 @@ class WorkerCounts:
         self._low = 0
 
     def advance(self, worker: int) -> bool:
-        """Count a push; True if the slowest count has risen by it."""
+        """Counts a push; returns True if the minimum has increased."""
         old = self._count[worker]
         self._count[worker] = old + 1
         self._how_many[old] -= 1
@@ -79,7 +82,7 @@ class WorkerCounts:
 
 
 class _CountingClock:
-    """What all clocks share: the counts, and nothing held back."""
+    """Base class of clocks: counts pushes and holds nothing back."""
 
     synchronous = False
 
@@ -98,7 +101,7 @@ class _CountingClock:
 
 
 class AspClock(_CountingClock):
-    """Apply at once, let the worker go on at once."""
+    """Asynchronous (ASP): applies every gradient and releases its worker immediately."""
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
         self._counts.advance(push.worker)
@@ -106,7 +109,7 @@ class AspClock(_CountingClock):
 
 
 class BspClock(_CountingClock):
-    """One update a round, made of every worker's gradient in the order of the workers."""
+    """Bulk synchronous (BSP): one update per round, with the gradients of all workers."""
 
     synchronous = True
 
@@ -120,18 +123,18 @@ class BspClock(_CountingClock):
         self._waiting[push.worker] = push
         if len(self._waiting) < self._workers:
             return ClockDecision()
-        # A fixed order of summation makes the weights independent of who came first.
+        # A fixed order of summation makes the weights independent of the order of arrival.
         together = [self._waiting[w] for w in sorted(self._waiting)]
         self._waiting = {}
         return ClockDecision(updates=[together], release=[p.worker for p in together])
 
 
 class SspClock(_CountingClock):
-    """A worker goes on while its lag is at most `bound`; else it waits for the slowest.
+    """Stale synchronous (SSP): a worker proceeds while its lag is at limit `bound`.
 
-    With a bound of 0 nobody can go on before all have pushed, so nothing is lost by applying a
-    round's gradients only then, in the order of the workers: whoever pulls late still sees the
-    weights that everybody else saw, and the weights are those of BSP.
+    With a bound of 0, no worker can proceed before all have pushed, so the gradients of a round are
+    applied together in the order of the workers. All workers pull the same weights, and the result
+    equals that of BSP.
     """
 
     def __init__(self, workers: int, bound: float) -> None:
@@ -147,7 +150,7 @@ class SspClock(_CountingClock):
             self._round.append(push)
             return self.flush() if risen else ClockDecision()
         if not risen:
-            # Nobody who waits has come nearer to the slowest: only this worker is in question.
+            # The minimum is unchanged, so no waiting worker can be released; only this one may be.
             if self.lag(push.worker) > self._bound:
                 return ClockDecision(updates=[[push]])
             self._held.pop()
@@ -163,10 +166,10 @@ class SspClock(_CountingClock):
 
 
 class DsspClock(_CountingClock):
-    """SSP whose bound moves between `low` and `high` with the workers' measured speed.
+    """Dynamic SSP: the bound varies between `low` and `high` with the measured speeds.
 
-    Past the low bound the fastest worker is granted the number of extra steps after which it is
-    predicted to wait least for one of the slowest worker's pushes.
+    Beyond the low bound, the fastest worker is granted the number of extra steps after which its
+    predicted wait for a push of the slowest worker is shortest.
     """
 
     def __init__(self, workers: int, low: int, high: int) -> None:
@@ -181,7 +184,7 @@ class DsspClock(_CountingClock):
     def begin(self) -> None:
         super().begin()
         self._extra = [0] * self._workers
-        # The time across a stop in training says nothing of a worker's speed.
+        # The time across an interruption of training is not a measure of speed.
         self._pushes = [0] * self._workers
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
@@ -195,13 +198,13 @@ class DsspClock(_CountingClock):
         if risen:
             released = [w for w in self._held if self.lag(w) <= self._low]
             self._held = [w for w in self._held if self.lag(w) > self._low]
-        if self._may_go_on(worker):
+        if self._may_proceed(worker):
             released.append(worker)
         else:
             self._held.append(worker)
         return ClockDecision(updates=[[push]], release=released)
 
-    def _may_go_on(self, worker: int) -> bool:
+    def _may_proceed(self, worker: int) -> bool:
         lag = self.lag(worker)
         if lag <= self._low:
             self._extra[worker] = 0
@@ -219,12 +222,12 @@ class DsspClock(_CountingClock):
         return False
 
     def _is_fastest(self, worker: int) -> bool:
-        mine = self._interval[worker]
+        own_interval = self._interval[worker]
         known = [i for i in self._interval if i is not None]
-        return mine is not None and mine <= min(known)
+        return own_interval is not None and own_interval <= min(known)
 
-    def _grant(self, worker: int, most: int) -> int:
-        """Extra steps, up to `most`, after which the predicted wait is shortest."""
+    def _grant(self, worker: int, limit: int) -> int:
+        """Returns the number of extra steps, up to `limit`, with the shortest predicted wait."""
         interval = self._interval[worker]
         assert interval is not None
         pace = [
@@ -236,9 +239,9 @@ class DsspClock(_CountingClock):
             return 0
         last, slow = max(pace, key=lambda pair: pair[1])
         waits = []
-        for steps in range(most + 1):
+        for steps in range(limit + 1):
             arrives = self._last[worker] + steps * interval
-            # The slowest worker's next predicted push at or after that, or the one before it.
+            # The slowest worker's next predicted push, or the one before it.
             behind = max(0.0, (arrives - last) / slow)
             nearest = min(abs(last + (int(behind) + j) * slow - arrives) for j in (0, 1))
             if int(behind) == 0:
@@ -252,7 +255,7 @@ class DsspClock(_CountingClock):
 
 
 class KAsyncClock(_CountingClock):
-    """An update of the first `k` gradients that come; their workers go on with it."""
+    """K-async: an update consists of the first `k` gradients; their workers then proceed."""
 
     def __init__(self, workers: int, k: int) -> None:
         super().__init__(workers)
@@ -272,7 +275,7 @@ class KAsyncClock(_CountingClock):
 
 
 class GbaClock(_CountingClock):
-    """Nobody waits, yet an update is always worth a global batch of samples."""
+    """Global batch aggregation (GBA): workers never wait; an update covers one global batch."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -284,7 +287,7 @@ class GbaClock(_CountingClock):
         self._buffer.append(push)
         self._shares += push.share
         verdict = ClockDecision(release=[push.worker])
-        # Shares are rounded fractions: a whole batch may add up to a little less than 1.
+        # Shares are rounded fractions: a full batch may sum up to slightly less than 1.
         if self._shares >= 1 - 1e-9:
             verdict.updates = self.flush().updates
         return verdict

@@ -1,4 +1,4 @@
-"""When a loss counts as diverged, in real and in virtual runs alike."""
+"""Detection of diverged losses, for real and simulated runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ EXPLODES_AT = 1000.0
 
 
 class DivergenceDetector:
-    """One worker's losses, from its first on."""
+    """Checks the losses of one worker."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def check(self, loss: float) -> str | None:
-        """Why this loss means that training has diverged; None where it does not."""
+        """Returns the reason why training has diverged, or None if it has not."""
         if not math.isfinite(loss):
             return "it is not a finite number"
         if self._first is None:

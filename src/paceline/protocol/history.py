@@ -1,4 +1,4 @@
-"""The run so far, as plain numbers: what policies decide from and what result.json is made of."""
+"""History of the run as plain numbers: the input of policies and the source of result.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EpochTotals:
 
 @dataclass
 class History:
-    """Everything that has happened, in samples; `phase` is the index of the strategy in force."""
+    """History of a run, in samples; `phase` is the index of the active strategy."""
 
     samples: int = 0
     updates: int = 0
@@ -57,17 +57,17 @@ class History:
     staleness: Counter[int] = field(default_factory=Counter)
     max_lag: int = 0
     decisions: list[DecisionRow] = field(default_factory=list)
-    """What rules said, with their figures; staying only where the reason is a new one."""
+    """Decisions of rules with their values; decisions to stay only if the reason is new."""
     phase_samples: dict[int, int] = field(default_factory=dict)
-    """Samples trained under each phase so far."""
+    """Samples trained in each phase so far."""
     excluded_workers: set[int] = field(default_factory=set)
-    """Workers that sit out while the strategy in force lasts."""
+    """Workers that are excluded while the current strategy is active."""
     throughput: ThroughputMonitor = field(default_factory=ThroughputMonitor, compare=False)
     train_seconds: float = 0.0
-    """Wall time of training alone: start-up, evaluation, saving and switching apart."""
+    """Wall time of training, excluding start-up, evaluation, saving and switches."""
 
     def add_samples(self, samples: int) -> None:
-        """Samples were applied under the strategy in force."""
+        """Adds samples that were applied by the active strategy."""
         self.samples += samples
         self.phase_samples[self.phase] = self.phase_samples.get(self.phase, 0) + samples
 
@@ -75,7 +75,7 @@ class History:
         return self.phase_samples.get(phase, 0)
 
     def value_of(self, name: str) -> float | None:
-        """The newest figure of that name, for --until and early stopping."""
+        """Returns the latest value of a metric, for --until and early stopping."""
         return self.rows[-1].value(name) if self.rows else None
 
     def best_row_index(self, name: str, lower_is_better: bool) -> int | None:

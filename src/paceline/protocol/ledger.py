@@ -1,4 +1,4 @@
-"""The sample ledger: every position of an epoch is leased, and acknowledged exactly once."""
+"""The sample ledger: every position of an epoch is leased and acknowledged exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.protocol.block_plan import (
 from paceline.protocol.record import record
 
 ALL_WORKERS = -1
-"""Holder of a block that all workers compute together."""
+"""Lease holder meaning "all workers"."""
 
 
 @record
@@ -27,11 +27,11 @@ class LeaseEntry:
 
 
 class Ledger:
-    """Positions 0..samples of one epoch after another.
+    """Leases of the positions 0..samples of each epoch.
 
-    A position is in exactly one state: not yet leased, returned, leased out, or done. What a
-    lost worker held goes back and is leased again; an acknowledgement that comes twice, or of a
-    lease that was taken back, is refused.
+    A position is in exactly one state: not leased, returned, leased, or done. Leases of a lost
+    worker are returned and granted again. An acknowledgement of a lease that was already
+    acknowledged or returned raises KeyError.
     """
 
     def __init__(
@@ -43,7 +43,10 @@ class Ledger:
         layout: BlockLayout | None = None,
         left: Sequence[RowRange] | None = None,
     ) -> None:
-        """`layout`: the blocks that workers read; `left`: what an epoch begun before has left."""
+        """Creates a ledger.
+
+        `layout`: blocks of the data; `left`: remaining rows of a resumed epoch.
+        """
         self.samples = samples
         self.layout = layout
         self._next_id = 1
@@ -66,12 +69,12 @@ class Ledger:
 
     @property
     def frontier(self) -> int:
-        """All positions below it are done."""
+        """All positions below this one are done."""
         return self._frontier
 
     @property
     def leased_up_to(self) -> int:
-        """No position from here on has ever been leased in this epoch."""
+        """No position from this one on has been leased in this epoch."""
         return self._next
 
     @property
@@ -79,7 +82,10 @@ class Ledger:
         return len(self._out)
 
     def take(self, holder: int, count: int, limit: int) -> LeaseEntry | None:
-        """Lease up to `count` positions below `limit`, returned ones first; None if none."""
+        """Leases up to `count` positions below `limit`, returned ones first.
+
+        None if none are left.
+        """
         assert count > 0
         if self._returned and self._returned[0][0] < limit:
             lo, hi = heapq.heappop(self._returned)
@@ -102,7 +108,7 @@ class Ledger:
         return entry
 
     def acknowledge(self, lease_id: int, holder: int) -> LeaseEntry:
-        """The lease's samples are applied; raises KeyError if `holder` does not hold it."""
+        """Marks a lease as applied. Raises KeyError if `holder` does not hold it."""
         entry = self._drop(lease_id, holder)
         if self._drawn:
             self._drawn.pop(lease_id, None)
@@ -115,14 +121,14 @@ class Ledger:
         return entry
 
     def return_lease(self, lease_id: int, holder: int) -> None:
-        """The lease was not worked on: its positions are leased anew."""
+        """Returns an unprocessed lease; its positions are leased again."""
         entry = self._drop(lease_id, holder)
         if self._allotment is not None:
             self._allotment.return_rows(tuple(self._drawn.pop(lease_id, ())))
         heapq.heappush(self._returned, (entry.lo, entry.hi))
 
     def return_all_of(self, holder: int) -> None:
-        """A worker is gone: everything it held is leased anew."""
+        """Returns all leases of a lost worker."""
         for lease_id in sorted(e.id for e in self._out.values() if e.holder == holder):
             self.return_lease(lease_id, holder)
         if self._allotment is not None:
@@ -132,22 +138,22 @@ class Ledger:
 
     @property
     def deals_rows(self) -> bool:
-        """Whether leases say which rows they are of; otherwise the epoch's order does."""
+        """True if leases contain row ranges; otherwise the epoch's order defines the rows."""
         return self._allotment is not None
 
     def draw_rows(self, lease_id: int, worker: int, count: int) -> RowRanges:
-        """The places behind `count` positions of a lease, for one worker."""
+        """Returns the rows of `count` positions of a lease, for one worker."""
         if self._allotment is None or not count:
             return ()
-        pieces = self._allotment.draw(worker, count)
-        self._drawn.setdefault(lease_id, []).extend(pieces)
-        return pieces
+        ranges = self._allotment.draw(worker, count)
+        self._drawn.setdefault(lease_id, []).extend(ranges)
+        return ranges
 
     def lookahead(self, worker: int) -> RowRanges:
         return self._allotment.lookahead(worker) if self._allotment is not None else ()
 
     def remaining_rows(self) -> list[RowRange]:
-        """Places not drawn yet; with no lease out, those not done yet."""
+        """Returns rows that were not taken yet; without open leases, those that are not done."""
         assert self._allotment is not None
         return self._allotment.remaining()
 

@@ -1,11 +1,11 @@
-"""Who takes part, what each was last seen doing, and who is stuck."""
+"""Membership: the last known status of each worker, and detection of stuck workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WAITING_PHASES = frozenset({"comm_exposed", "wait"})
-"""Phases in which a worker waits for others: stuck there, it is a victim and not the cause."""
+"""Phases in which a worker waits for others and is not the cause of a hang."""
 
 
 @dataclass
@@ -17,13 +17,13 @@ class MemberStatus:
 
 
 class Membership:
-    """Fed by heartbeats; a worker that stays in one phase too long is stuck."""
+    """Status of all workers from heartbeats; a worker that stays in one phase too long is stuck."""
 
     def __init__(self, workers: int, now: float) -> None:
         self._members = [MemberStatus(since=now) for _ in range(workers)]
 
     def begin(self, now: float) -> None:
-        """Processes are started only now: what came before was not theirs."""
+        """Resets the timers; called when the processes are started."""
         for member in self._members:
             member.since = now
 
@@ -39,10 +39,10 @@ class Membership:
         return self._members[worker].step
 
     def find_stuck(self, now: float, deadline_s: float) -> list[tuple[int, MemberStatus]]:
-        """Workers past the deadline; those that hold up the others, if they can be told apart."""
+        """Returns workers past the deadline; only those that block the others, if identifiable."""
         late = [(w, m) for w, m in enumerate(self._members) if now - m.since > deadline_s]
         causes = [(w, m) for w, m in late if m.phase not in WAITING_PHASES]
         if causes:
             return causes
-        # Waiting is only a fault when nobody else is still at work within the deadline.
+        # Waiting is only a failure if no other worker is active within the deadline.
         return late if len(late) == len(self._members) else []
