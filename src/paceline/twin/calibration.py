@@ -1,4 +1,4 @@
-"""Machines as a recorded run shows them: what each worker's steps took, and each exchange."""
+"""Derives machines from a recorded run: step times per worker and exchange times."""
 
 from __future__ import annotations
 
@@ -18,48 +18,50 @@ from paceline.telemetry.run_folder import RunFolder
 from paceline.telemetry.schema import RunResult
 from paceline.telemetry.steps import StepRecord
 
-FEWEST_STEPS = 5
-WARM_UP = 0.1
-"""The first share of the steps is left out: caches and allocators are cold then."""
+MIN_STEPS = 5
+WARM_UP_FRACTION = 0.1
+"""Fraction of the steps at the start that is excluded, because caches are cold."""
 
 
 def recorded_job(path: Path) -> tuple[JobRef, str]:
-    """The job and the strategy of a recorded run; raises UsageError where they cannot be had."""
+    """Returns job and strategy of a recorded run. Raises UsageError if they are unavailable."""
     folder = RunFolder(path)
     if not folder.config.exists():
-        raise UsageError(f"--calibrate {path}: no run lies there")
+        raise UsageError(f"--calibrate {path}: does not contain a run")
     config = json.loads(folder.config.read_text(encoding="utf-8"))
     reference = config["job"].get("job_ref")
     if reference is None:
-        raise UsageError(f"--calibrate {path}: that run's job held live objects: name a job file")
+        raise UsageError(
+            f"--calibrate {path}: the job of that run contains live objects; use a job file"
+        )
     return JobRef.model_validate(reference), str(config["strategy"])
 
 
 def calibrate_from_run(path: Path) -> Pool:
-    """A pool with one machine for each worker of a run that was recorded step by step."""
+    """Returns a pool with one machine per worker of a run with recorded steps."""
     folder = RunFolder(path)
     if not folder.result.exists():
-        raise UsageError(f"--calibrate {path}: no finished run lies there")
+        raise UsageError(f"--calibrate {path}: does not contain a finished run")
     result = folder.read_result()
     if result.get("virtual"):
-        raise UsageError(f"--calibrate {path}: that run was virtual: its machines are in {path}")
+        raise UsageError(f"--calibrate {path}: that run was simulated; its machines are in {path}")
     workers = int(result["workers"])
     steps = [read_warm_steps(path, worker) for worker in range(workers)]
-    few = [w for w, s in enumerate(steps) if len(s) < FEWEST_STEPS]
+    few = [w for w, s in enumerate(steps) if len(s) < MIN_STEPS]
     if few:
         raise UsageError(
             f"--calibrate {path}: worker {few[0]} has {len(steps[few[0]])} recorded steps, "
-            f"at least {FEWEST_STEPS} are needed"
+            f"at minima {MIN_STEPS} are required"
         )
     model = str(result["model"])
     hosts = tuple(
         Host(
             host=f"worker-{worker}",
-            cores=64,  # What the processes did to each other is in the figures already.
-            measured={model: fit_step(mine)},
-            jitter=Jitter(cv=min(2.0, coefficient_of_variation(mine))),
+            cores=64,  # The measurements already include contention.
+            measured={model: fit_step(rows)},
+            jitter=Jitter(cv=min(2.0, coefficient_of_variation(rows))),
         )
-        for worker, mine in enumerate(steps)
+        for worker, rows in enumerate(steps)
     )
     pool = Pool(
         name=f"calibrated from {path.name}",
@@ -72,11 +74,11 @@ def calibrate_from_run(path: Path) -> Pool:
 def read_warm_steps(path: Path, worker: int) -> list[StepRecord]:
     """Returns the single steps of a worker without its warm-up."""
     rows = read_steps(path, worker)
-    return rows[int(WARM_UP * len(rows)) :]
+    return rows[int(WARM_UP_FRACTION * len(rows)) :]
 
 
 def fit_step(steps: list[StepRecord]) -> StepCost:
-    """A line through seconds over samples; with shares of one size, all of it by the sample."""
+    """Fits seconds against samples; with equal shares, all time is attributed to samples."""
     pairs = [(s.samples, s.compute_s) for s in steps if s.samples > 0]
     update_s = trimmed_mean([s.optimizer / 1e6 for s in steps])
     sizes = {n for n, _ in pairs}
@@ -89,15 +91,15 @@ def fit_step(steps: list[StepRecord]) -> StepCost:
 
 
 def measure_shares(path: Path, workers: int) -> list[tuple[float, float]] | None:
-    """Each worker's usual share and its seconds; None of a run too short to learn from."""
+    """Returns each worker's mean share and seconds; None if the run is too short."""
     steps = [read_warm_steps(path, worker) for worker in range(workers)]
-    if any(len(mine) < FEWEST_STEPS for mine in steps):
+    if any(len(rows) < MIN_STEPS for rows in steps):
         return None
-    return [measure_share(mine) for mine in steps]
+    return [measure_share(rows) for rows in steps]
 
 
 def measure_share(steps: list[StepRecord]) -> tuple[float, float]:
-    """A worker's usual share of a batch, and the seconds that it computes for it."""
+    """Returns a worker's mean share of a batch and its compute time in seconds."""
     worked = [s for s in steps if s.samples > 0]
     return (
         statistics.fmean(s.samples for s in worked),
@@ -106,19 +108,19 @@ def measure_share(steps: list[StepRecord]) -> tuple[float, float]:
 
 
 def trim_outliers(values: list[float]) -> list[float]:
-    """In order, and without the longest and the shortest fiftieth."""
+    """Returns sorted values without the lowest and the highest 2%."""
     each = sorted(values)
     edge = len(each) // 50
     return each[edge : len(each) - edge] or each
 
 
 def trimmed_mean(values: list[float]) -> float:
-    """A mean, not a median: long steps take time that a run's rate shows."""
+    """Returns the mean, not the median, because long steps affect the throughput."""
     return statistics.fmean(trim_outliers(values))
 
 
 def coefficient_of_variation(steps: list[StepRecord]) -> float:
-    """Standard deviation over mean of the seconds a sample."""
+    """Returns the standard deviation divided by the mean of the seconds per sample."""
     kept = trim_outliers([s.compute_s / s.samples for s in steps if s.samples > 0])
     mean = statistics.fmean(kept)
     return statistics.pstdev(kept) / mean if mean > 0 else 0.0
@@ -127,7 +129,7 @@ def coefficient_of_variation(steps: list[StepRecord]) -> float:
 def fit_exchange(
     result: RunResult, strategy: str, steps: list[list[StepRecord]]
 ) -> dict[str, float]:
-    """How fast processes exchange, from the steps under the run's first strategy."""
+    """Returns exchange rates from the steps of the run's first strategy."""
     workers = len(steps)
     first = parse_strategy(strategy).phases[0]
     if workers < 2 or not result.get("parameter_bytes"):
@@ -135,25 +137,25 @@ def fit_exchange(
     nbytes = float(result["parameter_bytes"] or 0)
     until = result["switches"][0]["samples"] if result["switches"] else float("inf")
     per_epoch = result["history"][0]["samples"] if result["history"] else float("inf")
-    mine = [[s for s in worker if s.epoch * per_epoch + s.start < until] for worker in steps]
-    if not all(mine):
+    rows = [[s for s in worker if s.epoch * per_epoch + s.start < until] for worker in steps]
+    if not all(rows):
         return {}
     if isinstance(first, AllReduce):
-        # The least of an exchange is what it takes when nobody has to be waited for.
-        least = [min(s.comm_exposed for s in same) / 1e6 for same in zip(*mine, strict=False)]
-        exposed = max(1e-9, statistics.median(least))
-        busy = statistics.median(s.compute_s for worker in mine for s in worker)
-        whole = total_exchange_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
-        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / whole / 1e9}
+        # The minimum over the workers is the exchange without waiting for stragglers.
+        minima = [min(s.comm_exposed for s in same) / 1e6 for same in zip(*rows, strict=False)]
+        exposed = max(1e-9, statistics.median(minima))
+        busy = statistics.median(s.compute_s for worker in rows for s in worker)
+        total = total_exchange_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
+        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / total / 1e9}
     if isinstance(first, ParameterServer):
-        each = [(s.comm_exposed + s.queue) / 1e6 for worker in mine for s in worker]
+        each = [(s.comm_exposed + s.queue) / 1e6 for worker in rows for s in worker]
         seconds = max(1e-9, statistics.median(each))
         return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
     return {}
 
 
 def total_exchange_s(exposed: float, busy: float, nbytes: float, bucket_bytes: float) -> float:
-    """The whole exchange of which so much was not hidden behind the backward pass."""
+    """The total exchange of which so much was not hidden behind the backward pass."""
     low, high = exposed, exposed + busy
     for _ in range(50):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""A virtual run from beginning to end: check, play, sum up; the same folder as a real run."""
+"""Runs a simulation: validates, simulates and summarizes; writes the same folder as a real run."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Timeline
 
 DEPTHS = ("learn", "cost")
-SHOW_S = 0.5
+PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwinOptions:
-    """How to play, apart from what and by which strategy."""
+    """Settings of a simulation, except job and strategy."""
 
     out: Path
     pool: Pool
@@ -65,11 +65,11 @@ class TwinOptions:
             raise UsageError(f"--depth must be {' or '.join(DEPTHS)}, got {self.depth!r}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
-        places = len(self.pool.slots)
-        if self.workers is not None and not 1 <= self.workers <= places:
+        slots = len(self.pool.slots)
+        if self.workers is not None and not 1 <= self.workers <= slots:
             raise UsageError(
-                f"--workers must be 1 to {places}, got {self.workers}: "
-                f"the cluster has {places} worker slots"
+                f"--workers must be 1 to {slots}, got {self.workers}: "
+                f"the cluster has {slots} worker slots"
             )
 
     @property
@@ -78,7 +78,7 @@ class TwinOptions:
 
 
 def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> RunResult:
-    """Play a job and return its result; raises as a real run does."""
+    """Simulates a job and returns its result. Raises like a real run."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     workers = strategy.worker_count(options.count)
@@ -87,7 +87,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
     memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
-    # All that can be the user's mistake comes before anything is written or replaced.
+    # All usage errors are raised before anything is written or replaced.
     work, learner, splits = prepare_twin(resolved, workers, options, folder)
     work = with_measured_gradient_size(work, options.pool.hosts[0])
     make_switch_policy(
@@ -100,7 +100,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
             schedule=plan.schedule,
         ),
     )
-    troubles = tuple(t for t in options.slowdowns if t.worker < workers)
+    slowdowns = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
     facts = describe_job(resolved, job_reference(job, resolved))
     config: RunConfig = {
@@ -108,7 +108,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         "strategy": str(strategy),
         "workers": workers,
         "servers": plan.servers,
-        "troubles": [t.to_plain() for t in troubles],
+        "troubles": [t.to_plain() for t in slowdowns],
         "job": facts,
         "settings": {
             **job_settings(facts),
@@ -135,7 +135,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         work,
         timeline,
         seed=resolved.seed,
-        troubles=troubles,
+        slowdowns=slowdowns,
         servers=plan.servers,
     )
     world = Simulator(
@@ -160,7 +160,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
 
 
 def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], RunResult]:
-    """A way to run in virtual time what was asked for on real processes."""
+    """Returns a function that simulates a run with the options of a real run."""
 
     def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> RunResult:
         return run_twin(
@@ -188,15 +188,15 @@ def check_servers(strategy: Strategy, workers: int) -> None:
     servers = strategy.servers_for(workers)
     if servers > workers:
         raise UsageError(
-            f"{strategy} needs {servers} servers, but the cluster has {workers} machines: "
-            "fewer servers, or more machines"
+            f"{strategy} needs {servers} servers, but the cluster has {workers} machines; "
+            "use fewer servers or more machines"
         )
 
 
 def prepare_twin(
     job: Job, workers: int, options: TwinOptions, folder: RunFolder
 ) -> tuple[Workload, WeightsBackend, tuple[str, ...]]:
-    """Count the job's work, and make whoever learns from it."""
+    """Counts the workload of a job and creates its weights backend."""
     import torch
 
     from paceline.twin.workload import count_workload
@@ -204,7 +204,7 @@ def prepare_twin(
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # One process computes for all virtual workers, so that rows are leased one by one.
+    # One process computes for all virtual workers, so rows are leased individually.
     tables = load_job_data(job.model_copy(update={"shard": "sample"}))
     work = count_workload(job, tables)
     if options.depth == "cost":
@@ -220,14 +220,14 @@ def prepare_twin(
 
 
 def _show_progress(world: Simulator, show: OnEvent) -> None:
-    """People see the run go on in their own time; the folder knows virtual time alone."""
-    due = time.monotonic() + SHOW_S
+    """Shows progress in real time; the run folder contains virtual time only."""
+    due = time.monotonic() + PROGRESS_INTERVAL_S
 
     def watch(now: float) -> None:
         nonlocal due
         if time.monotonic() < due:
             return
-        due = time.monotonic() + SHOW_S
+        due = time.monotonic() + PROGRESS_INTERVAL_S
         history = world.coordinator.history
         show(
             RunProgress(
