@@ -1,7 +1,7 @@
-"""What coordinator, workers and servers tell each other, as plain frozen values.
+"""Messages between coordinator, workers and servers, as frozen dataclasses.
 
-`to_plain` and `from_plain` turn a message into msgpack-able data and back; a message of unknown
-kind, or with missing or unknown fields, is refused with a WireError.
+`message_to_wire` and `message_from_wire` convert a message to msgpack-compatible data and back. An
+unknown kind, or missing or unknown fields, raise WireError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Message:
 
 @record
 class Lease:
-    """Positions [lo, hi) of an epoch's seeded order, a part of the global batch [start, stop)."""
+    """Positions [lo, hi) of an epoch's seeded order, part of the global batch [start, stop)."""
 
     id: int
     epoch: int
@@ -36,9 +36,9 @@ class Lease:
     lo: int
     hi: int
     row_ranges: RowRanges = ()
-    """The places of the rows, where workers read in blocks; else positions tell them."""
+    """Row ranges, if workers read in blocks; otherwise the positions define the rows."""
     next_ranges: RowRanges = ()
-    """Places that will come next, as things stand."""
+    """Row ranges that will probably follow, for prefetching."""
 
     @property
     def samples(self) -> int:
@@ -54,22 +54,22 @@ class Lease:
 
 @record
 class PlannedSteps(Message):
-    """Work planned ahead: the global batches of [start, stop), each split among all workers."""
+    """Work planned ahead: the global batches of [start, stop), each split across all workers."""
 
     epoch: int
     start: int
     stop: int
     batch: int
     batch_weights: tuple[int, ...] | None
-    """Shares of a batch in proportion to these; None is an even split."""
+    """Proportions of the shares of a batch; None for equal shares."""
     pieces: RowRanges = ()
-    """The places behind this worker's shares, one after another, where it reads in blocks."""
+    """Row ranges of this worker's shares, consecutively, if it reads in blocks."""
     ahead: RowRanges = ()
 
 
 @record
 class LeaseGranted(Message):
-    """Answer to a push: version to pull at least, the next lease, and how stale the push was."""
+    """Reply to a push: minimum version to pull, the next lease, and the staleness of the push."""
 
     version: int
     lease: Lease
@@ -78,23 +78,23 @@ class LeaseGranted(Message):
 
 @record
 class EnterPhase(Message):
-    """Take up the strategy of this phase, importing the exported state."""
+    """Start this phase's strategy from the exported state."""
 
     phase: int
     servers: tuple[tuple[str, int], ...]
     switching: bool
-    """False at the start of a run: there is no pause to measure then."""
+    """False at the start of a run, when there is no pause to measure."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Workers that act as one, where the strategy has such."""
+    """Groups of workers that act as one, if the strategy has them."""
     snapshot: bool = False
-    """Keep a copy of the state that is handed over: the switch is a trial."""
+    """Keep a copy of the state, because the switch is a trial."""
     restore: bool = False
-    """The trial failed: take up that copy in place of the state as it is now."""
+    """Restore that copy instead of the current state, because the trial failed."""
 
 
 @record
 class Quiesce(Message):
-    """No work is in flight any more: export the state, servers having applied `version`."""
+    """No work is in flight: export the state after servers have applied `version`."""
 
     version: int
 
@@ -106,7 +106,7 @@ class Evaluate(Message):
 
 @record
 class SaveCheckpoint(Message):
-    """Write a checkpoint of the exported state, with the coordinator's own memory beside it."""
+    """Write a checkpoint of the exported state, including the coordinator's state."""
 
     name: str
     coordinator_state: Plain
@@ -127,43 +127,43 @@ class FinishRun(Message):
 
 @record
 class WorkerReady(Message):
-    """A worker stands ready; the facts must be the same on every worker."""
+    """A worker is ready; the fields must be equal on all workers."""
 
     worker: int
     samples: int
     batch: int
     epochs: int | None
     splits: tuple[str, ...]
-    """Which of val and test the job can evaluate; a user's own loop evaluates by itself."""
+    """Splits that the job can evaluate (val, test); custom training loops evaluate themselves."""
     speed: float = 0.0
-    """Samples a second in a short probe; 0 where no strategy needs to know."""
+    """Samples per second in a short probe; 0 if no strategy needs it."""
     layout: BlockLayout | None = None
-    """The blocks of the training data, where workers read it in blocks."""
+    """Blocks of the training data, if workers read in blocks."""
     clip: float | None = None
-    """Largest norm of the gradient, where the script says it and not the plan."""
+    """Maximum gradient norm, if the script sets it instead of the job."""
 
 
 @record
 class StepStats(Message):
-    """Sums over the steps since the last report; `loss` is None where the loop does not tell."""
+    """Sums over the steps since the last report; `loss` is None if the loop does not log it."""
 
     samples: int
     predictions: int
-    """As many as samples for a classifier, more for text."""
+    """Number of predictions: equal to the samples for a classifier, more for text."""
     loss_sum: float | None
     correct: int | None
-    """None where there are no classes to be right about."""
+    """None without classes."""
     busy_s: float = 0.0
-    """Time spent computing: input, forward and backward."""
+    """Compute time: input, forward and backward."""
     comm_s: float = 0.0
-    """Time spent in exchanges that nothing hid."""
+    """Exposed communication time."""
     norms: tuple[float, float, float, float] | None = None
-    """Now and then: own samples, own gradient's squared norm, all samples, the mean's."""
+    """Periodically: local samples, squared norm of the local gradient, all samples, of the mean."""
 
 
 @record
 class StepsApplied(Message):
-    """All planned work up to `position` of the epoch is applied here."""
+    """All planned work up to `position` of the epoch is applied on this worker."""
 
     worker: int
     epoch: int
@@ -174,7 +174,7 @@ class StepsApplied(Message):
 
 @record
 class GradientPushed(Message):
-    """A gradient is on its way to every shard under this handle, computed on version `base`."""
+    """A gradient, computed on version `base`, is being sent to every shard under this handle."""
 
     worker: int
     handle: int
@@ -192,7 +192,7 @@ class PhaseEntered(Message):
 
 @record
 class TrainingResumed(Message):
-    """The first forward after a switch begins; drain and evaluation are not in the pause."""
+    """The first forward pass after a switch starts; the pause excludes drain and evaluation."""
 
     worker: int
     pause_s: float
@@ -209,10 +209,10 @@ class Quiesced(Message):
 class Evaluated(Message):
     worker: int
     loss_sum: float | None
-    """None where nothing was learnt that could be measured."""
+    """None if no loss is computed."""
     correct: int | None
     count: int
-    """Predictions made; for text more than samples."""
+    """Number of predictions; more than samples for text."""
 
 
 @record
@@ -223,7 +223,7 @@ class CheckpointWritten(Message):
 
 @record
 class EpochEndReply(Message):
-    """Answer to EpochOver: does this worker's loop want another epoch?"""
+    """Reply to EpochEnd: whether this worker's loop requests another epoch."""
 
     worker: int
     more: bool
@@ -231,7 +231,7 @@ class EpochEndReply(Message):
 
 @record
 class WorkerFinished(Message):
-    """The last word of a worker, with its totals."""
+    """The last message of a worker, with its totals."""
 
     worker: int
     totals: Plain
@@ -247,18 +247,18 @@ class LossDiverged(Message):
 
 @record
 class Heartbeat(Message):
-    """Sent every second by a thread of its own: what the worker is doing, and since when."""
+    """Status of a worker, sent every second by a separate thread."""
 
     worker: int
     step: int
     phase: str
     phase_changes: int
-    """Changes whenever the worker goes from one phase to the next."""
+    """Incremented whenever the worker enters another phase."""
 
 
 @record
 class TelemetryForwarded(Message):
-    """An event of telemetry, as it is written into the run folder; for those who watch live."""
+    """A telemetry event as written to the run folder, for live monitoring."""
 
     process_name: str
     event: Plain
@@ -266,9 +266,9 @@ class TelemetryForwarded(Message):
 
 @record
 class ProcessFailing(Message):
-    """A process is about to end because of an exception.
+    """A process is about to exit because of an exception.
 
-    `blame` is "usage" for the user's mistake, "peer" when another process caused it, else "own".
+    `blame` is "usage" for a usage error, "peer" if another process caused it, else "own".
     """
 
     who: str
@@ -277,19 +277,20 @@ class ProcessFailing(Message):
     blame: str
 
 
-# ---- a run folder that a process cannot reach by itself -----------------------------------------
+# ---- access to a run folder on another machine
+# ----------------------------------------------------
 
 
 @record
 class EventLine(Message):
-    """A line for the sender's own file of events."""
+    """A line for the sender's event file."""
 
     line: str
 
 
 @record
 class FileChunk(Message):
-    """The next bytes of a file of a checkpoint (`NAME/FILE`), or of the model (`model`)."""
+    """The next bytes of a checkpoint file (`NAME/FILE`) or of the model (`model`)."""
 
     path: str
     data: bytes
@@ -297,7 +298,7 @@ class FileChunk(Message):
 
 @record
 class FilesComplete(Message):
-    """All of a checkpoint, or of the model, has been sent: it takes its place now."""
+    """A checkpoint or the model has been sent completely and can be committed."""
 
     path: str
     keep: int
@@ -305,7 +306,7 @@ class FilesComplete(Message):
 
 @record
 class FileRequest(Message):
-    """A piece of a file of the checkpoint that the run begins from."""
+    """Requests a chunk of a file of the checkpoint that the run starts from."""
 
     name: str
     offset: int
@@ -324,7 +325,7 @@ class RunClockRequest(Message):
 
 @record
 class RunClockResponse(Message):
-    """Seconds since the run began, by the supervisor's clock."""
+    """Seconds since the start of the run, by the supervisor's clock."""
 
     seconds: float
 
@@ -341,7 +342,7 @@ class ServerReady(Message):
 
 @record
 class GradientRef(Message):
-    """One gradient of an update, with its weight in the sum."""
+    """A gradient of an update and its weight in the sum."""
 
     worker: int
     handle: int
@@ -350,7 +351,7 @@ class GradientRef(Message):
 
 @record
 class ApplyUpdate(Message):
-    """Make version `version` out of the parts; `clip` is the largest norm of the whole gradient."""
+    """Apply the parts as `version`; `clip` is the maximum norm of the whole gradient."""
 
     row_types: ClassVar[dict[str, Any]] = {"parts": GradientRef}
 
@@ -362,7 +363,7 @@ class ApplyUpdate(Message):
 
 @record
 class ShardSqNorm(Message):
-    """A shard's share of the squared norm of an update that is to be clipped."""
+    """A shard's part of the squared norm of an update, for clipping."""
 
     server: int
     version: int
@@ -392,16 +393,18 @@ def message_from_wire(plain: object, kinds: Mapping[str, type[Message]] = KINDS)
     """Parses a message of one of these kinds; by default those of control connections."""
     kind = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
     if not isinstance(plain, dict) or not isinstance(kind, str) or kind not in kinds:
-        raise WireError(f"a message of unknown kind {kind!r}: is the peer of another version?")
+        raise WireError(
+            f"unknown message kind {kind!r}; is the peer running a different version of Paceline?"
+        )
     cls = kinds[kind]
     fields = {f.name for f in dataclasses.fields(cls)}
     if fields != set(plain) - {"kind"}:
         given = sorted(map(str, set(plain) - {"kind"}))
-        raise WireError(f"a {cls.__name__} message with fields {given}")
+        raise WireError(f"invalid {cls.__name__} message: unexpected fields {given}")
     try:
         values = {k: _restore(cls, k, v) for k, v in plain.items() if k != "kind"}
     except TypeError as error:
-        raise WireError(f"a {cls.__name__} message with odd values ({error})") from None
+        raise WireError(f"invalid {cls.__name__} message: {error}") from None
     return cls(**values)
 
 
@@ -425,9 +428,9 @@ def _freeze(value: Any) -> Any:
 
 
 def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
-    """Offsets 0 = o[0] <= ... <= o[workers] = count that cut a batch into the workers' shares.
+    """Returns offsets 0 = o[0] <= ... <= o[workers] = count that split a batch into shares.
 
-    Even shares differ by one at most, the larger ones first; weighted shares are rounded by
+    Equal shares differ by at most one, the larger ones first; weighted shares are rounded by the
     largest remainder. Shares may be empty.
     """
     if weights is None:
