@@ -59,7 +59,7 @@ class Placement:
     workers: int
     strategy: Strategy
     reference: JobRef
-    predicted: dict[str, Any] | None = None
+    predicted: Mapping[str, object] | None = None
     after: Callable[[Mapping[str, Any]], None] = lambda result: None
 
 

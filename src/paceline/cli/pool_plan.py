@@ -114,7 +114,7 @@ class PoolPlan:
         places = choose_server_hosts(self.machines, self.chosen, count)
         return [self.machines.hosts[place] for place in places]
 
-    def predict(self, strategy: Strategy) -> dict[str, Any] | None:
+    def predict(self, strategy: Strategy) -> dict[str, object] | None:
         """Returns None outside the cost model: several phases, or workers that share a machine."""
         import numpy as np
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,7 @@ class ExaminationOptions:
     links_budget_s: float = 60.0
     """Time limit for all pairs. In a large pool the remaining pairs are not measured."""
     flops_s: float = 0.5
-    job: dict[str, Any] | None = None
+    job: Mapping[str, Any] | None = None
     """Fields of a job whose training steps are timed on every machine."""
     on_progress: Callable[[str], None] = field(default=lambda line: None)
 
@@ -66,7 +66,7 @@ class MachineExamination:
     listening: dict[int, int | None] = field(default_factory=dict)
     """The bound port for each requested port (0: any), or None if it is in use."""
     gflops: float | None = None
-    steps: dict[str, Any] | None = None
+    steps: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:

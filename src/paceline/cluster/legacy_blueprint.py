@@ -41,13 +41,16 @@ _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 _INTEGER = re.compile(r"[+-]?\d+\Z")
 
+Node = dict[str, Any]
+"""A mapping in a blueprint file; its values are checked when they are used."""
+
 
 def is_blueprint(text: str) -> bool:
     """Returns whether the text begins with the only top-level key of a blueprint."""
     return re.match(r"\s*\{\s*[\"\u201c\u201d]?connections[\"\u201c\u201d]?\s*:", text) is not None
 
 
-def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+def read_blueprint(text: str, where: str) -> tuple[Node, list[str]]:
     """Returns the pool that a blueprint describes, as plain data, and the repairs made.
 
     Raises UsageError with the line number if the text is ambiguous.
@@ -59,7 +62,7 @@ def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(machines, list) or not machines:
         raise UsageError(f"blueprint {where}: 'connections' must be a list of machines")
     repairs = reader.repairs()
-    hosts: list[dict[str, Any]] = []
+    hosts: list[Node] = []
     passwords = 0
     for number, machine in enumerate(machines, start=1):
         if not isinstance(machine, dict):
@@ -75,10 +78,8 @@ def read_blueprint(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     return {"hosts": hosts}, repairs
 
 
-def _read_machine(
-    machine: dict[str, Any], number: int, where: str, repairs: list[str]
-) -> tuple[dict[str, Any], bool]:
-    found: dict[str, Any] = {}
+def _read_machine(machine: Node, number: int, where: str, repairs: list[str]) -> tuple[Node, bool]:
+    found: Node = {}
     for key, value in machine.items():
         name = KEYS.get(" ".join(key.lower().replace("_", " ").replace("-", " ").split()))
         if name is None:
@@ -92,7 +93,7 @@ def _read_machine(
     if not isinstance(address, str) or not address:
         raise UsageError(f"blueprint {where}: connection {number} has no 'IP'; add its address")
     label = f"connection {number} ({address})"
-    host: dict[str, Any] = {"host": address}
+    host: Node = {"host": address}
     if found.get("user"):
         host["user"] = str(found["user"])
     else:
@@ -189,8 +190,8 @@ class _BlueprintParser:
             return self._word(token)
         self._fail(token.line, f"expected a value, found {token.text!r}")
 
-    def _mapping(self, opened: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _mapping(self, opened: int) -> Node:
+        found: Node = {}
         while not self._closes("}", opened, bool(found)):
             token = self._next("a key")
             if token.kind == "mark":

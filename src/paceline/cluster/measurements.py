@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 from paceline.cluster.diagnosis import Problem, link_rates
 from paceline.cluster.doctor import Examination, MachineExamination
@@ -24,7 +23,7 @@ def _update(found: Examination, machine: MachineExamination) -> Host:
     facts = machine.facts
     if not facts or machine.error is not None:
         return machine.host
-    changes: dict[str, Any] = {"cores": facts["cores"]}
+    changes: dict[str, object] = {"cores": facts["cores"]}
     if facts["memory_bytes"]:
         changes["memory_gb"] = round(facts["memory_bytes"] / GIBI, 1)
     gpus = [gpu for gpu in facts["gpus"] if "error" not in gpu]
@@ -63,7 +62,7 @@ def find_link(found: Examination, name: str) -> Link | None:
     return Link(mbit_s=mbit_s, latency_ms=round(1e3 * statistics.median(delays), 4))
 
 
-def examination_to_json(found: Examination, problems: list[Problem]) -> dict[str, Any]:
+def examination_to_json(found: Examination, problems: list[Problem]) -> dict[str, object]:
     """Returns the whole examination as plain data, for `--json`."""
     return {
         "ok": not any(problem.level == "error" for problem in problems),

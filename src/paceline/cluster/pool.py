@@ -182,9 +182,9 @@ class Pool(_Strict):
     def jitter_of(self, host: Host) -> Jitter:
         return host.jitter or self.jitter
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """Returns the non-default values as JSON-compatible data; infinity becomes "inf"."""
-        plain: dict[str, Any] = _spell(self.model_dump(mode="json", exclude_defaults=True))
+        plain: dict[str, object] = _spell(self.model_dump(mode="json", exclude_defaults=True))
         return plain
 
     def to_yaml(self) -> str:

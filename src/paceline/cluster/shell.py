@@ -31,6 +31,9 @@ MAX_LINE = 1 << 16
 """Longer lines of a script are split."""
 MAX_ERROR_CHARS = 4000
 
+Frame = dict[str, Any]
+"""A JSON message to or from the program on a host."""
+
 
 class ProgramStreams(Protocol):
     """Byte streams and exit status of a running program."""
@@ -79,7 +82,7 @@ class RemoteProgram:
         self._errors = bytearray()
         self._reading = asyncio.create_task(self._keep_errors())
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: Frame) -> None:
         await self.write(json.dumps(message).encode() + b"\n")
 
     async def write(self, data: bytes) -> None:
@@ -88,12 +91,12 @@ class RemoteProgram:
         except (OSError, EOFError):
             pass  # It has exited; its last output and its status are more informative.
 
-    async def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def ask(self, message: Frame, timeout_s: float) -> Frame:
         """Sends a message and returns the answer. Raises HostError on timeout or if it exits."""
         await self.send(message)
         return await self.answer(timeout_s, str(message.get("do", self.what)))
 
-    async def answer(self, timeout_s: float, doing: str = "") -> dict[str, Any]:
+    async def answer(self, timeout_s: float, doing: str = "") -> Frame:
         doing = doing or self.what
         try:
             async with asyncio.timeout(timeout_s):

@@ -66,9 +66,9 @@ async def open_shell(host: Host, timeouts: SshTimeouts) -> Shell:
     return SshShell(host, await connect(), connect)
 
 
-async def connect_options(host: Host, timeouts: SshTimeouts) -> dict[str, Any]:
+async def connect_options(host: Host, timeouts: SshTimeouts) -> dict[str, object]:
     """Returns the asyncssh options of a machine, for public-key authentication only."""
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "keepalive_interval": timeouts.beat_s,
         "keepalive_count_max": timeouts.beats_missed,
         "connect_timeout": timeouts.connect_s,
@@ -113,7 +113,7 @@ async def _find_key(host: Host) -> list[Any]:
 
 
 async def _connect(
-    lib: Any, host: Host, timeouts: SshTimeouts, options: dict[str, Any]
+    lib: Any, host: Host, timeouts: SshTimeouts, options: dict[str, object]
 ) -> asyncssh.SSHClientConnection:
     try:
         async with asyncio.timeout(timeouts.connect_s + 2.0):

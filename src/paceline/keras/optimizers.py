@@ -8,7 +8,7 @@ not need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
 
     slots: ClassVar[tuple[str, ...]] = ()
     """Tensors with the shape of the parameter, initially zero."""
-    defaults_of: ClassVar[dict[str, Any]] = {}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {}
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, **options: Any) -> None:
         common = {"lr": lr, "weight_decay": 0.0, "clipnorm": 0.0, "clipvalue": 0.0}
@@ -37,7 +37,7 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
         """True if a slice of a parameter can be updated independently of the rest."""
         return not any(group["clipnorm"] for group in self.param_groups)
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = {name: torch.zeros_like(parameter) for name in self.slots}
         return {"step": torch.zeros((), dtype=torch.float32), **made}
 
@@ -60,7 +60,7 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def _clip(gradient: Tensor, group: dict[str, Any]) -> Tensor:
+def _clip(gradient: Tensor, group: Group) -> Tensor:
     if group["clipnorm"]:
         norm = gradient.square().sum().sqrt()
         limit = float(group["clipnorm"])
@@ -72,9 +72,9 @@ def _clip(gradient: Tensor, group: dict[str, Any]) -> Tensor:
 
 class SGD(TorchKerasOptimizer):
     slots = ("momentum",)
-    defaults_of: ClassVar[dict[str, Any]] = {"momentum": 0.0, "nesterov": False}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {"momentum": 0.0, "nesterov": False}
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = super().first_slots(parameter, group)
         if not group["momentum"]:
             del made["momentum"]
@@ -94,14 +94,14 @@ class SGD(TorchKerasOptimizer):
 
 class Adam(TorchKerasOptimizer):
     slots = ("momentum", "velocity")
-    defaults_of: ClassVar[dict[str, Any]] = {
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {
         "beta_1": 0.9,
         "beta_2": 0.999,
         "epsilon": 1e-7,
         "amsgrad": False,
     }
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = super().first_slots(parameter, group)
         if group["amsgrad"]:
             made["velocity_hat"] = torch.zeros_like(parameter)
@@ -124,7 +124,11 @@ class AdamW(Adam):
 
 class Adamax(TorchKerasOptimizer):
     slots = ("momentum", "norm")
-    defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-7,
+    }
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean, norm = state["momentum"], state["norm"]
@@ -136,9 +140,13 @@ class Adamax(TorchKerasOptimizer):
 
 class Nadam(TorchKerasOptimizer):
     slots = ("momentum", "velocity")
-    defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-7,
+    }
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         return {**super().first_slots(parameter, group), "u_product": torch.ones(())}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
@@ -156,14 +164,14 @@ class Nadam(TorchKerasOptimizer):
 
 class RMSprop(TorchKerasOptimizer):
     slots = ("velocity",)
-    defaults_of: ClassVar[dict[str, Any]] = {
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {
         "rho": 0.9,
         "momentum": 0.0,
         "epsilon": 1e-7,
         "centered": False,
     }
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = super().first_slots(parameter, group)
         if group["momentum"]:
             made["momentum"] = torch.zeros_like(parameter)
@@ -183,9 +191,12 @@ class RMSprop(TorchKerasOptimizer):
 
 
 class Adagrad(TorchKerasOptimizer):
-    defaults_of: ClassVar[dict[str, Any]] = {"initial_accumulator_value": 0.1, "epsilon": 1e-7}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {
+        "initial_accumulator_value": 0.1,
+        "epsilon": 1e-7,
+    }
 
-    def first_slots(self, parameter: Tensor, group: dict[str, Any]) -> Slots:
+    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = super().first_slots(parameter, group)
         first = group["initial_accumulator_value"]
         return {**made, "accumulator": torch.full_like(parameter, first)}
@@ -197,7 +208,7 @@ class Adagrad(TorchKerasOptimizer):
 
 class Adadelta(TorchKerasOptimizer):
     slots = ("accumulated_grad", "accumulated_delta_var")
-    defaults_of: ClassVar[dict[str, Any]] = {"rho": 0.95, "epsilon": 1e-7}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {"rho": 0.95, "epsilon": 1e-7}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         rho, epsilon = group["rho"], group["epsilon"]
@@ -210,7 +221,7 @@ class Adadelta(TorchKerasOptimizer):
 
 class Lion(TorchKerasOptimizer):
     slots = ("momentum",)
-    defaults_of: ClassVar[dict[str, Any]] = {"beta_1": 0.9, "beta_2": 0.99}
+    defaults_of: ClassVar[Mapping[str, float | bool]] = {"beta_1": 0.9, "beta_2": 0.99}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean = state["momentum"]

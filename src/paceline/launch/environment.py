@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 import psutil
 
@@ -24,7 +23,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine_info() -> dict[str, Any]:
+def machine_info() -> dict[str, object]:
     return {
         "system": platform.platform(),
         "cores": usable_cores(),

@@ -15,7 +15,7 @@ from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import clear_runs
 from paceline.launch.engines import fork_client
 from paceline.launch.environment import usable_cores
-from paceline.launch.matrix_file import Matrix, MatrixCell, iterate_jobs, list_cells
+from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, iterate_jobs, list_cells
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.launch.settings import ProcessSettings
@@ -37,7 +37,7 @@ class MatrixOptions(ProcessSettings):
     """Options of running a matrix, apart from its content."""
 
     out: Path
-    given: dict[str, Any]
+    given: JobFields
     """Fields of every job that replace the file's, `data_dir` above all."""
     retry: bool = False
     """Make runs again that failed or diverged before."""

@@ -23,6 +23,9 @@ AXES = ("model", "data", "batch", "seed")
 
 SCALES = ("full", "small")
 
+JobFields = dict[str, Any]
+"""Fields of `Job` as YAML gives them; `Job` validates them."""
+
 
 class MatrixArm(BaseModel):
     """One strategy of a matrix, with what it alone does differently."""
@@ -35,7 +38,7 @@ class MatrixArm(BaseModel):
     workers: int | None = Field(default=None, ge=1)
     batch_times: float = Field(default=1.0, gt=0)
     epochs_times: float = Field(default=1.0, gt=0)
-    job: dict[str, Any] = Field(default_factory=dict)
+    job: JobFields = Field(default_factory=dict)
 
 
 class ModelAndData(BaseModel):
@@ -46,7 +49,7 @@ class ModelAndData(BaseModel):
     model: str
     data: str
     batches: list[int] | None = None
-    job: dict[str, Any] = Field(default_factory=dict)
+    job: JobFields = Field(default_factory=dict)
 
 
 class Matrix(BaseModel):
@@ -58,7 +61,7 @@ class Matrix(BaseModel):
     about: str = ""
     study: str | None = None
     """Publication to compare with in `report --against published`."""
-    job: dict[str, Any] = Field(default_factory=dict)
+    job: JobFields = Field(default_factory=dict)
     work: list[ModelAndData] = Field(default_factory=list)
     models: list[str] = Field(default_factory=list)
     data: list[str] = Field(default_factory=list)
@@ -67,7 +70,7 @@ class Matrix(BaseModel):
     batch_is: Literal["global", "per-worker"] = "global"
     workers: list[int] = Field(default_factory=lambda: [2])
     seeds: list[int] = Field(default_factory=lambda: [0])
-    small: dict[str, Any] = Field(default_factory=dict)
+    small: JobFields = Field(default_factory=dict)
 
     @field_validator("strategies", mode="before")
     @classmethod
@@ -108,7 +111,7 @@ class MatrixCell(BaseModel):
     arm: str
     strategy: str
     workers: int
-    job: dict[str, Any]
+    job: JobFields
 
     @property
     def spec(self) -> Strategy:
@@ -144,7 +147,7 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
         raise UsageError(f"matrix {path}: {explain_matrix_error(error)}") from None
 
 
-def apply_small(plain: dict[str, Any], path: Path) -> dict[str, Any]:
+def apply_small(plain: JobFields, path: Path) -> JobFields:
     """The matrix with what its `small:` part replaces; fields of `job` one by one."""
     small = plain.get("small")
     if not isinstance(small, dict) or not small:
@@ -182,7 +185,7 @@ def explain_matrix_error(error: ValidationError) -> str:
     return f"{where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def list_cells(matrix: Matrix, given: dict[str, Any]) -> list[MatrixCell]:
+def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
     """Every run, in the order they are made; `given` replaces fields of every job.
 
     Seed by seed and strategies innermost, so that a slow hour of the machine falls on all
@@ -218,7 +221,7 @@ def make_cell(
     batch: int,
     workers: int,
     seed: int,
-    given: dict[str, Any],
+    given: JobFields,
 ) -> MatrixCell:
     strategy = parse_strategy(arm.strategy)
     count = strategy.worker_count(arm.workers or workers)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.errors import UsageError
+from paceline.protocol.history import CoordinatorMemory
 from paceline.specs.optimizer import parse_optimizer
 from paceline.telemetry.run_folder import RunFolder
 
 
 def find_checkpoint(
-    folder: RunFolder, facts: dict[str, Any]
-) -> tuple[str | None, dict[str, Any] | None]:
+    folder: RunFolder, facts: Mapping[str, Any]
+) -> tuple[str | None, CoordinatorMemory | None]:
     """The latest checkpoint of a run; raises UsageError if the run cannot be resumed."""
     if not folder.config.exists():
         raise UsageError(f"--resume: {folder.path} contains no run; start it without --resume")
@@ -46,7 +48,7 @@ def _word(optimizer: str) -> str:
     return parse_optimizer(optimizer).name
 
 
-def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
+def read_coordinator_state(checkpoint: Path) -> CoordinatorMemory:
     """The coordinator's state in a checkpoint."""
     try:
         head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
@@ -54,5 +56,4 @@ def read_coordinator_state(checkpoint: Path) -> dict[str, Any]:
         float(memory["elapsed_s"]), int(memory["history"]["epoch"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
-    assert isinstance(memory, dict)
-    return memory
+    return cast(CoordinatorMemory, memory)

@@ -115,7 +115,7 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     return _run(plan, facts, template, live, options, started_wall_s)
 
 
-def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
+def describe_job(job: Job, reference: JobRef | None) -> Mapping[str, Any]:
     """The description of a job in run.json, with the reference to load it again."""
     facts = job.describe()
     facts["job_file"] = str(reference.file) if reference and reference.file else None
@@ -124,7 +124,7 @@ def describe_job(job: Job, reference: JobRef | None) -> dict[str, Any]:
     return facts
 
 
-def job_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
+def job_settings(facts: Mapping[str, Any]) -> dict[str, object]:
     """Returns the options of a job from the facts that `describe_job` returned."""
     names = [each.field for each in option_fields(Job)]
     return {name: facts[name] for name in names if name in facts}
@@ -171,14 +171,14 @@ def check_sizes(batch: int, strategy: Strategy, workers: int) -> None:
     strategy.check_batch(batch, workers)
 
 
-def plain_fields(job: Job) -> dict[str, Any]:
+def plain_fields(job: Job) -> dict[str, object]:
     return job.model_dump(mode="json", exclude_defaults=True)
 
 
 def _run(
     plan: RunSpec,
-    facts: dict[str, Any],
-    template: dict[str, Any],
+    facts: Mapping[str, Any],
+    template: Mapping[str, Any],
     live: bytes | None,
     options: RunOptions,
     started_wall_s: float,

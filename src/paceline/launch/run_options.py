@@ -28,7 +28,7 @@ class RunOptions(RunSettings):
     from_checkpoint: Path | None = None
     """Checkpoint of another run of the same job to start from; its elapsed time is included."""
     keep_checkpoints: int = 2
-    predicted: dict[str, Any] | None = None
+    predicted: Mapping[str, object] | None = None
     """`step_s`, `seconds` and `seconds_interval` as planned, to compare with the measurement."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     """Starts the processes; by default as child processes of this one."""

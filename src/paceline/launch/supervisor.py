@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.process_logs import ProcessLogs
 from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.membership import MemberStatus
 from paceline.protocol.messages import (
     Message,
@@ -79,12 +80,12 @@ class Supervisor:
         plan: RunSpec,
         launcher: Launcher,
         folder: RunFolder,
-        template: dict[str, Any],
+        template: Mapping[str, Any],
         live: bytes | None,
         timeout_s: float,
         started_wall_s: float,
         show: OnEvent,
-        memory: dict[str, Any] | None = None,
+        memory: CoordinatorMemory | None = None,
         show_output: bool = False,
         watch: LiveMonitor | None = None,
     ) -> None:

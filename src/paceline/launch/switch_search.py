@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def search_switch_point(
     others: list[Strategy],
     tell: Callable[[str], None] = lambda line: None,
     run: Run = run_training,
-    where: dict[str, Any] | None = None,
+    where: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Bisect over the epochs of one run of `first`; returns what `tune.json` holds.
 
@@ -109,7 +109,7 @@ def _check_same_job(
     job: Job,
     first: Strategy,
     second: Strategy,
-    where: dict[str, Any] | None,
+    where: Mapping[str, object] | None,
 ) -> None:
     """Probes of another job, or on other workers, must not be taken for this one's."""
     folder = options.out

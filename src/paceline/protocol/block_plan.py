@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from paceline.protocol.record import record
 
@@ -220,11 +219,6 @@ def splitmix64(value: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
-
-
-def layout_to_checkpoint(layout: BlockLayout, left: list[RowRange]) -> dict[str, Any]:
-    """Returns checkpoint data: the remaining rows of the epoch, and the layout's fingerprint."""
-    return {"layout": layout_fingerprint(layout), "left": [list(row_range) for row_range in left]}
 
 
 def layout_fingerprint(layout: BlockLayout) -> str:

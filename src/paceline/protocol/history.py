@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paceline.protocol.messages import StepStats
 from paceline.protocol.throughput import ThroughputMonitor
@@ -41,6 +42,38 @@ class EpochTotals:
     def accuracy(self) -> float | None:
         known = self.predictions and self.told and self.classes
         return self.correct / self.predictions if known else None
+
+
+class HistoryState(TypedDict):
+    """`History` as JSON, in checkpoints."""
+
+    samples: int
+    updates: int
+    phase: int
+    epoch: int
+    tally: Mapping[str, Any]
+    rows: list[dict[str, object]]
+    switches: list[dict[str, object]]
+    decisions: NotRequired[list[dict[str, object]]]
+    staleness: list[list[int]]
+    max_lag: int
+    phase_samples: list[list[int]]
+    train_seconds: float
+
+
+class BlockProgress(TypedDict):
+    """The rows left in an epoch, and the fingerprint of the block layout they belong to."""
+
+    layout: str | None
+    left: Sequence[Sequence[int]]
+
+
+class CoordinatorMemory(TypedDict):
+    """The coordinator's part of a checkpoint."""
+
+    history: HistoryState
+    elapsed_s: float
+    shards: NotRequired[BlockProgress]
 
 
 @dataclass
@@ -86,7 +119,7 @@ class History:
         chosen = min(known) if lower_is_better else max(known, key=lambda pair: (pair[0], -pair[1]))
         return chosen[1]
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> HistoryState:
         return {
             "samples": self.samples,
             "updates": self.updates,
@@ -103,12 +136,18 @@ class History:
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> History:
-        values = dict(plain)
-        values["tally"] = EpochTotals(**values["tally"])
-        values["staleness"] = Counter({int(k): int(v) for k, v in values["staleness"]})
-        values["phase_samples"] = {int(k): int(v) for k, v in values["phase_samples"]}
-        values["rows"] = [from_plain(EpochRow, row) for row in values["rows"]]
-        values["switches"] = [from_plain(SwitchRow, row) for row in values["switches"]]
-        values["decisions"] = [from_plain(DecisionRow, row) for row in values.get("decisions", ())]
-        return cls(**values)
+    def from_plain(cls, plain: HistoryState) -> History:
+        return cls(
+            samples=plain["samples"],
+            updates=plain["updates"],
+            phase=plain["phase"],
+            epoch=plain["epoch"],
+            tally=EpochTotals(**plain["tally"]),
+            rows=[from_plain(EpochRow, row) for row in plain["rows"]],
+            switches=[from_plain(SwitchRow, row) for row in plain["switches"]],
+            decisions=[from_plain(DecisionRow, row) for row in plain.get("decisions", ())],
+            staleness=Counter({int(k): int(v) for k, v in plain["staleness"]}),
+            max_lag=plain["max_lag"],
+            phase_samples={int(k): int(v) for k, v in plain["phase_samples"]},
+            train_seconds=plain["train_seconds"],
+        )

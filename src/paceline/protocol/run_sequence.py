@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from paceline.errors import SpecError
-from paceline.protocol.block_plan import layout_fingerprint, layout_to_checkpoint
-from paceline.protocol.history import EpochTotals, History
+from paceline.protocol.block_plan import layout_fingerprint
+from paceline.protocol.history import BlockProgress, CoordinatorMemory, EpochTotals, History
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
@@ -74,7 +74,7 @@ class RunSequence:
         now: float,
         paces: PaceFactory,
         policies: PolicyFactory,
-        memory: dict[str, Any] | None = None,
+        memory: CoordinatorMemory | None = None,
     ) -> None:
         """`paces` and `policies` are the registry's; `memory` is what a checkpoint remembers."""
         self.plan = plan
@@ -83,11 +83,12 @@ class RunSequence:
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than it had.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
-        before = (memory or {}).get("shards") or {"layout": None, "left": ()}
+        nothing_left: BlockProgress = {"layout": None, "left": ()}
+        before = (memory.get("shards") if memory else None) or nothing_left
         self._layout_before: str | None = before["layout"]
         self._left = tuple((int(lo), int(hi)) for lo, hi in before["left"])
         self.members = Membership(plan.workers, now)
-        self.totals: dict[int, dict[str, Any]] = {}
+        self.totals: dict[int, Mapping[str, Any]] = {}
         self.final: dict[str, float | None] = {}
         self._now = now
         self._actions: list[Action] = []
@@ -373,11 +374,14 @@ class RunSequence:
 
     def _save(self, ledger: Ledger) -> _Script:
         name = f"{self.history.samples:012d}"
-        memory = {"history": self.history.to_plain(), "elapsed_s": self._now}
+        memory: CoordinatorMemory = {"history": self.history.to_plain(), "elapsed_s": self._now}
         if ledger.layout is not None:
-            memory["shards"] = layout_to_checkpoint(ledger.layout, ledger.remaining_rows())
+            memory["shards"] = {
+                "layout": layout_fingerprint(ledger.layout),
+                "left": [list(piece) for piece in ledger.remaining_rows()],
+            }
         saved: list[CheckpointWritten] = yield from self._ask_all_workers(
-            SaveCheckpoint(name, memory), CheckpointWritten
+            SaveCheckpoint(name, dict(memory)), CheckpointWritten
         )
         self._emit(
             CheckpointSaved(t=self._event_time, samples=self.history.samples, path=saved[0].path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +71,7 @@ class WeightsBackend(Protocol):
 
     def evaluate(self, split: str) -> tuple[float | None, int | None, int]: ...
 
-    def save(self, name: str, memory: dict[str, Any]) -> str: ...
+    def save(self, name: str, memory: Mapping[str, Any]) -> str: ...
 
     def save_model(self, path: Path) -> None: ...
 
@@ -114,7 +114,7 @@ class TimeOnlyBackend:
     def evaluate(self, split: str) -> tuple[float | None, int | None, int]:
         return None, None, 0
 
-    def save(self, name: str, memory: dict[str, Any]) -> str:
+    def save(self, name: str, memory: Mapping[str, Any]) -> str:
         return ""
 
     def save_model(self, path: Path) -> None:

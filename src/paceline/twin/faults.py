@@ -17,13 +17,14 @@ import dataclasses
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
+from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.protocol.run_spec import RunSpec
 from paceline.protocol.switch_policy import RunHorizon
@@ -211,7 +212,7 @@ class SampleAudit(TimeOnlyBackend):
         self._waiting: dict[tuple[int, int], int] = {}
         """Number of samples in each gradient that was computed but not yet applied."""
         self.applied = 0
-        self.saved: tuple[dict[str, Any], Counter[tuple[int, int]]] | None = None
+        self.saved: tuple[CoordinatorMemory, Counter[tuple[int, int]]] | None = None
 
     def _see(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         for lease in leases:
@@ -243,9 +244,9 @@ class SampleAudit(TimeOnlyBackend):
             raise Violation(f"{len(self._waiting)} gradients were computed and never applied")
         return 0.0
 
-    def save(self, name: str, memory: dict[str, Any]) -> str:
+    def save(self, name: str, memory: Mapping[str, Any]) -> str:
         # No work is in flight at a checkpoint: everything computed is in the weights.
-        self.saved = (copy.deepcopy(memory), self.seen.copy())
+        self.saved = (cast(CoordinatorMemory, copy.deepcopy(memory)), self.seen.copy())
         return name
 
 
@@ -285,7 +286,7 @@ def run_case(case: FaultCase) -> int:
     """Runs a case to its end, resuming after failures; returns the number of failures."""
     rng = random.Random(case.seed + 1)
     seen: Counter[tuple[int, int]] = Counter()
-    memory: dict[str, Any] | None = None
+    memory: CoordinatorMemory | None = None
     workers = case.workers
     for life in range(MAX_FAILURES + 1):
         faults = case.faults if life < MAX_FAILURES else ()
@@ -321,7 +322,7 @@ def run_until_failure(
     faults: Sequence[str],
     rng: random.Random,
     seen: Counter[tuple[int, int]],
-    memory: dict[str, Any] | None,
+    memory: CoordinatorMemory | None,
 ) -> tuple[SampleAudit, str, str]:
     spec = case.spec
     work = Workload(

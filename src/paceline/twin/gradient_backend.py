@@ -8,7 +8,7 @@ computes on. The arithmetic of servers and codecs is that of real runs, the same
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ class GradientBackend:
         table = getattr(self._tables, split)
         return evaluate_shard(self.replica.model, self._loss_of, table, device=self._device)
 
-    def save(self, name: str, memory: dict[str, Any]) -> str:
+    def save(self, name: str, memory: Mapping[str, Any]) -> str:
         self.method.export()
         shared = state_from_model(self.replica.model, self.replica.optimizer)
         shared.plain["coordinator"] = memory

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload
 from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
     CheckpointWritten,
     EnterPhase,
@@ -132,7 +133,7 @@ class Simulator:
         *,
         note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
-        memory: dict[str, Any] | None = None,
+        memory: CoordinatorMemory | None = None,
         splits: tuple[str, ...] = (),
         postman: MessageDelivery | None = None,
     ) -> None:
@@ -392,7 +393,7 @@ class Simulator:
                 self.learner.save_model(self._model_path)
         self.send(worker, WorkerFinished(worker, self._totals(worker, now)), now)
 
-    def _totals(self, worker: int, now: float) -> dict[str, Any]:
+    def _totals(self, worker: int, now: float) -> dict[str, object]:
         phases = {name: float(s[worker]) for name, s in self.clocks.seconds.items()}
         # Between two questions of the coordinator a worker waits for the others' answers.
         phases["wait"] += max(0.0, now - sum(phases.values()))

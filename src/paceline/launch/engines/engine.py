@@ -31,6 +31,9 @@ STARTUP_TIMEOUT_S = 120.0
 CLOSE_S = 12.0
 """Programs of a place may take some seconds to end; then the place itself goes."""
 
+Head = dict[str, Any]
+"""The head of a frame on the connection to a host agent."""
+
 
 class Engine(Protocol):
     """Runs a Python function in several places at the same time."""
@@ -212,7 +215,7 @@ class HostAgentListener:
             self._server.close()
 
 
-async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def _read(reader: asyncio.StreamReader) -> Head:
     header = await reader.readexactly(HEADER.size)
     head_bytes, _ = unpack_header(header, max_body=0)
     head = unpack_head(await reader.readexactly(head_bytes))
@@ -224,7 +227,7 @@ async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
 class HostAgentShell(Shell):
     """A place on an engine as a machine that runs programs."""
 
-    def __init__(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def __init__(self, hello: Head, writer: asyncio.StreamWriter) -> None:
         self.host = Host(host=str(hello["address"]))
         self.address: str | None = str(hello["address"])
         self.python = str(hello["python"])
@@ -246,7 +249,7 @@ class HostAgentShell(Shell):
         await self.send({"do": "open", "id": number, "argv": [python or self.python, "-c", BOOT]})
         return streams
 
-    async def send(self, head: dict[str, Any]) -> None:
+    async def send(self, head: Head) -> None:
         if self._gone:
             raise EOFError
         self._writer.write(pack_head(head))
@@ -297,7 +300,7 @@ class HostAgentStreams:
         self._ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._sending: asyncio.Task[None] | None = None
 
-    def take(self, head: dict[str, Any]) -> None:
+    def take(self, head: Head) -> None:
         if "out" in head:
             self._out.put_nowait(head["out"])
         elif "err" in head:
