@@ -552,7 +552,7 @@ def test_replicas_that_differ_end_the_run() -> None:
     )
     end = play.run()
     assert end.status == "failed"
-    assert "worker 1 holds other weights than worker 0" in str(end.error)
+    assert "worker 1 and worker 0 hold different weights" in str(end.error)
 
 
 def test_divergence_names_step_and_worker() -> None:

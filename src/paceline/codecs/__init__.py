@@ -8,6 +8,6 @@ that IEEE arithmetic fixes to the last bit (copies, single multiplications and a
 same payload gives the same tensor on every machine, whatever its processor and thread count.
 Everything lives in host memory.
 
-NaN and infinite gradients are refused (`NonFiniteGradient`): a scale or a selection made from them
-would turn a whole chunk, or every later message through the residual, into nonsense.
+NaN and infinite gradients raise `NonFiniteGradient`: a scale or selection computed from them would
+corrupt a whole chunk, or every later message through the residual.
 """

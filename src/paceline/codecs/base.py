@@ -32,8 +32,8 @@ class Coder(ABC):
     """Makes payloads of flat tensors of one dtype, and tensors of payloads."""
 
     reduction: ClassVar[Literal["sum", "gather", "low_rank"]] = "gather"
-    """How workers add their messages up: as plain numbers in an all-reduce, by exchanging all
-    payloads, or as sums of thin matrices."""
+    """Reduction of messages: as plain numbers in an all-reduce, by gathering all payloads, or as
+    sums of low-rank factors."""
 
     fixed_size = True
     """The sizes of a payload follow from the number of elements alone."""

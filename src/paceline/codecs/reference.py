@@ -30,7 +30,7 @@ def _sum_decoded(given: Sequence[tuple[Compressor, Tensor]]) -> Tensor:
 
 
 def _sum_factored(given: Sequence[tuple[Compressor, Tensor]]) -> Tensor:
-    """PowerSGD's two sums of thin matrices, with every worker's part at hand."""
+    """Computes PowerSGD's two sums of low-rank factors from the parts of all workers."""
     firsts = []
     for compressor, flat in given:
         assert isinstance(compressor.coder, PowerSgdCoder)

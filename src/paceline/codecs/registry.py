@@ -13,7 +13,7 @@ from paceline.specs.expression import Value
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRecord:
-    """What is known of a codec without importing torch."""
+    """Properties of a codec that are available without importing torch."""
 
     spec: type[Codec]
     coder: str

@@ -17,20 +17,20 @@ from paceline.specs.expression import Call, Percent, Value, format_expression
 MIN_CHUNK, MAX_CHUNK = 8, 1 << 20
 """Shorter chunks send more scales than they save; longer ones share one scale too widely."""
 THRESHOLD_FRACTION = 0.05
-"""What threshold(x) is taken to send: nobody can know before the gradients are there."""
+"""Fraction that threshold(x) is assumed to send; it depends on the gradients."""
 
 
 @dataclass(frozen=True)
 class Codec(Spec):
-    """What every codec states about itself; the arithmetic is in its coder."""
+    """Properties of a codec; the arithmetic is in its coder."""
 
     positional: ClassVar[bool] = True
     uses_error_feedback: ClassVar[bool] = True
-    """What a message leaves out is kept and added to the next one (error feedback)."""
+    """The part that is not sent is kept and added to the next message (error feedback)."""
     suits_weights: ClassVar[bool] = False
-    """Good enough for the weights that a server sends, which no later message corrects."""
+    """Precise enough for weights sent by a server, which no later message corrects."""
     needs_whole_tensors: ClassVar[bool] = False
-    """Looks at parameters as matrices: they must not be cut between servers."""
+    """Treats parameters as matrices, which must not be split between servers."""
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
         """Bytes of one message for parameters of these shapes, expected where they vary."""

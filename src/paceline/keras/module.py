@@ -60,7 +60,7 @@ class KerasModule(torch.nn.Module):
             torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else torch.zeros(())
         )
 
-    def save_beside(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Saves the architecture in Keras's own format, next to `model.safetensors`."""
         _save(self.keras_model, folder / KERAS)
 

@@ -46,11 +46,11 @@ class MatrixOptions(ProcessSettings):
 
 
 def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_training) -> Comparison:
-    """Make every run that is not there yet; returns what `comparison.json` holds.
+    """Executes every missing run; returns the contents of `comparison.json`.
 
-    A run that fails or diverges is kept and counted, and the others go on. What was made before
-    in the same folder is taken as it is, so that a matrix that was cut off goes on by the same
-    command. UsageError, before anything starts, for a mistake in any of the runs, and where the
+    A run that fails or diverges is kept and counted, and the others continue. Runs that already
+    exist in the same folder are reused, so that an interrupted matrix is resumed by the same
+    command. Raises UsageError before anything starts, for a mistake in any of the runs, and if the
     folder holds runs of another matrix.
     """
     cells = list_cells(matrix, options.given)

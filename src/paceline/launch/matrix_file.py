@@ -196,8 +196,8 @@ def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
     for name in AXES:
         if name in matrix.job:
             raise UsageError(
-                f"the matrix has {name!r} under 'job:', but it is one of its axes: "
-                f"write it as a list beside 'job:'"
+                f"the matrix has {name!r} under 'job:', but it is one of its axes; "
+                "write it as a list next to 'job:'"
             )
     cells = [
         make_cell(matrix, work, arm, batch, workers, seed, given)

@@ -87,8 +87,8 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     check_sizes(resolved.batch, strategy, options.workers)
     if options.profile_epoch is not None and not isinstance(options.launcher, LocalLauncher):
         raise UsageError(
-            "--profile times operators of processes on this machine only: "
-            "leave it out, or run with --workers alone"
+            "--profile is only supported for processes on this machine; "
+            "remove it, or run with --workers only"
         )
     if options.profile_epoch is not None and options.profile_epoch > resolved.epochs:
         raise UsageError(

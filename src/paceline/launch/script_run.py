@@ -1,7 +1,7 @@
-"""Any script on the machines of a pool: started everywhere, watched, and ended everywhere.
+"""Runs any script on the machines of a pool: starts, monitors and stops it everywhere.
 
-The first failure ends the run, as Ctrl-C does: every machine ends what it started, and one that
-cannot be reached any more does so by itself, because its keeper hears nothing from here.
+The first failure ends the run, as Ctrl-C does: every machine stops its processes. A machine that is
+no longer reachable does so when its watchdog receives no heartbeats.
 """
 
 from __future__ import annotations

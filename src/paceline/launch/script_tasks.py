@@ -1,7 +1,7 @@
 """Tasks of a launched script, their machines, and their environment variables.
 
-Both conventions at once: torch's (MASTER_ADDR, RANK, ...) and TensorFlow's (TF_CONFIG). Every
-process has a rank of its own, servers and evaluators too, because all run the same script.
+Sets the variables of both torch (MASTER_ADDR, RANK, ...) and TensorFlow (TF_CONFIG). Every process
+has a rank, including servers and evaluators, because all run the same script.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_roles(text: str | None) -> dict[str, int] | None:
 
 
 def place_tasks(hosts: Sequence[Host], roles: dict[str, int] | None) -> list[ScriptTask]:
-    """Without roles, each machine's `workers` beside each other, as torch's launcher ranks them.
+    """Assigns tasks to machines. Without roles, ranks are consecutive per machine, as in torchrun.
 
     With roles they go round the machines one by one, so that servers do not share one; a machine
     with more `workers` is passed over less often, and more tasks than places start anew.

@@ -106,7 +106,7 @@ class SlowdownSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """Where a job runs: on this machine, on the machines of a pool, or on an engine."""
+    """Placement of a job: on this machine, on the machines of a pool, or on an engine."""
 
     option_group: ClassVar[str] = PLACEMENT
 

@@ -143,9 +143,9 @@ def explain_switch_choice(chosen: SwitchTrial, whole: SwitchTrial, tolerance: fl
     assert whole.seconds is not None
     saved = 1 - chosen.seconds / whole.seconds
     return (
-        f"{chosen.strategy}: val_acc {chosen.val_acc:.4f} beside {whole.val_acc:.4f} "
-        f"(tolerance {tolerance:g}), {chosen.seconds:.1f} s beside {whole.seconds:.1f} s: "
-        f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} time; one seed"
+        f"{chosen.strategy}: val_acc {chosen.val_acc:.4f} instead of {whole.val_acc:.4f} "
+        f"(tolerance {tolerance:g}), {chosen.seconds:.1f} s instead of {whole.seconds:.1f} s: "
+        f"{100 * abs(saved):.0f}% {'less' if saved >= 0 else 'more'} time; one seed"
     )
 
 

@@ -1,8 +1,8 @@
-"""The coordinator: one object that decides for the whole run.
+"""The coordinator: makes all decisions of a run.
 
-Reports of workers and servers come in with the time of their arrival; actions go out. While
-workers train, the pace of the active strategy turns reports into further work; the moments in
-between belong to `RunSequence`.
+Reports of workers and servers come in with their time of arrival; actions go out. While workers
+train, the pace of the active strategy turns reports into further work; `RunSequence` controls the
+run between training intervals.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TRAINING = (GradientPushed, StepsApplied)
 
 
 class Coordinator(RunSequence):
-    """Events in through `handle`, actions out; `history` can be read at any time."""
+    """Handles messages and returns actions; `history` can be read at any time."""
 
     def handle(self, event: Message, now: float) -> list[Action]:
-        """Take one report; what comes back is to be carried out in this order."""
+        """Handles one report; returns actions to execute in order."""
         if self._ended:
             return []
         self._now = now
@@ -44,7 +44,7 @@ class Coordinator(RunSequence):
                 event.worker, event.step, event.phase, event.phase_changes, now
             )
         elif isinstance(event, ShardSqNorm):
-            # Servers may still be at the last update when the workers have drained.
+            # Servers may still be applying the last update when the workers have drained.
             assert self._pace is not None
             self._actions.extend(self._pace.on_report(event, now))
         elif isinstance(event, LossDiverged):
@@ -61,25 +61,25 @@ class Coordinator(RunSequence):
             self._answers[worker] = self._answered[worker] = event
             self._resume_if_all_answered()
         else:
-            self._end("failed", f"an unexpected {type(event).__name__} message from a worker")
+            self._end("failed", f"unexpected {type(event).__name__} message from a worker")
         return self._actions
 
     def _is_repeated_answer(self, event: Message) -> bool:
-        """An answer that was heard before and is not asked for again."""
+        """Returns whether an answer was received before and is not expected again."""
         worker = getattr(event, "worker", None)
         if worker is None or self._answered.get(worker) != event:
             return False
         return self._awaited is not type(event) or worker in self._answers
 
     def stop(self, status: str, error: str) -> list[Action]:
-        """The shell saw a process go away, a deadline pass or the user interrupt."""
+        """Stops the run after a lost process, a timeout or an interrupt by the user."""
         self._actions = []
         self._end(status, error)
         return self._actions
 
     def _is_repeated(self, event: StepsApplied | GradientPushed) -> bool:
-        """Heard before, and come again late: it must not be counted twice."""
-        # A push names the step it came from; planned work says how many are done.
+        """Returns whether a report is a duplicate, which must not be counted again."""
+        # A push contains the index of its step; planned work contains the number of steps done.
         done = event.step + 1 if type(event) is GradientPushed else event.step
         if done <= self._last_step.get(event.worker, -1):
             return True
@@ -91,7 +91,9 @@ class Coordinator(RunSequence):
         if self._is_repeated(event):
             return
         if pace is None or pace.drained:
-            self._end("failed", f"a {type(event).__name__} message while no work was handed out")
+            self._end(
+                "failed", f"unexpected {type(event).__name__} message while no work was assigned"
+            )
             return
         self.members.set_step(event.worker, event.step)
         self.history.tally.add(event.measured)
@@ -105,14 +107,14 @@ class Coordinator(RunSequence):
             self._resume([])
 
     def _apply_decision(self, decision: SwitchDecision | None, pace: Pace) -> None:
-        """A rule has decided in the middle of a stretch of work."""
+        """Applies the decision of a rule during a training interval."""
         decision = self._record(decision)
         if decision is None:
             return
         if decision.exclude_worker is not None:
             pace.exclude_worker(decision.exclude_worker)
             self.history.excluded_workers.add(decision.exclude_worker)
-            self.history.throughput.leave_out(decision.exclude_worker)
+            self.history.throughput.exclude(decision.exclude_worker)
         else:
             self._decision = decision
             pace.stop_early()

@@ -1,7 +1,7 @@
-"""How work is distributed while one strategy is active, and the pace that plans it ahead.
+"""Distribution of work while a strategy is active, and a pace that plans it ahead.
 
-A pace runs up to a position of the current epoch and then drains; while it runs it turns the
-workers' reports into further work. The coordinator owns the moments in between. A strategy's
+A pace runs up to a position of the current epoch and then drains; while it runs, it turns the
+workers' reports into further work. The coordinator controls the time in between. A strategy's
 `pace.py` chooses one: `PlannedPace` here, or `PushPace` of `paceline.protocol.push_pace`.
 """
 
@@ -29,7 +29,7 @@ PLAN_AHEAD_S = 2.0
 """Planned work is kept this many seconds ahead of the slowest worker."""
 
 FIRST_PLAN_BATCHES = 8
-"""How far to plan before the workers' speed is known."""
+"""Number of batches to plan before the workers' speed is known."""
 
 
 @record
@@ -40,7 +40,7 @@ class Send:
 
 @record
 class SendToServers:
-    """To the servers that the strategy in force uses: the first `servers` of those launched."""
+    """Sends to the servers of the active strategy: the first `servers` of those launched."""
 
     servers: int
     message: Message
@@ -51,7 +51,7 @@ OutgoingMessage = Send | SendToServers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaceContext:
-    """What a strategy's `make_pace` is given when a phase begins."""
+    """Arguments of a strategy's `make_pace` at the start of a phase."""
 
     workers: int
     batch: int
@@ -62,33 +62,33 @@ class PaceContext:
 
 
 class Pace(Protocol):
-    """What the coordinator needs of a strategy while it is active."""
+    """Interface between the coordinator and the active strategy."""
 
     drained: bool
     drain_s: float
     version: int
-    """What servers must have applied before the state can be exported."""
+    """Version that servers must have applied before the state can be exported."""
 
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
-        """Hand out the epoch's positions up to `stop`."""
+        """Assigns the epoch's positions up to `stop`."""
         ...
 
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]: ...
 
     def stop_early(self) -> None:
-        """Hand out no more than must be, up to the end of a global batch, and then drain."""
+        """Assigns only the rest of the current global batch, then drains."""
         ...
 
     def exclude_worker(self, worker: int) -> None:
-        """Give this worker no more work, where the strategy can do without it."""
+        """Excludes a worker from further work, if the strategy supports it."""
         ...
 
 
 class SpeedBalancer:
-    """Shares in proportion to the workers' measured speed, kept current while they work."""
+    """Computes shares in proportion to the workers' measured speeds, updated continuously."""
 
     MEMORY = 0.5
-    """How much of the old speed stays when a new one is measured."""
+    """Weight of the previous speed in the moving average."""
 
     def __init__(self, workers: int) -> None:
         self._speed: list[float | None] = [None] * workers
@@ -101,16 +101,16 @@ class SpeedBalancer:
             self._speed[worker] = mixed
 
     def weights(self) -> tuple[int, ...] | None:
-        """None until everybody's speed is known: shares are even until then."""
+        """Returns the weights; None, for equal shares, until all speeds are known."""
         known = [s for s in self._speed if s is not None]
         if len(known) < len(self._speed):
             return None
-        # At least one part in a thousand: a share of nothing could never be measured again.
+        # At least one part in a thousand: the speed of an empty share could not be measured.
         return tuple(max(1, round(1000 * s / max(known))) for s in known)
 
 
 class PlannedPace:
-    """All workers share every global batch; blocks of batches are planned well ahead."""
+    """Splits every global batch across all workers; blocks of batches are planned ahead."""
 
     version = 0
 
@@ -121,7 +121,7 @@ class PlannedPace:
         weights: tuple[int, ...] | None = None,
         balance: bool = False,
     ) -> None:
-        """`weights` divide a batch in proportion; `balance` by measured speed instead."""
+        """Creates a pace; `weights` set the shares of a batch, `balance` uses measured speeds."""
         self._balance = SpeedBalancer(context.workers) if balance else None
         self._workers = context.workers
         self._batch = context.batch
@@ -138,7 +138,7 @@ class PlannedPace:
         self._blocks: list[LeaseEntry] = []
         self._at = [start] * self._workers
         self._workers_at = Counter({start: self._workers})
-        """How many workers stand at each position: the slowest is found without asking all."""
+        """Number of workers at each position, to find the slowest in constant time."""
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
         self._began = (now, start)
@@ -150,7 +150,7 @@ class PlannedPace:
     def _plan(self) -> list[OutgoingMessage]:
         orders: list[OutgoingMessage] = []
         while self._planned < self._stop and self._planned - self._slowest < self._ahead:
-            # Two blocks within the horizon: one is worked on while the next lies ready.
+            # Two blocks within the horizon: one in progress and the next one ready.
             batches = max(1, self._ahead // (2 * self._batch))
             entry = self._ledger.take(ALL_WORKERS, batches * self._batch, self._stop)
             assert entry is not None
@@ -162,11 +162,11 @@ class PlannedPace:
         return orders
 
     def _assign_rows(self, entry: LeaseEntry, steps: PlannedSteps) -> list[PlannedSteps]:
-        """The same steps for everybody; with each worker's own rows where they read in blocks."""
+        """Returns the steps of each worker, with its rows if workers read in blocks."""
         if not self._ledger.deals_rows:
             return [steps] * self._workers
         drawn: list[list[RowRange]] = [[] for _ in range(self._workers)]
-        # Batch by batch, so that it does not matter how many are planned at a time.
+        # Batch by batch, so that the result does not depend on the number planned at a time.
         for start in range(entry.lo, entry.hi, self._batch):
             count = min(self._batch, entry.hi - start)
             cuts = split_batch(count, self._workers, steps.batch_weights)
@@ -203,7 +203,7 @@ class PlannedPace:
 
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
         if not isinstance(report, StepsApplied):
-            raise AssertionError(f"{type(report).__name__} under planned work")
+            raise AssertionError(f"unexpected {type(report).__name__} with planned work")
         self._advance_worker(report.worker, report.position)
         if self._balance is not None:
             self._balance.update(report.worker, report.measured)

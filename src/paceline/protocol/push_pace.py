@@ -1,4 +1,4 @@
-"""Work granted push by push: each push is answered with an update order and the next lease."""
+"""A pace for parameter servers: each push is answered with an update and the next lease."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from paceline.protocol.pace import OutgoingMessage, PaceContext, Send, SendToSer
 
 @dataclass(frozen=True, kw_only=True)
 class PushRules:
-    """How a strategy with parameter servers turns pushes into updates."""
+    """Rules by which a strategy with parameter servers turns pushes into updates."""
 
     servers: int
     lr_scale: Callable[[float, int], float]
-    """The factor on the learning rate of an update: its share of a global batch, its staleness."""
+    """Learning-rate factor of an update, by its fraction of a global batch and its staleness."""
     gradient_weight: Callable[[int], float] = lambda staleness: 1.0
-    """The factor on a gradient that is this many updates old."""
+    """Weight of a gradient by its staleness in updates."""
     aggregates: bool = False
-    """One update is made of several units' gradients."""
+    """True if an update consists of the gradients of several units."""
     overlap: bool = False
-    """A unit computes ahead: it holds two leases at a time."""
+    """True if a unit computes ahead and holds two leases at a time."""
 
 
 class PushPace:
-    """Parameter servers: every push is answered with an order to the shards and the next lease.
+    """Answers every push with an order to the shards and the next lease.
 
-    Workers push in units: each by itself, or a group as one, its first worker for all of it.
+    Workers push in units: individually, or as a group represented by its first worker.
     """
 
     def __init__(self, rules: PushRules, clock: Clock, context: PaceContext) -> None:
-        """`clock` counts units: the groups of the context, or single workers."""
+        """Creates a pace; `clock` counts units: the groups of the context, or single workers."""
         workers, batch = context.workers, context.batch
         self._push_units = context.groups or tuple((w,) for w in range(workers))
         self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
@@ -56,14 +56,14 @@ class PushPace:
         self._lr_scale = rules.lr_scale
         self._gradient_weight = rules.gradient_weight
         self._leases_per_unit = 2 if rules.overlap else 1
-        # A single gradient is clipped by the worker that has all of it.
+        # A single gradient is clipped by its worker, which has all of it.
         self._clip = context.clip if rules.aggregates else None
         self._clock = clock
         cuts = split_batch(batch, workers)
         self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._push_units]
         # A unit that computes ahead holds two leases at a time.
         self._leases: dict[tuple[int, int], Lease] = {}
-        self._came: dict[int, dict[int, GradientPushed]] = {}
+        self._arrived: dict[int, dict[int, GradientPushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * len(self._push_units)
         self.version = 0
@@ -79,7 +79,7 @@ class PushPace:
         return self._grant_or_drain(units * self._leases_per_unit, now)
 
     def _grant_or_drain(self, units: list[int], now: float) -> list[OutgoingMessage]:
-        """Grant leases; when nobody is at work any more, give up what the clock holds back."""
+        """Grants leases; if no worker is active, releases what the clock holds back."""
         orders = self._grant(units, now)
         while not self._leases:
             verdict = self._clock.flush()
@@ -92,7 +92,7 @@ class PushPace:
         return orders
 
     def _grant(self, units: list[int], now: float) -> list[OutgoingMessage]:
-        """The next lease for each of these units, as far as there is work left."""
+        """Grants the next lease to each of these units, if work is left."""
         orders: list[OutgoingMessage] = []
         if self._clock.synchronous and units:
             entry = self._ledger.take(ALL_WORKERS, self._batch, self._stop)
@@ -116,19 +116,19 @@ class PushPace:
         return orders
 
     def _lease_size(self, unit: int) -> int:
-        """A unit's share; the last one takes a small rest along, or BatchNorm might see one row."""
+        """Returns a unit's share; the last lease includes a small remainder for BatchNorm."""
         share = self._share[unit]
-        rest = self._stop - self._ledger.leased_up_to - share
-        return share + rest if 0 < rest < share // 2 else share
+        remainder = self._stop - self._ledger.leased_up_to - share
+        return share + remainder if 0 < remainder < share // 2 else share
 
     def _lease_to_one(self, entry: LeaseEntry, worker: int, unit: int) -> OutgoingMessage:
-        """An entry of the ledger for one worker alone."""
+        """Leases an entry of the ledger to a single worker."""
         lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
         self._leases[worker, entry.id] = lease
         return Send(worker, LeaseGranted(self.version, lease, self._last_staleness[unit]))
 
     def _lease_to_unit(self, entry: LeaseEntry, members: tuple[int, ...]) -> list[OutgoingMessage]:
-        """Share one entry of the ledger among workers that act together."""
+        """Splits an entry of the ledger across the workers of a group."""
         orders: list[OutgoingMessage] = []
         cuts = split_batch(entry.hi - entry.lo, len(members))
         for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
@@ -153,13 +153,13 @@ class PushPace:
         self._stop = min(self._stop, ahead)
 
     def exclude_worker(self, worker: int) -> None:
-        return  # A slow worker holds nobody up here.
+        return  # A slow worker does not block the others.
 
     def _share_of_batch(self, lo: int, hi: int) -> float:
-        """Samples over the size of their global batch; a lease may lie across two of them.
+        """Returns the fraction of the global batch; a lease may span two batches.
 
-        The last batch of an epoch may be short: its samples weigh more, as they do when one
-        process takes the mean over it.
+        The last batch of an epoch may be short; its samples then weigh more, as in the mean of a
+        single process.
         """
         start = lo - lo % self._batch
         stop = min(start + self._batch, self._ledger.samples)
@@ -177,23 +177,23 @@ class PushPace:
         if not isinstance(report, GradientPushed):
             if isinstance(report, ShardSqNorm):
                 return self._on_reduced(report)
-            raise AssertionError(f"{type(report).__name__} under a parameter server")
+            raise AssertionError(f"unexpected {type(report).__name__} with a parameter server")
         lease = self._leases.pop((report.worker, report.lease), None)
         if lease is None:
-            return []  # Said twice, or of a lease that is no longer this worker's.
+            return []  # A duplicate, or for a lease that the worker no longer holds.
         unit = self._unit_of[report.worker]
-        chief, samples = report, report.samples
+        leader, samples = report, report.samples
         if len(self._push_units[unit]) > 1:
-            came = self._came.setdefault(unit, {})
-            came[report.worker] = report
-            if len(came) < len(self._push_units[unit]):
+            arrived = self._arrived.setdefault(unit, {})
+            arrived[report.worker] = report
+            if len(arrived) < len(self._push_units[unit]):
                 return []
-            del self._came[unit]
-            chief = came[self._push_units[unit][0]]
-            samples = sum(p.samples for p in came.values())
+            del self._arrived[unit]
+            leader = arrived[self._push_units[unit][0]]
+            samples = sum(p.samples for p in arrived.values())
         in_rounds = self._clock.synchronous
         lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
-        push = Push(unit, chief.handle, samples, self._share_of_batch(lo, hi), chief.base)
+        push = Push(unit, leader.handle, samples, self._share_of_batch(lo, hi), leader.base)
         verdict = self._clock.on_push(push, now)
         orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
         if not in_rounds:
@@ -221,13 +221,13 @@ class PushPace:
             GradientRef(self._push_units[p.worker][0], p.handle, d * p.samples / samples)
             for p, d in zip(used, decay, strict=True)
         )
-        # In rounds the shares are of one batch and make it whole, whatever their rounding.
+        # In rounds, the shares belong to one batch and sum up to 1 regardless of rounding.
         share = 1.0 if self._clock.synchronous else sum(p.share for p in pushes)
         scale = self._lr_scale(share, max(stale))
         return SendToServers(self._servers, ApplyUpdate(self.version, parts, scale, self._clip))
 
     def _single_push_update(self, push: Push) -> OutgoingMessage:
-        """The same for a single gradient, which is what asynchronous servers do all the time."""
+        """Like `_update` for a single gradient, the common case of asynchronous servers."""
         staleness = self.version - push.base
         self._last_staleness[push.worker] = staleness
         self._history.staleness[staleness] += 1
@@ -246,7 +246,7 @@ class PushPace:
             return []
         del self._squares[report.version]
         assert self._clip is not None
-        # In the order of the servers, so that the sum does not depend on who came first.
+        # In the order of the servers, so that the sum does not depend on the order of arrival.
         norm = sum(squares[s] for s in sorted(squares)) ** 0.5
         # The same formula as torch.nn.utils.clip_grad_norm_.
         factor = min(1.0, self._clip / (norm + 1e-6))

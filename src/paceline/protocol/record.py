@@ -1,8 +1,7 @@
-"""Values: dataclasses that nobody changes.
+"""Dataclasses that are immutable for the type checker only.
 
-The type checker holds that, as it does for frozen dataclasses. At run time nothing does: the
-check costs more than all else that a message takes, and the coordinator handles one at every step
-of every worker.
+The type checker treats them as frozen. At run time nothing enforces it, because the check costs
+more than the rest of handling a message, and the coordinator handles one per step and worker.
 """
 
 from __future__ import annotations

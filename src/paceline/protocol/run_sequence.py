@@ -1,7 +1,7 @@
-"""A run from the first ready worker to its end, as one sequence of questions to all workers.
+"""The sequence of a run, from the first ready worker to its end.
 
-Between two stretches of training the run quiesces, and all workers are led through the same
-questions: export, evaluate, save, switch, continue. Each `yield` waits for every worker's answer.
+Between two training intervals the run quiesces, and all workers receive the same requests: export,
+evaluate, save, switch, continue. Each `yield` waits for the replies of all workers.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from paceline.telemetry.events import (
 
 WINDOW_BATCHES = 8
 """A window of the throughput monitor contains at least this many global batches."""
-MOST_DECISIONS = 500
+MAX_DECISIONS = 500
 """Beyond this many, decisions to stay are no longer recorded."""
 
 _Script = Generator[None, list[Any], None]
 
 
 class RunSequence:
-    """The state of a run and its sequence; `Coordinator` feeds it with messages."""
+    """State and sequence of a run; `Coordinator` passes messages to it."""
 
     def __init__(
         self,
@@ -76,12 +76,15 @@ class RunSequence:
         policies: PolicyFactory,
         memory: CoordinatorMemory | None = None,
     ) -> None:
-        """`paces` and `policies` are the registry's; `memory` is what a checkpoint remembers."""
+        """Creates a run.
+
+        `paces` and `policies` come from the registry, `memory` from a checkpoint.
+        """
         self.plan = plan
         self._make_pace = paces
         self._make_policy = policies
         self.history = History.from_plain(memory["history"]) if memory else History()
-        # A run resumed with another strategy may have fewer phases than it had.
+        # A run resumed with another strategy may have fewer phases than before.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
         nothing_left: BlockProgress = {"layout": None, "left": ()}
         before = (memory.get("shards") if memory else None) or nothing_left
@@ -96,7 +99,7 @@ class RunSequence:
         self._awaited: type[Message] | None = WorkerReady
         self._answers: dict[int, Any] = {}
         self._answered: dict[int, Message] = {}
-        """Each worker's last answer: one that comes a second time is no new one."""
+        """Last reply of each worker, to detect duplicates."""
         self._last_step: dict[int, int] = {}
         self._pace: Pace | None = None
         self._resumed: dict[int, float] = {}
@@ -105,20 +108,20 @@ class RunSequence:
         self._batch = 0
         self._decision: SwitchDecision | None = None
         self._rollback_phase: int | None = None
-        """The phase whose state the workers keep, while a switch is on trial."""
+        """The phase whose state the workers keep during a trial switch."""
         self._ended = False
         self._sequence = self._run_sequence()
         next(self._sequence)
 
     def _record(self, decision: SwitchDecision | None) -> SwitchDecision | None:
-        """Write a decision down; what comes back is there to be carried out."""
+        """Records a decision; returns it if it must be executed."""
         if decision is None:
             return None
         history = self.history
         stays = decision.phase == history.phase and decision.exclude_worker is None
         last = history.decisions[-1].cause if history.decisions else None
-        # A rule that stays says so at every window: once is enough.
-        if not stays or (decision.cause != last and len(history.decisions) < MOST_DECISIONS):
+        # A rule that stays decides so in every window; only the first is recorded.
+        if not stays or (decision.cause != last and len(history.decisions) < MAX_DECISIONS):
             row = DecisionRow(
                 samples=history.samples,
                 seconds=self._now,
@@ -133,21 +136,21 @@ class RunSequence:
         return None if stays else decision
 
     def _roll_back(self, reason: str) -> SwitchDecision:
-        """The strategy on trial has spoilt the weights."""
+        """Returns the decision to roll back, because the trial strategy degraded the weights."""
         assert self._rollback_phase is not None
-        reason = f"{reason.partition(': lower')[0]}: goes on from the weights before the switch"
+        reason = f"{reason.partition(': lower')[0]}: continues from the weights before the switch"
         return SwitchDecision(self._rollback_phase, reason, "diverged", restore=True)
 
     def _run_sequence(self) -> _Script:
-        facts = yield  # every worker is ready, every server listens
+        facts = yield  # all workers and servers are ready
         ready: WorkerReady = facts[0]
         for other in facts[1:]:
             if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
                 self._end(
                     "failed",
                     f"worker {other.worker} has {other.samples} samples in batches of "
-                    f"{other.batch}, worker 0 {ready.samples} in batches of {ready.batch}: "
-                    "every worker needs the same data and batch",
+                    f"{other.batch}, but worker 0 has {ready.samples} in batches of {ready.batch}; "
+                    "all workers must have the same data and batch size",
                 )
                 return
         history = self.history
@@ -171,8 +174,9 @@ class RunSequence:
         if not 0 <= position <= ready.samples:
             self._end(
                 "failed",
-                f"the checkpoint was made after {history.samples} samples in {history.epoch} "
-                f"epochs, which does not fit {ready.samples} samples an epoch: the data changed",
+                f"the checkpoint was saved after {history.samples} samples in {history.epoch} "
+                f"epochs, which does not match {ready.samples} samples per epoch: "
+                "the data has changed",
                 usage=True,
             )
             return
@@ -191,7 +195,7 @@ class RunSequence:
         self._emit(
             RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=ready.samples)
         )
-        # A run resumed right at a switch point switches now.
+        # A run that is resumed at a switch point switches now.
         yield from self._enter(ready, ledger, self._record(policy.decide(history)))
 
         while True:
@@ -213,7 +217,7 @@ class RunSequence:
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
             if self._decision is not None and self._decision.restore:
-                # At once: what there is now must not become a checkpoint or the result.
+                # Immediately, so that the current weights do not become a checkpoint or the result.
                 yield from self._enter(ready, ledger, self._decision)
                 self._decision = None
             reason = self.plan.stop_reason(history, ready) if epoch_ended else None
@@ -223,13 +227,17 @@ class RunSequence:
             if reason is not None:
                 break
             if epoch_ended:
-                wishes: list[EpochEndReply] = yield from self._ask_all_workers(
+                replies_to_end: list[EpochEndReply] = yield from self._ask_all_workers(
                     EpochEnd(history.epoch - 1), EpochEndReply
                 )
-                if len({w.more for w in wishes}) > 1:
-                    self._end("failed", "some workers' loops ended, others want another epoch")
+                if len({w.more for w in replies_to_end}) > 1:
+                    self._end(
+                        "failed",
+                        "training loops disagree: some workers finished, others requested "
+                        "another epoch",
+                    )
                     return
-                if not wishes[0].more:
+                if not replies_to_end[0].more:
                     reason = "the loop ended"
                     break
             decision = self._decision or self._record(policy.decide(history))
@@ -256,14 +264,14 @@ class RunSequence:
         history.train_seconds += self._now - began
 
     def _idle_workers(self) -> frozenset[int]:
-        """Workers that compute nothing now: by the active strategy, or because they were slow."""
+        """Returns workers that are idle in the active strategy, or excluded as stragglers."""
         idle = self._strategy().idle_workers(self.plan.workers)
         return idle | frozenset(self.history.excluded_workers)
 
     def _enter(
         self, ready: WorkerReady, ledger: Ledger, decision: SwitchDecision | None
     ) -> _Script:
-        """Bring the strategy of a phase into force on all workers."""
+        """Starts the strategy of a phase on all workers."""
         history = self.history
         before, phase_before = self._strategy(), history.phase
         drain_s = self._pace.drain_s if self._pace is not None else 0.0
@@ -337,7 +345,7 @@ class RunSequence:
         history.rows.append(row)
         self._emit(EpochEnded(t=self._event_time, row=row))
         if row.val_loss is not None and not math.isfinite(row.val_loss):
-            # The last update ruined the weights: they must not become a checkpoint.
+            # The last update corrupted the weights; they must not become a checkpoint.
             reason = (
                 f"diverged: the loss is {row.val_loss} in the validation after epoch "
                 f"{row.epoch} (step {self.members.last_step(0)} of worker 0): "
@@ -357,18 +365,18 @@ class RunSequence:
         if len(losses) < len(parts):
             return None, None
         loss = sum(losses) / count
-        # Who had no rows, or left the answer to another, has no say in whether there are classes.
+        # Workers without rows, or that left the reply to another, do not determine the classes.
         right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None
 
     def _resume_error(self, ready: WorkerReady, position: int) -> str | None:
-        """In the middle of an epoch only who reads in the same blocks knows what is left of it."""
+        """Returns an error if a mid-epoch checkpoint has another block layout."""
         now = layout_fingerprint(ready.layout) if ready.layout is not None else None
         if not position or now == self._layout_before:
             return None
         return (
-            f"the checkpoint was made in the middle of an epoch, after {position} samples of it, "
-            "with data divided otherwise: resume with the same files, --shard, --shuffle and "
+            f"the checkpoint was saved mid-epoch, after {position} samples of it, "
+            "with another division of the data; resume with the same files, --shard, --shuffle and "
             "--memory"
         )
 
@@ -398,14 +406,14 @@ class RunSequence:
         self._end("done", None)
 
     def _check_replicas(self, replies: list[Quiesced]) -> bool:
-        odd = [r.worker for r in replies if r.checksum != replies[0].checksum]
-        if odd:
+        different = [r.worker for r in replies if r.checksum != replies[0].checksum]
+        if different:
             self._end(
                 "failed",
-                f"replicas differ: worker {odd[0]} holds other weights than worker 0 "
-                f"after {self.history.samples} samples",
+                f"replicas have diverged: worker {different[0]} and worker 0 hold different "
+                f"weights after {self.history.samples} samples",
             )
-        return not odd
+        return not different
 
     def _strategy(self) -> Strategy:
         return self.plan.strategy.phases[self.history.phase]
@@ -422,7 +430,7 @@ class RunSequence:
         return replies
 
     def _flush_switch(self) -> None:
-        """Complete the row of the last switch with the slowest worker's pause."""
+        """Completes the row of the last switch with the pause of the slowest worker."""
         if self._resumed and self.history.switches:
             pause_s = round(max(self._resumed.values()), 6)
             row = dataclasses.replace(self.history.switches[-1], pause_s=pause_s)

@@ -1,4 +1,4 @@
-"""What a run is to do, and what the coordinator asks its shell to do."""
+"""Settings of a run, and the actions of the coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.telemetry.events import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What the coordinator is told before the run; the rest it learns from the workers."""
+    """Run settings known before the workers start. The rest arrives with `WorkerReady`."""
 
     strategy: Strategy
     workers: int
@@ -44,7 +44,7 @@ class RunSpec:
         switch_at: int | None,
         last_saved: int,
     ) -> int:
-        """The position of this epoch to run to: always the end of a global batch."""
+        """Returns the position of this epoch to run to, always the end of a global batch."""
         epoch_start = history.epoch * ready.samples
         stops = [ready.samples]
         if switch_at is not None:
@@ -57,7 +57,7 @@ class RunSpec:
     def checkpoint_due(
         self, history: History, epoch_ended: bool, last_saved: int, ending: str | None
     ) -> bool:
-        """Whether to save now; `ending` is the reason why the run ends here, if it does."""
+        """Returns whether to save now; `ending` is the reason if the run ends here."""
         if ending is not None:
             return bool(self.checkpoint_samples or self.checkpoint_epochs)
         if self.checkpoint_samples is not None:
@@ -66,13 +66,13 @@ class RunSpec:
         return bool(every and epoch_ended and history.epoch % every == 0)
 
     def stop_reason(self, history: History, ready: WorkerReady) -> str | None:
-        """Why the run ends after this epoch; None: it continues."""
+        """Returns the reason why the run ends after this epoch, or None if it continues."""
         if self.until is not None and self.until.is_met(history.value_of(self.until.metric)):
             return f"until {self.until}"
         if self.patience is not None:
             best = history.best_row_index("val_loss", lower_is_better=True)
             if best is not None and len(history.rows) - 1 - best >= self.patience:
-                return f"no better val_loss for {self.patience} epochs"
+                return f"no improvement in val_loss for {self.patience} epochs"
         if ready.epochs is not None and not self.custom_loop and history.epoch >= ready.epochs:
             return f"{ready.epochs} epochs"
         return None
@@ -90,7 +90,7 @@ class EndRun:
     status: str
     error: str | None = None
     usage: bool = False
-    """The user's mistake, which showed only when the data was known."""
+    """True for a usage error that was detected when the data was known."""
 
 
 Action = OutgoingMessage | EmitEvent | EndRun

@@ -1,7 +1,7 @@
-"""One shard of a parameter server: stores, applies in the order it is given, answers pulls.
+"""One shard of a parameter server: stores gradients, applies updates in order, answers pulls.
 
-Gradients and orders come by different ways and in any order; an order is executed when it is the
-next version and all its gradients are here.
+Gradients and orders arrive on different connections and in any order; an order is executed when it
+is the next version and all its gradients have arrived.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.record import record
 
 Handle = tuple[int, int]
-"""(worker, number of its push)."""
+"""(worker, index of its push)."""
 
 
 @record
 class SumGradients:
-    """Sum the gradients of the order and report the squared norm: it will be clipped."""
+    """Sum the gradients of the order and report the squared norm, for clipping."""
 
     order: ApplyUpdate
 
 
 @record
 class StepOptimizer:
-    """Sum the gradients (unless summed already), times `factor`, and step the optimizer."""
+    """Sum the gradients (unless done), multiply by `factor`, and step the optimizer."""
 
     order: ApplyUpdate
     factor: float
@@ -31,7 +31,7 @@ class StepOptimizer:
 
 @record
 class SendWeights:
-    """Send the weights, now at `version`, to whoever asked under this ticket."""
+    """Send the weights at `version` in reply to the request with this ticket."""
 
     ticket: int
     version: int
@@ -41,13 +41,13 @@ ShardAction = SumGradients | StepOptimizer | SendWeights
 
 
 class ServerShard:
-    """The state machine; payloads are handles, the shell holds the tensors."""
+    """State machine of a shard; payloads are handles, and the shell holds the tensors."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """State was imported: versions count from 0 again. Only valid when nothing is pending."""
+        """Restarts versions at 0 after an import of state; only valid if nothing is pending."""
         self.version = 0
         self._arrived: set[Handle] = set()
         self._orders: dict[int, ApplyUpdate] = {}
@@ -71,7 +71,7 @@ class ServerShard:
         return self._advance()
 
     def on_pull(self, ticket: int, at_least: int, after: Handle | None = None) -> list[ShardAction]:
-        """Answer when the version is reached, and the gradient `after` of the asker is applied."""
+        """Replies when the version is reached and the requester's gradient `after` is applied."""
         if self._may_answer(at_least, after):
             return [SendWeights(ticket, self.version)]
         self._pulls.append((ticket, at_least, after))

@@ -1,4 +1,4 @@
-"""When to change strategy: policies as pure functions of the run's history."""
+"""Policies that decide on strategy switches, as pure functions of the run's history."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from paceline.specs.schedule import Schedule
 
 @dataclass(frozen=True)
 class SwitchDecision:
-    """What a rule says, and why. The phase in force means that it stays."""
+    """Decision of a rule and its reason. The current phase means to stay."""
 
     phase: int
     reason: str
     cause: str
-    """The reason in a word or two, for rules that look back at it."""
+    """Short reason, for rules that refer to earlier decisions."""
     exclude_worker: int | None = None
-    """A worker that sits out from now on; the strategy stays."""
+    """A worker to exclude from now on; the strategy stays."""
     measurements: Mapping[str, Any] = field(default_factory=dict)
     snapshot: bool = False
-    """Workers keep a copy of the state as it is now, to fall back on."""
+    """Workers keep a copy of the current state for a rollback."""
     restore: bool = False
-    """Go on from that copy: what came after it was worse."""
+    """Continue from that copy, because the result was worse."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHorizon:
-    """How long the run is and which learning rate applies where, known once the data is."""
+    """Length and learning-rate schedule of a run, available once the data is known."""
 
     workers: int
     samples_per_epoch: int
     epochs: int | None
-    """None in a custom loop that does not state it."""
+    """None for a custom training loop that does not set it."""
     batch: int
     schedule: Schedule
 
     @property
     def total(self) -> int:
-        """Samples of the whole run; only where `epochs` is known."""
+        """Total samples of the run; requires `epochs`."""
         assert self.epochs is not None
         return self.samples_per_epoch * self.epochs
 
@@ -54,16 +54,16 @@ class RunHorizon:
 
 class SwitchPolicy(Protocol):
     def next_stop(self, history: History) -> int | None:
-        """The sample count at which a decision is due, if it is known beforehand."""
+        """Returns the sample count of the next decision, if it is known in advance."""
         ...
 
     def decide(self, history: History) -> SwitchDecision | None:
-        """Change to another phase now?"""
+        """Returns a decision if the phase should change now."""
         ...
 
 
 class NeverSwitch:
-    """One strategy from beginning to end."""
+    """Uses one strategy for the whole run."""
 
     def next_stop(self, history: History) -> int | None:
         return None
@@ -73,7 +73,7 @@ class NeverSwitch:
 
 
 class SwitchAtPoints:
-    """Phase k begins at points[k-1] samples; several points passed at once skip phases."""
+    """Starts phase k at points[k-1] samples; passing several points at once skips phases."""
 
     def __init__(self, points: list[int], names: list[str]) -> None:
         self._points = points
@@ -93,24 +93,24 @@ class SwitchAtPoints:
 def resolve_switch_points(
     names: list[str], points: list[int], horizon: RunHorizon
 ) -> SwitchAtPoints:
-    """Phases that begin at the ends of global batches; SpecError where that cannot be."""
+    """Rounds switch points up to ends of global batches. Raises SpecError for invalid points."""
     samples_per_epoch, epochs, batch = horizon.samples_per_epoch, horizon.epochs, horizon.batch
     placed = [_end_of_batch(p, samples_per_epoch, batch) for p in points]
     if placed != sorted(set(placed)):
         raise SpecError(
-            "switch points must come one after another and in different batches: "
-            f"{', '.join(names)} come after {', '.join(map(str, placed))} samples"
+            "switch points must be increasing and in different batches: "
+            f"{', '.join(names)} are at {', '.join(map(str, placed))} samples"
         )
     if epochs is not None and placed[-1] >= epochs * samples_per_epoch:
         raise SpecError(
-            f"the switch point {names[-1]} (after {placed[-1]} samples, in whole batches) "
-            f"lies at or beyond the end of the run ({epochs * samples_per_epoch} samples): "
+            f"the switch point {names[-1]} (after {placed[-1]} samples, in full batches) "
+            f"is at or beyond the end of the run ({epochs * samples_per_epoch} samples); "
             "choose an earlier one"
         )
     return SwitchAtPoints(placed, names)
 
 
 def _end_of_batch(samples: int, samples_per_epoch: int, batch: int) -> int:
-    """A switch happens between two global batches: at the first end of one at or after it."""
+    """Returns the first end of a global batch at or after `samples`, where a switch happens."""
     epoch, position = divmod(samples, samples_per_epoch)
     return epoch * samples_per_epoch + min(samples_per_epoch, -(-position // batch) * batch)

@@ -1,4 +1,4 @@
-"""The run's pulse: speed, waiting and loss in short windows, worker by worker."""
+"""Throughput of a run: speed, waiting and loss per worker, in short windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEEP_OF_PHASE = 8
 
 @dataclass(frozen=True)
 class ThroughputWindow:
-    """What happened in about a second of training under one strategy."""
+    """Statistics of about one second of training with one strategy."""
 
     phase: int
     began: float
@@ -22,18 +22,18 @@ class ThroughputWindow:
     samples: int
     loss: float | None
     speeds: tuple[float, ...]
-    """Samples a second of computing, a worker."""
+    """Samples per second of compute time, per worker."""
     comm_share: float
-    """Exchange beside computing on the worker that waits least: what an exchange itself costs."""
+    """Ratio of exchange to compute time on the worker that waits least."""
 
     @property
     def rate(self) -> float:
-        """Samples a second of wall time, all workers together."""
+        """Samples per second of wall time, over all workers."""
         return self.samples / (self.ended - self.began)
 
 
 class GradientNoiseScale:
-    """Gradient noise scale from squared norms of workers' gradients and of their mean, smoothed."""
+    """Smoothed gradient noise scale, from squared norms of local gradients and their mean."""
 
     MEMORY = 0.9
 
@@ -42,7 +42,7 @@ class GradientNoiseScale:
         self._noise = 0.0
 
     def add(self, small: float, small_sq: float, big: float, big_sq: float) -> None:
-        """`small` and `big` are batch sizes, the others squared norms of gradients over them."""
+        """Adds squared gradient norms of two batch sizes, `small` and `big`."""
         if big <= small:
             return
         signal = (big * big_sq - small * small_sq) / (big - small)
@@ -55,14 +55,14 @@ class GradientNoiseScale:
 
     @property
     def scale(self) -> float | None:
-        """In samples: batches far below it are mostly noise. None until it can be told."""
+        """Noise scale in samples: much smaller batches are mostly noise. None until known."""
         if self._signal is None or self._signal <= 0 or self._noise < 0:
             return None
         return self._noise / self._signal
 
 
 class ThroughputMonitor:
-    """Adds up reports and closes a window when it is old enough and everybody has been heard."""
+    """Accumulates reports; closes a window once it is long enough and every worker has reported."""
 
     def __init__(self) -> None:
         self.windows: deque[ThroughputWindow] = deque(maxlen=KEEP_WINDOWS)
@@ -77,10 +77,10 @@ class ThroughputMonitor:
     def begin(
         self, workers: int, phase: int, now: float, idle: frozenset[int], least: int = 0
     ) -> None:
-        """A stretch of training begins; a window goes on over a stop, the stop's time left out.
+        """Starts a training interval; an open window continues, excluding the interruption.
 
-        `idle` workers are given no work: nobody waits to hear from them. A window holds `least`
-        samples or more: where steps are long, a second says little.
+        `idle` workers receive no work and are not waited for. A window covers at least `least`
+        samples, because a second is too short for long steps.
         """
         self._least = least
         if self._began is None or phase != self._phase or workers != self._workers:
@@ -91,16 +91,16 @@ class ThroughputMonitor:
         self._idle = idle
         self._count_silent()
 
-    def leave_out(self, worker: int) -> None:
+    def exclude(self, worker: int) -> None:
         self._idle |= {worker}
         self._count_silent()
 
     def _count_silent(self) -> None:
-        """How many workers with work have not been heard in this window."""
+        """Counts the active workers that have not reported in this window."""
         self._silent = sum(not b and w not in self._idle for w, b in enumerate(self._busy))
 
     def end(self, now: float) -> None:
-        """The stretch is over: evaluation and saving are no part of a window."""
+        """Ends a training interval; windows exclude evaluation and saving."""
         if self._began is not None:
             self._spent_s = now - self._began
 
@@ -115,7 +115,7 @@ class ThroughputMonitor:
         self._count_silent()
 
     def add(self, worker: int, measured: StepStats, now: float) -> bool:
-        """Take a report; True when it closed a window."""
+        """Adds a report; returns True if it closed a window."""
         if self._began is None:
             return False
         self._samples[worker] += measured.samples
@@ -153,11 +153,11 @@ class ThroughputMonitor:
         self._by_phase.setdefault(window.phase, deque(maxlen=KEEP_OF_PHASE)).append(window)
 
     def windows_of_phase(self, phase: int) -> list[ThroughputWindow]:
-        """The newest few windows of a phase, in force or not, however long ago."""
+        """Returns the latest windows of a phase, active or not."""
         return list(self._by_phase.get(phase, ()))
 
     def latest(self, phase: int, count: int) -> list[ThroughputWindow]:
-        """The newest `count` windows of a phase that is in force now; fewer if it is young."""
+        """Returns the latest `count` windows of the active phase; fewer if it is new."""
         found: list[ThroughputWindow] = []
         for window in reversed(self.windows):
             if window.phase != phase or len(found) == count:
@@ -167,20 +167,20 @@ class ThroughputMonitor:
 
 
 def find_straggler(windows: list[ThroughputWindow], consecutive: int) -> int | None:
-    """The worker slower than mean minus one deviation in each of the last windows, if one is.
+    """Returns the worker that is slower than mean minus one deviation in each of the last windows.
 
-    Among equal machines somebody is always the slowest by a little: a straggler is also at least
-    a fifth below the mean.
+    Some worker is always slightly slower, even on equal machines, so a straggler must also be at
+    least a fifth below the mean.
     """
     if len(windows) < consecutive:
         return None
     suspects: set[int] | None = None
     for window in windows[-consecutive:]:
-        # A speed of 0 was not measured: that worker has no work.
+        # A speed of 0 was not measured, because the worker has no work.
         known = [s for s in window.speeds if s > 0]
         mean = sum(known) / len(known)
         deviation = (sum((s - mean) ** 2 for s in known) / len(known)) ** 0.5
-        # Of two, the slower lies exactly at mean minus deviation: rounding must not decide.
+        # With two workers, the slower is exactly at mean minus deviation; rounding must not decide.
         limit = min((mean - deviation) * (1 + 1e-9), 0.8 * mean)
         slow = {w for w, s in enumerate(window.speeds) if 0 < s <= limit}
         suspects = slow if suspects is None else suspects & slow

@@ -30,7 +30,7 @@ class ModelParallelRunner(Runner):
         reject_non_cpu(spec.name, model)
         if self.replica.reduce_in_backward:
             raise UsageError(f"{spec.name} splits the model: a loop of your own needs it whole")
-        if hasattr(model, "regularization") or hasattr(model, "save_beside"):
+        if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
             raise UsageError(
                 f"{spec.name} splits plain torch models: a Keras model has to stay whole"
             )

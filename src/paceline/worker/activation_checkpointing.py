@@ -25,12 +25,12 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Backward computes each block again, with the same random numbers; raises UsageError."""
+    """Recomputes each block in backward, with the same random numbers. Raises UsageError."""
     blocks = find_blocks(model)
     if not blocks:
         raise UsageError(
-            "recompute: the model has no blocks to compute again, which are modules with parts in "
-            "a Sequential or ModuleList: leave it out"
+            "recompute: the model has no blocks to recompute (modules with parts in "
+            "a Sequential or ModuleList); remove it"
         )
     for block in blocks:
         again = functools.partial(checkpoint, block.forward, use_reentrant=False)

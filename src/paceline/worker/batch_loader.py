@@ -1,8 +1,8 @@
-"""From a lease to a batch: which rows it is of, and having them ready when they are wanted.
+"""Loads the batch of a lease, with prefetching.
 
-Rows that are all at hand follow the epoch's seeded order: a lease's positions say which they are.
-Where workers read in blocks, a lease says its places, and this worker holds the windows that they
-lie in: the one in use, and the next one, which is read meanwhile.
+Datasets that fit in memory follow the epoch's seeded order, so the positions of a lease define its
+rows. If workers read in blocks, a lease contains row ranges, and this worker holds the shuffle
+windows that contain them: the current one, and the next one, which is read in the background.
 """
 
 from __future__ import annotations

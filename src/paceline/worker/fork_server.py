@@ -194,7 +194,7 @@ class ForkServer:
         try:
             os.write(status, code.to_bytes(STATUS_BYTES, "little", signed=True))
         except BrokenPipeError:
-            pass  # Nobody waits for this child any more.
+            pass  # The client no longer waits for this child.
         os.close(status)
 
     def _become_worker(self, standard_input: int, output: int, status: int) -> NoReturn:

@@ -101,8 +101,8 @@ class _StubLoader(importlib.abc.Loader):
         for part in inner:
             found = getattr(found, part)
         if not isinstance(found, ModuleType):
-            raise ModuleNotFoundError(f"{self._name} is no module", name=self._name)
-        # A separate module, so that the one it stands for keeps its name and its spec.
+            raise ModuleNotFoundError(f"{self._name} is not a module", name=self._name)
+        # A separate module, so that the original keeps its name and its spec.
         alias = _Alias(self._name)
         alias.__dict__["_target"] = found
         return alias

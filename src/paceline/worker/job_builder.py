@@ -127,8 +127,8 @@ def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
     if tables.dataset is not None:
         if tables.dataset.classes is None:
             raise UsageError(
-                f"{tables.dataset.name}: a model by name needs to know how many classes there are: "
-                "give --classes, or a model of your own where labels are no classes"
+                f"{tables.dataset.name}: built-in models require the number of classes; "
+                "use --classes, or a custom model if labels are not classes"
             )
         return tables.dataset.input_shape, tables.dataset.classes
     shape: tuple[int, ...] = ()

@@ -1,9 +1,8 @@
 """glibc malloc settings for worker processes.
 
-A step's gradients and activations are asked for and let go again, every time. Large blocks the C
-library takes from the system and gives back at once, so that the system has to find and clear all
-their pages anew in the next step: half the time of a backward pass, for a wide layer. So they are
-kept, and used again.
+Every step allocates and frees gradients and activations. By default, glibc returns large blocks to
+the system immediately, and the system must map and clear all their pages again in the next step:
+half the time of a backward pass of a wide layer. These settings keep and reuse the blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ _LARGE = (1 << 31) - 1
 
 
 SCARCE = 4 << 30
-"""With less room than this every block that is free should go back."""
+"""With less available memory than this, free blocks are returned to the system."""
 
 
 def tune_malloc() -> bool:
-    """With glibc on Linux, where there is plenty; whoever has set MALLOC_... knows better. Says
-    whether it was done."""
+    """Applies the settings if memory is plentiful and no MALLOC_... variable is set.
+
+    Requires glibc on Linux. Returns whether they were applied.
+    """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     if available_memory_bytes() < SCARCE:

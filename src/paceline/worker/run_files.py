@@ -1,8 +1,8 @@
-"""A worker's part of the run folder: written here, or carried to the supervisor who keeps it.
+"""A worker's files of the run folder: written locally, or sent to the supervisor.
 
-A worker on another machine does not see the folder. Its events and files travel through the control
-connection, in front of the messages that speak of them: when the coordinator hears `Saved`, the
-checkpoint is there.
+A worker on another machine has no access to the folder. Its events and files are sent over the
+control connection, before the messages that refer to them: when the coordinator receives
+`CheckpointWritten`, the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class RemoteRunFiles:
             while at < size:
                 answer = self._request(FileRequest(name, at))
                 if not isinstance(answer, FileResponse):
-                    raise WireError(f"{type(answer).__name__} came in place of a file")
+                    raise WireError(f"received {type(answer).__name__} instead of a file")
                 if answer.size < 0:
                     target.unlink()
                     return False
@@ -184,6 +184,6 @@ def save_weights(
     there = distant or {}
     write_tensors(partial, {name: there.get(name, tensor) for name, tensor in mine.items()})
     os.replace(partial, path)
-    beside = getattr(model, "save_beside", None)
-    if beside is not None:
-        beside(path.parent)
+    save_extra = getattr(model, "save_extra_files", None)
+    if save_extra is not None:
+        save_extra(path.parent)

@@ -43,8 +43,8 @@ def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
         return None
     window = 0
     if table.shuffle_rows:
-        # Few large windows could not be dealt out evenly. The number of workers is left out of
-        # it, so that a run can be resumed with another.
+        # Few large windows could not be distributed evenly. The size does not depend on the number
+        # of workers, so that a run can be resumed with another number.
         window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // LEAST_WINDOWS)
         window = max(1, window)
     by_file = table.shard == "file"

@@ -1,4 +1,4 @@
-"""Slows this worker down on purpose (`--slow`, `--delay`), to study unequal machines."""
+"""Injects slowdowns into this worker (`--slow`, `--delay`), to study unequal machines."""
 
 from __future__ import annotations
 

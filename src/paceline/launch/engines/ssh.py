@@ -50,10 +50,14 @@ class SshLauncher(RemoteLauncher):
         return [self._seat(server) for server in range(servers)]
 
     def _seat(self, server: int) -> int | None:
-        """A worker of its machine as parent; None on a machine without workers."""
+        """Returns the worker that starts a server; None on a machine without workers."""
         site = self._find_server_site(server)
-        beside = [rank for rank, place in enumerate(self._seats) if place == site]
-        return beside[server // len(self._server_sites) % len(beside)] if beside else None
+        local_ranks = [rank for rank, place in enumerate(self._seats) if place == site]
+        return (
+            local_ranks[server // len(self._server_sites) % len(local_ranks)]
+            if local_ranks
+            else None
+        )
 
     def _find_server_site(self, server: int) -> int:
         return self._server_sites[server % len(self._server_sites)]

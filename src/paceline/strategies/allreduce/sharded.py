@@ -154,7 +154,7 @@ class FullyShardedRunner(Runner):
         reject_compiled("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
             raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
-        if hasattr(model, "regularization") or hasattr(model, "save_beside"):
+        if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
             raise UsageError("allreduce(shard=full): a Keras model has to stay whole")
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
