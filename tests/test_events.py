@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,12 @@ def test_a_new_verdict_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         EpochRow(epoch=1).epoch = 2  # type: ignore[misc]
+
+
+def test_only_the_parser_tests_kinds() -> None:
+    source = Path(__file__).parents[1] / "src" / "paceline"
+    pattern = re.compile(r"""(\["kind"\]|get\("kind"\)|event\.kind)\s*(==|!=|in\b|not in\b)""")
+    for package in ("telemetry", "report", "dashboard", "launch", "twin"):
+        for path in (source / package).rglob("*.py"):
+            found = pattern.search(path.read_text(encoding="utf-8"))
+            assert found is None, f"{path.relative_to(source)}: {found}; dispatch on event types"

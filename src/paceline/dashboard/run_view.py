@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.dashboard.time_bins import Array, DownsampledCurve, TimeBins
+from paceline.report.event_text import describe_event
 from paceline.telemetry.events import (
     PHASES,
     CheckpointSaved,
@@ -147,7 +148,7 @@ class RunView:
     @_add.register(CheckpointSaved)
     @_add.register(RunEnded)
     def _mark(self, event: Event, process: str = COORDINATOR) -> None:
-        self.marks.append(event.to_plain())
+        self.marks.append({"t": event.t, "kind": event.kind, "text": describe_event(event)})
         del self.marks[:-EVENTS_KEPT]
 
     @_add.register(WorkerEnded)

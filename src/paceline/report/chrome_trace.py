@@ -6,22 +6,13 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.telemetry.events import (
-    CheckpointSaved,
-    EpochEnded,
-    Event,
-    RunEnded,
-    StepSummary,
-    StrategyStarted,
-    StrategySwitched,
-    VerdictChanged,
-)
+from paceline.report.event_text import describe_event
+from paceline.telemetry.events import StepSummary
 from paceline.telemetry.reader import ProcessRecord, RunRecord, read_run
 from paceline.telemetry.run_folder import COORDINATOR
 
@@ -157,39 +148,3 @@ def _run_events(run: RunRecord, pid: int) -> Iterator[TraceEvent]:
         if name is not None:
             at_us = round(event.t * 1e6, 1)
             yield {"ph": "i", "s": "g", "name": name, "pid": pid, "tid": 0, "ts": at_us}
-
-
-@functools.singledispatch
-def describe_event(event: Event) -> str | None:
-    """Returns the label of an instant in the trace; None for events that are not drawn."""
-    return None
-
-
-@describe_event.register
-def _(event: StrategyStarted) -> str:
-    return f"strategy {event.strategy}"
-
-
-@describe_event.register
-def _(event: StrategySwitched) -> str:
-    return f"switch {event.row.before} -> {event.row.after}"
-
-
-@describe_event.register
-def _(event: EpochEnded) -> str:
-    return f"epoch {event.row.epoch} ends"
-
-
-@describe_event.register
-def _(event: CheckpointSaved) -> str:
-    return "checkpoint"
-
-
-@describe_event.register
-def _(event: VerdictChanged) -> str:
-    return f"{'resolved: ' if event.is_over else ''}{event.text}"
-
-
-@describe_event.register
-def _(event: RunEnded) -> str:
-    return f"ended: {event.status}"

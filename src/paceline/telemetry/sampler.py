@@ -308,15 +308,18 @@ class MetricsDownsampler:
         self._lines_a_stage = lines_a_stage
         self._together = 1
         self._lines = 0
-        self._kept: dict[str, list[ProcessMetrics | HostMetrics]] = {"vitals": [], "machine": []}
+        self._kept: dict[type[Event], list[ProcessMetrics | HostMetrics]] = {
+            ProcessMetrics: [],
+            HostMetrics: [],
+        }
 
     def __call__(self, event: ProcessMetrics | HostMetrics) -> None:
-        kept = self._kept[event.kind]
+        kept = self._kept[type(event)]
         kept.append(event)
         if len(kept) >= self._together:
             self._write(merge_process_metrics(kept))
             kept.clear()
-            if event.kind == "vitals":
+            if isinstance(event, ProcessMetrics):
                 self._lines += 1
                 if self._lines % self._lines_a_stage == 0:
                     self._together *= 2

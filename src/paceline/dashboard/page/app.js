@@ -296,9 +296,7 @@ class RunView {
       fold("phases", "Seconds by time category", makeTable(["process", ...names.map(n => n.replace("_", " "))],
         rows.filter(r => !r.who.startsWith("server-")).map(r => [r.who.replace("-", " "), ...names.map(n => { const i = r.phases.indexOf(n); return i < 0 ? "–" : trim(r.totals[i]); })]), ["process"]));
     }
-    const words = { phase: e => "strategy " + e.strategy + " from sample " + formatNumber(e.samples) + ": " + e.lr, decision: e => e.row.reason, checkpoint: e => "checkpoint at " + formatNumber(e.samples) + " samples",
-      ended: e => "ended: " + e.status + (e.error ? ", " + e.error : ""), verdict: e => (e.state === "over" ? "resolved: " : "") + e.text, switch: e => "switched " + e.row.from + " → " + e.row.to };
-    const lines = payload.marks.filter(e => words[e.kind]).map(e => [formatClock(e.t), e.kind, words[e.kind](e)]).reverse();
+    const lines = payload.marks.map(e => [formatClock(e.t), e.kind, e.text]).reverse();
     if (lines.length) fold("events", "Events (" + lines.length + ")", makeTable(["at", "kind", "what"], lines, ["kind", "what"]));
     fold("config", "Configuration", make("pre", { text: JSON.stringify(payload.config, null, 2) }));
     this.rest.replaceChildren(...parts);
