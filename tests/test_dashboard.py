@@ -406,6 +406,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     made.close()
 
 
+@pytest.mark.exclusive
 @needs_browser
 @pytest.mark.timeout(300)
 def test_fifty_runs_are_painted_within_a_second(site: Site) -> None:
@@ -419,6 +420,7 @@ def test_fifty_runs_are_painted_within_a_second(site: Site) -> None:
     assert site.browser.list_complaints() == []
 
 
+@pytest.mark.exclusive
 @needs_browser
 @pytest.mark.timeout(300)
 def test_an_event_is_seen_within_two_seconds(site: Site) -> None:

@@ -177,6 +177,7 @@ def test_interrupt_cancels(start_cli: StartCli, tmp_path: Path) -> None:
 # ---- the user's own code ---------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_hang_in_a_model_is_ended_at_the_deadline(run_cli: RunCli, tmp_path: Path) -> None:
     body = "while True:\n        time.sleep(3600)"
     job = write_job(tmp_path, body, steps=20, rank=1)

@@ -154,6 +154,7 @@ def wait_in(name: str, rank: int, told: Any) -> None:
         told.put(str(error))
 
 
+@pytest.mark.exclusive
 def test_a_dead_member_is_named_long_before_the_deadline() -> None:
     name, told = create_segment(SharedRegion.size_for(2, 64)), FORK.Queue()
     workers = [FORK.Process(target=wait_in, args=(name, r, told)) for r in range(2)]

@@ -242,6 +242,7 @@ def test_every_rule_says_something_else() -> None:
 # ---- real runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_a_straggler_is_named_in_the_terminal_within_ten_seconds(
     start_cli: StartCli, tmp_path: Path
 ) -> None:
@@ -270,6 +271,7 @@ OUTSIDE = {"neighbours"}
 TRAIN_S = 30.0
 
 
+@pytest.mark.exclusive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", bottlenecks.CAUSES)
 def test_each_rule_fires_on_its_cause_and_on_no_other(name: str, tmp_path: Path) -> None:

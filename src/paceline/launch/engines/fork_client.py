@@ -189,8 +189,15 @@ def close_fork_servers() -> None:
             _servers.popitem()[1].close()
 
 
+def _forget_fork_servers() -> None:
+    """In a fork of this process: the servers belong to the parent. Kept, so that they stay open."""
+    _inherited.extend(_servers.values())
+    _servers.clear()
+
+
+_inherited: list[ForkServer] = []
 atexit.register(close_fork_servers)
-os.register_at_fork(after_in_child=_servers.clear)
+os.register_at_fork(after_in_child=_forget_fork_servers)
 
 
 def _fingerprint(environment: dict[str, str]) -> Fingerprint:
