@@ -156,16 +156,18 @@ def wait_in(name: str, rank: int, told: Any) -> None:
 
 @pytest.mark.exclusive
 def test_a_dead_member_is_named_long_before_the_deadline() -> None:
-    name, told = create_segment(SharedRegion.size_for(2, 64)), FORK.Queue()
-    workers = [FORK.Process(target=wait_in, args=(name, r, told)) for r in range(2)]
+    name = create_segment(SharedRegion.size_for(2, 64))
+    # A queue each: a process that is killed may hold the lock of its queue forever.
+    queues = [FORK.Queue() for _ in range(2)]
+    workers = [FORK.Process(target=wait_in, args=(name, r, queues[r])) for r in range(2)]
     for worker in workers:
         worker.start()
-    assert [told.get(timeout=TIMEOUT_S) for _ in workers] == ["here", "here"]
+    assert [queue.get(timeout=TIMEOUT_S) for queue in queues] == ["here", "here"]
     unlink_segment(name)
     began = time.monotonic()
     assert workers[1].pid is not None
     os.kill(workers[1].pid, signal.SIGKILL)  # stays a zombie until it is joined
-    said = told.get(timeout=TIMEOUT_S)
+    said = queues[0].get(timeout=TIMEOUT_S)
     assert "worker 1" in said
     assert "is gone" in said
     assert time.monotonic() - began < 5

@@ -195,7 +195,7 @@ def _forget_fork_servers() -> None:
     _servers.clear()
 
 
-_inherited: list[ForkServer] = []
+_inherited: list[ForkServerClient] = []
 atexit.register(close_fork_servers)
 os.register_at_fork(after_in_child=_forget_fork_servers)
 
