@@ -1,9 +1,9 @@
-"""Who may import whom, read from the source; and what stays out until it is needed.
+"""Import rules between layers, read from the source; torch is imported only where it is needed.
 
 `LAYERS` is the rule: a layer may import itself and the layers named behind it, anywhere in its
 files, inside functions and for type checking too. A layer is a folder, unless a pattern of
 `FILE_PATTERNS` names it. `TORCH_FREE` layers never name torch, and importing any of their modules
-leaves it out of the process.
+does not import it.
 """
 
 from __future__ import annotations

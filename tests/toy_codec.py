@@ -1,4 +1,4 @@
-"""A codec in a file of its own, as a user would write one: spec, coder, record.
+"""A codec in one file, as a user would write one: spec, coder, record.
 
 pruned   elements of a magnitude below 1e-12 are sent as zero; all others as they are
 """

@@ -1,4 +1,4 @@
-"""A strategy in a file of its own, as a user would write one: spec, pace, worker, record.
+"""A strategy in one file, as a user would write one: spec, pace, worker, record.
 
 mean   gradients averaged over all workers in one exchange after the backward pass
 """

@@ -1,8 +1,8 @@
-"""What local_sgd and diloco share: every worker steps by itself; now and then replicas meet.
+"""Local steps, shared by local_sgd and diloco: replicas are synchronized only periodically.
 
-Between two meetings the replicas differ; at a meeting (and at every quiesce, which is one) they
-become equal again. Optimizer slots stay local: a checkpoint keeps each worker's own beside their
-average, which is what another strategy takes over.
+Between two synchronizations the replicas differ; each of them, and every quiesce, makes them equal
+again. Optimizer slots stay local: a checkpoint keeps each worker's own and their average, which is
+what another strategy continues with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LocalStepsRunner(Runner):
         self._set_anchor()
 
     def _set_anchor(self) -> None:
-        """Where the replicas last were equal."""
+        """Remember these weights: the replicas are equal now."""
         self._anchor = [p.detach().clone() for p in self._parameters]
         self._samples = self._whole = self._steps = 0
 

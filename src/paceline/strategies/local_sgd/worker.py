@@ -21,7 +21,7 @@ class LocalSgdRunner(LocalStepsRunner):
     def _is_due(self) -> bool:
         if self._spec.drift is None:
             return self._steps >= self._spec.steps_between_syncs
-        # The vote of a step is read one step later, so that nobody waits for it.
+        # The vote of a step is read one step later, so that no worker waits for it.
         verdict = self._finish_drift_check() > self._spec.drift
         self._start_drift_check(0.0 if verdict else self._drift())
         return verdict

@@ -1,4 +1,4 @@
-"""Where to cut a row of layers into stages, by what each would cost where it would lie."""
+"""Division of a sequence of layers into stages, by the cost of each layer on each machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LINK_BYTES_S = 1e9
-"""Between two processes of one machine, where nobody knows better."""
+"""Assumed between two processes of one machine, where it was not measured."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A module with parameters of its own, and what runs until the next one begins."""
+    """A module with its own parameters, and all operations until the next one begins."""
 
     name: str
     seconds: float
@@ -21,7 +21,7 @@ class LayerCost:
     kept_bytes: int
     """Activations of a micro-batch that wait for its backward."""
     input_bytes: int
-    """What would pass to it, if it were the first of a stage."""
+    """Bytes passed to it if it is the first of a stage."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StageBudget:
     """A machine for one stage."""
 
     seconds: Sequence[float]
-    """Of each layer, there."""
+    """Seconds of each layer on this machine."""
     memory_bytes: float
     """Bytes for state and activations."""
     in_flight_micro_batches: int
@@ -53,7 +53,7 @@ def stage_cost(layers: Sequence[LayerCost], place: StageBudget, start: int, stop
 def partition_layers(
     layers: Sequence[LayerCost], places: Sequence[StageBudget]
 ) -> list[int] | None:
-    """Where each stage begins, so that the slowest is as fast as can be; None if none fits.
+    """The first layer of each stage, so that the slowest is as fast as possible; None if none fits.
 
     A pipeline is as fast as its slowest stage, so that is what counts.
     """

@@ -24,7 +24,7 @@ def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PipelineParallel(ModelParallel):
-    """The model in stages, each on a worker of its own; micro-batches pass through them."""
+    """The model in stages, each on its own worker; micro-batches pass through them."""
 
     name: ClassVar[str] = "pipeline"
     stages: int = spec_field(int_field(1, 1024), 2)

@@ -1,4 +1,4 @@
-"""When a parameter server lets a worker continue, and which gradients make an update."""
+"""Synchronization modes: when a worker may continue, and which gradients make an update."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SyncMode(Spec):
 
 @dataclass(frozen=True)
 class Asp(SyncMode):
-    """Asynchronous parallel: nobody waits."""
+    """Asynchronous parallel: no worker waits."""
 
     name: ClassVar[str] = "asp"
     blocks_workers: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class Asp(SyncMode):
 
 @dataclass(frozen=True)
 class Bsp(SyncMode):
-    """Bulk synchronous parallel: everybody waits for everybody."""
+    """Bulk synchronous parallel: all workers wait for each other."""
 
     name: ClassVar[str] = "bsp"
     aggregates: ClassVar[bool] = True
@@ -157,7 +157,7 @@ class KAsync(SyncMode):
 
 @dataclass(frozen=True)
 class Gba(SyncMode):
-    """Global batch aggregation: nobody waits, an update is worth a global batch.
+    """Global batch aggregation: no worker waits, an update is worth a global batch.
 
     A gradient more than `stale` versions old counts `decay` times less for each version beyond.
     """

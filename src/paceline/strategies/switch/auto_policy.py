@@ -1,4 +1,4 @@
-"""when=auto: weighs what the second strategy would save against what staleness would spoil."""
+"""The rule when=auto: weighs the time that the second strategy saves against its staleness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.protocol.throughput import ThroughputWindow
 
 FIRST, SECOND = 0, 1
 PUBLISHED_STALENESS = 4.0
-"""Of the runs behind SAFE_AT: five asynchronous workers."""
+"""Staleness of the runs behind SAFE_AT: five asynchronous workers."""
 
 
 class AutoPolicy:

@@ -54,7 +54,7 @@ class StragglerPolicy:
     windows: int
 
     def next_stop(self, history: History) -> int | None:
-        """Where the quota is met if nothing happens until then."""
+        """The sample count at which the quota is reached if nothing happens before."""
         left = self._quota_samples() - history.samples_under(FIRST)
         return history.samples + left if history.phase == FIRST and left > 0 else None
 

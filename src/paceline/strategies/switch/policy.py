@@ -1,4 +1,4 @@
-"""Which phase of a switch is active: at stated points, or by its trigger."""
+"""The policy of a switch: phases that begin at stated points, or by its trigger."""
 
 from __future__ import annotations
 

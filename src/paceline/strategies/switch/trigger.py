@@ -74,7 +74,7 @@ class OnLrDrop(SwitchTrigger):
 
 @dataclass(frozen=True)
 class OnPlateau(SwitchTrigger):
-    """When validation loss over `window` epochs has stopped improving for `patience` epochs."""
+    """Switch when validation loss over `window` epochs has not improved for `patience` epochs."""
 
     name: ClassVar[str] = "plateau"
     window: int = spec_field(int_field(1), 3)
@@ -106,7 +106,7 @@ class OnStraggler(SwitchTrigger):
 
 @dataclass(frozen=True)
 class OnGain(SwitchTrigger):
-    """When it pays: measured gain against measured risk; back when loss or speed regress."""
+    """Switch when it pays: measured gain against measured risk; back when loss or speed regress."""
 
     name: ClassVar[str] = "auto"
 
