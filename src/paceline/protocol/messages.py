@@ -397,33 +397,31 @@ def message_from_wire(plain: object, kinds: Mapping[str, type[Message]] = KINDS)
             f"unknown message kind {kind!r}; is the peer running a different version of Paceline?"
         )
     cls = kinds[kind]
-    fields = {f.name for f in dataclasses.fields(cls)}
-    if fields != set(plain) - {"kind"}:
+    names: tuple[str, ...] = cls.__match_args__  # all fields, in the order of the constructor
+    if len(plain) != len(names) + 1 or not all(map(plain.__contains__, names)):
         given = sorted(map(str, set(plain) - {"kind"}))
         raise WireError(f"invalid {cls.__name__} message: unexpected fields {given}")
     try:
-        values = {k: _restore(cls, k, v) for k, v in plain.items() if k != "kind"}
+        return cls(*[_restore(cls, name, plain[name]) for name in names])
     except TypeError as error:
         raise WireError(f"invalid {cls.__name__} message: {error}") from None
-    return cls(**values)
 
 
 def _restore(cls: type[Message], name: str, value: Any) -> Any:
-    nested = _NESTED.get(name)
-    if nested is not None and isinstance(value, dict):
-        return nested(**{k: _freeze(v) for k, v in value.items()})
-    row_type = cls.row_types.get(name)
-    if row_type is not None:
+    if name in cls.row_types:
+        row_type = cls.row_types[name]
         return tuple(
             row_type(**row) if isinstance(row, dict) else row_type(*map(_freeze, row))
             for row in value
         )
+    if type(value) is dict and name in _NESTED:
+        return _NESTED[name](**{k: _freeze(v) for k, v in value.items()})
     return _freeze(value)
 
 
 def _freeze(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(tuple(v) if isinstance(v, list) else v for v in value)
+    if type(value) is list:
+        return tuple([tuple(v) if type(v) is list else v for v in value])
     return value
 
 

@@ -6,7 +6,6 @@ copy nested values, because it runs at every push: fields hold plain values and 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from paceline.protocol.messages import Message, Plain, message_from_wire
@@ -183,12 +182,12 @@ KINDS: dict[str, type[Message]] = {
 }
 
 
-_FIELD_NAMES = {kind: tuple(f.name for f in dataclasses.fields(c)) for kind, c in KINDS.items()}
-
-
 def data_to_wire(message: DataMessage) -> Plain:
-    kind = type(message).__name__
-    return {"kind": kind, **{name: getattr(message, name) for name in _FIELD_NAMES[kind]}}
+    plain: Plain = {"kind": type(message).__name__}
+    names: tuple[str, ...] = message.__match_args__
+    for name in names:
+        plain[name] = getattr(message, name)
+    return plain
 
 
 def data_from_wire(plain: object) -> DataMessage:

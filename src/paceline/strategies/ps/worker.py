@@ -286,7 +286,7 @@ class ParameterServerRunner(Runner):
             header = PushHeader(
                 worker=self.context.rank,
                 handle=self._handle,
-                missing=tuple(i for i, owner in enumerate(owners) if owner in missing),
+                missing=tuple(i for i, p in enumerate(owners) if p in missing) if missing else (),
                 options=tuple(options),
             )
             transport.push(header, self._outgoing[shard.lo : shard.hi])
