@@ -356,8 +356,8 @@ def test_every_micro_batch_goes_forward_and_back_once(
     ("text", "workers", "batch", "told"),
     [
         ("pipeline(stages=2)", 3, 12, "use 2 workers, or a multiple"),
-        ("pipeline(stages=2, micro=5)", 2, 16, "does not divide into 5 micro-batches"),
-        ("pipeline(stages=3, cut=a)", 3, 12, "needs 2 cuts, 1 given"),
+        ("pipeline(stages=2, micro=5)", 2, 16, "cannot be divided into 5 micro-batches"),
+        ("pipeline(stages=3, cut=a)", 3, 12, "requires 2 cuts, but 1 were given"),
     ],
 )
 def test_mistakes_are_one_line(text: str, workers: int, batch: int, told: str) -> None:

@@ -83,9 +83,9 @@ def test_names_are_taken_once() -> None:
     load_plugin_file(TOY)
     record = records()["mean"]
     registry.register_strategy(record)  # The same module: imported twice.
-    with pytest.raises(SpecError, match="a strategy named 'mean' exists already"):
+    with pytest.raises(SpecError, match="a strategy named 'mean' already exists"):
         registry.register_strategy(paceline.StrategyRecord(spec=other_mean(), pace="", worker=""))
-    with pytest.raises(SpecError, match="'mean' has no worker facet: it needs pace and worker"):
+    with pytest.raises(SpecError, match="'mean' has no worker facet; pace and worker are required"):
         registry.register_strategy(paceline.StrategyRecord(spec=record.spec, pace="x:y"))
 
 

@@ -443,7 +443,7 @@ def placeable(spec: Strategy, samples: int, batch: int, epochs: int) -> bool:
         ("switch(allreduce, ps, at=samples(95))", "at or beyond the end"),
         ("switch(allreduce, ps, at=samples(91))", "at or beyond the end"),
         ("switch(allreduce, ps, single, at=(samples(3), samples(7)))", "different batches"),
-        ("switch(allreduce, ps, single, at=(50%, 25%))", "one after another"),
+        ("switch(allreduce, ps, single, at=(50%, 25%))", "must be increasing"),
     ],
 )
 def test_points_that_cannot_be_placed_are_refused(text: str, complaint: str) -> None:

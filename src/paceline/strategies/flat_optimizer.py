@@ -1,10 +1,9 @@
-"""An optimizer's work on many small tensors as work on a few long ones.
+"""Runs an element-wise optimizer on a few long tensors instead of many small ones.
 
-Pieces that lie side by side in one buffer, with their gradients side by side in another, are one
-long row of numbers to an optimizer that treats numbers one by one. It then takes a handful of calls
-a step, however many tensors the model has. The pieces' own optimizer keeps the options and is the
-one whose slots are read and written; while rows are in use its slots are brought up to date on
-demand.
+Parameters that are adjacent in one buffer, with adjacent gradients in another, are one long row to
+an element-wise optimizer. It then needs a few calls per step, regardless of the number of tensors.
+The original optimizer keeps the options, and its slots are the ones that are read and written;
+while rows are in use, its slots are updated on demand.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from paceline.strategies.optimizer_traits import optimizer_traits
 
 @dataclass
 class FlatSegment:
-    """Neighbouring pieces of one type and one group of the optimizer; what lies between is 0."""
+    """Adjacent parameters of one dtype and parameter group; the padding between them is 0."""
 
     weights: torch.nn.Parameter
     pieces: list[tuple[torch.nn.Parameter, int]]
-    """And where each begins."""
+    """Parameters and their offsets."""
     group: int
 
 
 class FlatOptimizer:
-    """Steps rows in place of the pieces of `optimizer`."""
+    """Steps rows instead of the parameters of `optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rows: Sequence[FlatSegment]) -> None:
         self._pieces = optimizer
@@ -47,7 +46,10 @@ class FlatOptimizer:
     def from_optimizer(
         cls, optimizer: torch.optim.Optimizer, rows: Sequence[FlatSegment]
     ) -> FlatOptimizer | None:
-        """With what the pieces' optimizer remembers; None where pieces of a row differ in it."""
+        """Creates it with the optimizer's state.
+
+        None if parameters of a row have different states.
+        """
         # The slot of a scalar cannot be distinguished from a step count that is kept next to it.
         scalar = any(piece.dim() == 0 for row in rows for piece, _ in row.pieces)
         if scalar or not optimizer_traits(optimizer).flattenable:
@@ -60,20 +62,20 @@ class FlatOptimizer:
                 return None
             if slots:
                 made._flat.state[row.weights] = slots
-        made.write_back()  # what the pieces had of their own is not kept beside the rows
+        made.write_back()  # the original slots are replaced by views of the rows
         return made
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One gradient a row (None: it stays as it is), with the options of the pieces."""
+        """Steps with one gradient per row (None skips it), with the optimizer's options."""
         for row, gradient in zip(self._rows, gradients, strict=True):
             row.weights.grad = gradient
         for mine, group in zip(self._flat.param_groups, self._used, strict=True):
-            told = self._pieces.param_groups[group]
-            mine.update({k: v for k, v in told.items() if k != "params"})
+            options = self._pieces.param_groups[group]
+            mine.update({k: v for k, v in options.items() if k != "params"})
         self._flat.step()
 
     def write_back(self) -> None:
-        """The pieces' slots as they are now: parts of the rows', where they are as long."""
+        """Writes the current slots of the rows back to the parameters, as views where possible."""
         for row in self._rows:
             kept = self._flat.state.get(row.weights, {})
             if not kept:
@@ -93,7 +95,7 @@ def _part(value: Any, row: FlatSegment, piece: torch.nn.Parameter, start: int) -
 
 
 def _join(row: FlatSegment, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Slots of a row, made of its pieces'; None where they cannot be one."""
+    """Joins the slots of a row's parameters; None if they cannot be joined."""
     joined: dict[str, Any] = {}
     first = states[0]
     if any(state.keys() != first.keys() for state in states):

@@ -1,7 +1,7 @@
-"""What strategies share that split a model: workers in replicas, each worker a part of one.
+"""Base class of strategies that split a model: each worker holds a part of a replica.
 
 Worker r is part r % parts of replica r // parts. All parts of a replica compute on the same rows;
-one of them has those rows in the ledger, the others' shares are empty.
+one of them holds those rows in the ledger, and the shares of the others are empty.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.strategies.runner import Runner, WorkerContext, average_running_st
 
 
 class ModelParallelRunner(Runner):
-    """Replicas sum the gradients of each part among the workers that hold it, its twins."""
+    """Sums the gradients of each part in its data-parallel group."""
 
     def __init__(self, spec: ModelParallel, around: WorkerContext) -> None:
         super().__init__(around)
         model = self.replica.model
         reject_non_cpu(spec.name, model)
         if self.replica.reduce_in_backward:
-            raise UsageError(f"{spec.name} splits the model: a loop of your own needs it whole")
-        if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
             raise UsageError(
-                f"{spec.name} splits plain torch models: a Keras model has to stay whole"
+                f"{spec.name} splits the model and does not support custom training loops"
             )
+        if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
+            raise UsageError(f"{spec.name} splits torch models and does not support Keras models")
         reject_compiled(spec.name, model)
         self._word = spec.name
         self._parts = spec.model_parts
@@ -41,7 +41,7 @@ class ModelParallelRunner(Runner):
         self._replica = around.rank // spec.model_parts
         self._replicas = around.size // spec.model_parts
         self._first = around.rank - self._part
-        """The rank of this replica's first part."""
+        """Rank of this replica's first part."""
         self._loss_part = spec.loss_part
         self._shares = spec.batch_weights(around.size)
         self._data_parallel_group = around.group.new_subgroup(
@@ -52,11 +52,11 @@ class ModelParallelRunner(Runner):
         )
 
     def rows_for(self, lease: Lease) -> Lease:
-        """All parts of a replica read the rows that one of them answers for."""
+        """Returns the rows of the part that holds the lease; all parts of a replica read them."""
         if lease.row_ranges:
             raise UsageError(
-                f"{self._word}: all parts of a model read the same rows, and data that is dealt in "
-                "blocks is read by one worker: use --shard sample"
+                f"{self._word}: all parts of a model read the same rows, but data that is read in "
+                "blocks is assigned to single workers; use --shard sample"
             )
         cuts = split_batch(lease.stop - lease.start, self.context.size, self._shares)
         one = self._first + self._loss_part
@@ -74,8 +74,8 @@ class ModelParallelRunner(Runner):
         raise NotImplementedError
 
     def average_buffers(self, samples: int) -> None:
-        """Statistics of a part are averaged over its twins."""
-        # Only one part of a replica counts samples; the others saw as many.
+        """Averages the statistics of a part over its data-parallel group."""
+        # Only one part of a replica counts samples; the others processed the same number.
         counts = torch.zeros(self._replicas, dtype=torch.int64)
         counts[self._replica] = samples
         self.context.group.all_reduce(counts)
@@ -85,14 +85,14 @@ class ModelParallelRunner(Runner):
         average_running_stats(mine, self._data_parallel_group, int(counts[self._replica]))
 
     def checksum(self) -> str:
-        """Of the parts of this replica together: every worker tells that of a whole model."""
+        """Returns the checksum of a whole replica, from the checksums of its parts."""
         mine = checksum(Section({name: t.detach() for name, t in self.owned_tensors()}))
-        told = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
-        parts = [s.plain["digest"] for s in told[self._first : self._first + self._parts]]
+        gathered = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
+        parts = [s.plain["digest"] for s in gathered[self._first : self._first + self._parts]]
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def clip(self, owned: list[torch.nn.Parameter], here: list[torch.nn.Parameter]) -> None:
-        """By the norm over all parts, each parameter counted once; replicas agree by now."""
+        """Clips by the norm over all parts, with each parameter counted once."""
         limit = self.replica.clip
         if limit is None:
             return
@@ -106,20 +106,20 @@ class ModelParallelRunner(Runner):
 
 
 def reject_compiled(word: str, model: torch.nn.Module) -> None:
-    """What is computed is made of the model's parts, which nobody has compiled."""
+    """Raises UsageError for settings that a split model does not support."""
     if model._compiled_call_impl is not None:
-        raise UsageError(f"{word} takes the model apart: leave compile out")
+        raise UsageError(f"{word} splits the model and does not support compile; remove it")
 
 
 def reject_non_cpu(word: str, model: torch.nn.Module) -> None:
     if any(p.device.type != "cpu" for p in model.parameters()):
-        raise UsageError(f"{word}: parts of a model exchange in the processor's memory: device cpu")
+        raise UsageError(f"{word} exchanges parts of a model in CPU memory; use --device cpu")
 
 
 def all_reduce_gradients(
     parameters: list[torch.nn.Parameter], group: CollectiveGroup | None
 ) -> int:
-    """Over the workers of a group, in place, those without one giving zeros; bytes handed over."""
+    """Sums gradients in place over a group; missing ones count as zero. Returns the bytes sent."""
     if group is None or group.size == 1 or not parameters:
         return 0
     used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0])
@@ -129,6 +129,6 @@ def all_reduce_gradients(
     sizes = [p.numel() for p in parameters]
     *sums, used = torch.split(flat, [*sizes, len(parameters)])
     for parameter, part, anybody in zip(parameters, sums, used.tolist(), strict=True):
-        # What nobody used keeps no gradient: the optimizer then leaves it alone.
+        # A parameter that no worker used has no gradient, and the optimizer skips it.
         parameter.grad = part.view_as(parameter) if anybody else None
     return flat.nbytes

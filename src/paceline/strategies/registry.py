@@ -1,8 +1,8 @@
-"""One record per strategy: its spec, and where to find what it does.
+"""Registry of strategies: one record with the spec and the facets of each strategy.
 
 A facet is named as `module:attribute` and imported on first use, so that nothing here needs torch.
-A strategy without an optional facet can still train: whoever asks for the facet gets a UsageError
-that names it.
+A strategy without an optional facet can still train; requests for the facet raise a UsageError that
+names it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ BASELINE = "single"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRecord:
-    """What is known of a strategy without importing torch; facets are `module:attribute`."""
+    """Properties of a strategy without importing torch; facets are `module:attribute`."""
 
     spec: type[Strategy]
     pace: str | None = None
     """`make_pace(spec, context: PaceContext) -> Pace`; required of a strategy that is ever active,
     which all but a switch are."""
     worker: str | Mapping[str, str] | None = None
-    """A `Runner` class, or one per `Strategy.worker_variant`; required likewise."""
+    """A `Runner` class, or one per `Strategy.worker_variant`; required like `pace`."""
     simulate: str | None = None
     """What the twin needs."""
     cost: str | None = None
@@ -74,7 +74,7 @@ _registered: dict[str, StrategyRecord] = {}
 
 
 class _Records(Mapping[str, StrategyRecord]):
-    """Records by name; a strategy of the package is imported when its record is asked for."""
+    """Records by name; built-in strategies are imported when their record is requested."""
 
     def __getitem__(self, name: str) -> StrategyRecord:
         if name in _BUILT_IN:
@@ -113,7 +113,7 @@ def records() -> Mapping[str, StrategyRecord]:
 
 
 def register_strategy(record: StrategyRecord) -> None:
-    """Make a strategy known by its name; raises SpecError when the name is taken.
+    """Registers a strategy. Raises SpecError if the name is taken.
 
     Call it in the module that defines the spec: the processes of a run import that module. The
     same module may register its strategy again, as it does when it is imported twice.
@@ -121,10 +121,10 @@ def register_strategy(record: StrategyRecord) -> None:
     name = record.name
     taken = _registered.get(name)
     if name in _BUILT_IN or (taken is not None and taken.spec.__module__ != record.spec.__module__):
-        raise SpecError(f"a strategy named {name!r} exists already: choose another name")
+        raise SpecError(f"a strategy named {name!r} already exists; choose another name")
     if record.pace is None or record.worker is None:
         missing = "pace" if record.pace is None else "worker"
-        raise SpecError(f"strategy {name!r} has no {missing} facet: it needs pace and worker")
+        raise SpecError(f"strategy {name!r} has no {missing} facet; pace and worker are required")
     _registered[name] = record
 
 
@@ -132,7 +132,7 @@ _FILE_PREFIX = re.compile(r"\s*(.+?\.py):(.*)", re.DOTALL)
 
 
 def parse_strategy(text: str | Strategy) -> Strategy:
-    """The strategy that a text names; a strategy is returned as it is.
+    """Parses a strategy; a `Strategy` is returned unchanged.
 
     `gossip.py:gossip(h=4)` first imports the file, which registers what the rest names.
     """
@@ -146,12 +146,12 @@ def parse_strategy(text: str | Strategy) -> Strategy:
 
 
 def strategy_from_value(value: Value) -> Strategy:
-    """The strategy that a parsed name or call describes, as inside `switch(...)`."""
+    """Returns the strategy of a parsed name or call, as inside `switch(...)`."""
     return spec_from_call(value, _SPEC_TYPES, "strategy")
 
 
 def parse_strategies(text: str) -> list[Strategy]:
-    """Read `S; S; ...` as `--strategies` takes it."""
+    """Parses `S; S; ...`, the format of `--strategies`."""
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
         raise SpecError('--strategies is empty: write "single; allreduce; ps"')
@@ -159,7 +159,7 @@ def parse_strategies(text: str) -> list[Strategy]:
 
 
 def make_pace(spec: Strategy, context: PaceContext) -> Pace:
-    """How work is distributed while `spec` is active."""
+    """Creates the pace of `spec`, which distributes work while it is active."""
     path = _record_of(spec).pace
     assert path is not None, f"{spec.name} is never active itself"
     make: Callable[[Strategy, PaceContext], Pace] = _load(path)
@@ -167,7 +167,7 @@ def make_pace(spec: Strategy, context: PaceContext) -> Pace:
 
 
 def make_runner(spec: Strategy, context: WorkerContext, phase: PhaseContext) -> Runner:
-    """The worker side of `spec` for one phase of the run; imports torch."""
+    """Creates the worker side of `spec` for one phase of the run; imports torch."""
     worker = _record_of(spec).worker
     assert worker is not None, f"{spec.name} is never active itself"
     path = worker if isinstance(worker, str) else worker[spec.worker_variant(context.size)]
@@ -176,7 +176,7 @@ def make_runner(spec: Strategy, context: WorkerContext, phase: PhaseContext) -> 
 
 
 def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
-    """When to change phase; raises SpecError for a rule that this run cannot follow."""
+    """Creates the switch policy of `spec`. Raises SpecError for unsupported rules."""
     path = _record_of(spec).policy
     if path is None:
         return NeverSwitch()
@@ -185,24 +185,24 @@ def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
 
 
 def simulation(spec: Strategy) -> Any:
-    """The simulate facet; raises UsageError where a strategy has none."""
+    """Returns the simulate facet. Raises UsageError if there is none."""
     return _load(_required(spec, "simulate", "simulated"))
 
 
 def cost(spec: Strategy) -> Any:
-    """The cost facet; raises UsageError where a strategy has none."""
+    """Returns the cost facet. Raises UsageError if there is none."""
     return _load(_required(spec, "cost", "planned"))
 
 
 def plugins_of(spec: Strategy) -> tuple[Plugin, ...]:
-    """What another process imports to know `spec`, its phases and their codecs."""
+    """Returns the plugins that another process needs for `spec`, its phases and codecs."""
     modules = {type(part).__module__ for part in _parts_of(spec)}
     foreign = sorted(m for m in modules if m.partition(".")[0] != "paceline")
     return tuple(plugin_for(module) for module in foreign)
 
 
 def _parts_of(spec: Spec) -> Iterator[Spec]:
-    """A spec and every spec in its fields."""
+    """Yields a spec and all specs in its fields."""
     yield spec
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
@@ -213,7 +213,7 @@ def _parts_of(spec: Spec) -> Iterator[Spec]:
 
 def _record_of(spec: Strategy) -> StrategyRecord:
     if spec.name not in _RECORDS:
-        raise UsageError(f"strategy {spec.name!r} is not registered: call register_strategy first")
+        raise UsageError(f"strategy {spec.name!r} is not registered; call register_strategy first")
     return _RECORDS[spec.name]
 
 

@@ -1,4 +1,4 @@
-"""The seam for a strategy: what a runner is given, and what it must be able to do."""
+"""Interface of the worker side of a strategy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 INNER_PREFIX = "inner/"
-"""Begins the names of what a worker's local optimizer remembers; a switch ends that."""
+"""Prefix of the local optimizer state of a worker, which is dropped at a switch."""
 
 
 class Replica:
-    """A worker's copy of the model, and the optimizer whose hyper-parameters are in force."""
+    """A worker's copy of the model, and the optimizer with the current hyper-parameters."""
 
     def __init__(
         self,
@@ -39,26 +39,26 @@ class Replica:
         self.model = model
         self.optimizer = optimizer
         self.apply_gradients: Callable[[], object] = optimizer.step
-        """The optimizer's own step; a user's loop gets another one in its place."""
+        """The optimizer's original step, which is replaced in custom training loops."""
         self.clip = clip
         self.reduce_in_backward = reduce_in_backward
-        """A user's own loop may look at gradients as soon as backward() returns."""
+        """True for custom training loops, which may read gradients after backward()."""
         self.exclusive = exclusive
-        """Whether the model belongs to one runner, which may keep its weights in own buffers."""
+        """True if the model belongs to one runner, which may move its weights to other buffers."""
         self.bucket_layout: list[list[str]] | None = None
-        """How gradients are grouped for the exchange; fixed for a run, kept in checkpoints."""
+        """Bucket layout of gradients; fixed for a run and stored in checkpoints."""
         self.comm_backend: str | None = None
-        """How they are summed, `shared` or `network`; fixed likewise, once it was chosen."""
+        """Backend of the sums, `shared` or `network`; fixed once it is chosen."""
         names = {p: n for n, p in model.named_parameters()}
         self.trained: list[tuple[str, torch.nn.Parameter]] = []
-        """What the optimizer updates, in the model's order; tied parameters once."""
+        """Parameters that the optimizer updates, in the model's order; tied parameters once."""
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         self.trained = [(n, p) for p, n in names.items() if p in mine and p.requires_grad]
 
 
 @dataclass
 class TrainStep:
-    """One step of this worker: its lease, and what came out of it."""
+    """One step of this worker: its lease and its results."""
 
     lease: Lease
     step: int
@@ -67,7 +67,7 @@ class TrainStep:
 
     @property
     def weight(self) -> float:
-        """This worker's share of the update's samples."""
+        """Returns this worker's fraction of the update's samples."""
         return self.lease.samples / self.lease.batch
 
 
@@ -85,7 +85,7 @@ class CommReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseContext:
-    """What changes from phase to phase."""
+    """Settings of one phase."""
 
     servers: tuple[tuple[str, int], ...] = ()
     """Addresses of the parameter servers."""
@@ -95,7 +95,7 @@ class PhaseContext:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a runner works with: the same for the whole run, but for `phase`."""
+    """Environment of a runner; constant for the whole run except `phase`."""
 
     rank: int
     size: int
@@ -111,14 +111,14 @@ class WorkerContext:
 
 
 class Runner(ABC):
-    """Lives in a worker while its strategy is in force. Every wait has a deadline.
+    """Worker side of a strategy, while it is active. Every wait has a deadline.
 
     The order of calls: `import_state`, then steps (`begin_step`, gradients, `finish_step`), then
-    `settle` at each quiesce, `export_state` when the state is wanted, `close`.
+    `settle` at each quiesce, `export_state` when the state is needed, `close`.
     """
 
     communicates_in_backward = False
-    """Gradients are on their way when backward returns: nobody may change them then."""
+    """True if gradients are being sent when backward returns and must not be changed."""
 
     def __init__(self, around: WorkerContext) -> None:
         self.context = around
@@ -127,18 +127,18 @@ class Runner(ABC):
 
     @abstractmethod
     def import_state(self, state: Section) -> None:
-        """Take over the global state; afterwards training can go on from it."""
+        """Imports the global state; training continues from it."""
 
     def rows_for(self, lease: Lease) -> Lease:
-        """The rows that this worker reads for a lease: those of its own share."""
+        """Returns the lease whose rows this worker reads, by default its own share."""
         return lease
 
     def begin_step(self, work: TrainStep) -> None:
-        """Make the weights ready for a forward pass."""
+        """Prepares the weights for a forward pass."""
         return
 
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
-        """Forward and backward; without rows there is nothing to compute, yet a part to play."""
+        """Runs forward and backward; without rows there is nothing to compute."""
         if batch is None:
             return StepStats(0, 0, 0.0, 0)
         inputs, targets = batch
@@ -152,71 +152,71 @@ class Runner(ABC):
 
     @abstractmethod
     def finish_step(self, work: TrainStep) -> None:
-        """Gradients are ready (none for an empty share): exchange and update as one operation."""
+        """Exchanges gradients (none for an empty share) and updates the weights."""
 
     def sync_weights(self, version: int) -> None:
-        """All work is done: bring the newest weights into this worker's model."""
+        """Copies the latest weights to this worker's model at a quiesce."""
         return
 
     @abstractmethod
     def export_state(self) -> Section:
-        """The whole global state, on every worker. Called only when settled."""
+        """Returns the whole global state on every worker; only valid after `settle`."""
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-        """The global state for worker 0 to write down, and what of it lies with other workers.
+        """Yields the global state for worker 0 to write, and its tensors on other workers.
 
-        Everybody calls it. Tensors that lie elsewhere come when worker 0 asks for them, in the
-        order of the dictionary; the others send theirs on leaving. `slots`: the optimizer's too.
+        All workers call it. Remote tensors are received when worker 0 fetches them, in the order of
+        the dictionary; the others send theirs on exit. `slots` includes those of the optimizer.
         """
         yield self.export_state() if slots else Section(), {}
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """Of what is evaluated: which part is this worker's, and of how many."""
+        """Returns this worker's part of an evaluation, and the number of parts."""
         return self.context.rank, self.context.size
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """The model's output; None where another worker has it."""
+        """Returns the model's output; None if another worker has it."""
         output: torch.Tensor = self.replica.model(inputs)
         return output
 
     def average_buffers(self, samples: int) -> None:
-        """Average running statistics over the workers, by the samples each has seen since."""
+        """Averages running statistics over the workers, weighted by their samples."""
         average_running_stats(persistent_buffers(self.replica.model), self.context.group, samples)
 
     def checksum(self) -> str:
-        """Of weights and buffers as they are now: the same on all workers, or something is odd."""
+        """Returns a checksum of weights and buffers, which must be equal on all workers."""
         return model_checksum(self.replica.model)
 
     def export_local_state(self) -> Section:
-        """What this worker alone must remember (residuals, inner optimizers)."""
+        """Returns the per-worker state (residuals, inner optimizers)."""
         return Section()
 
     def import_local_state(self, own: Section) -> None:
         return
 
     def pop_grad_norms(self) -> tuple[float, float, float, float] | None:
-        """Squared gradient norms of the last step, where they were measured; see Measured."""
+        """Squared gradient norms of the last step, if measured; see `StepStats`."""
         return None
 
     def pop_overlapped_us(self) -> int | None:
-        """Microseconds of the last step's exchange behind computing; None if not measured."""
+        """Microseconds of the last step's exchange hidden by compute; None if not measured."""
         return None
 
     @property
     def bytes_received(self) -> int:
-        """Payload that came from servers; what comes out of a collective is in `bytes_sent`."""
+        """Payload received from servers; collectives are counted in `bytes_sent`."""
         return 0
 
     @property
     def bytes_sent(self) -> int:
-        """Payload that this worker has handed to collectives or sent to servers."""
+        """Payload passed to collectives or sent to servers."""
         return 0
 
     @property
     def uncompressed_bytes(self) -> int:
-        """What it would have been without a codec."""
+        """Payload without a codec."""
         return self.bytes_sent
 
     def comm_report(self) -> CommReport | None:
@@ -224,11 +224,11 @@ class Runner(ABC):
         return None
 
     def optimizer_path(self) -> str | None:
-        """How the optimizer's work is divided, and why, for the log; None if it is not divided."""
+        """Describes how the optimizer's work is divided, for the log; None if it is not."""
         return None
 
     def model_part(self) -> dict[str, object] | None:
-        """Which part of the model this worker had, where it had not all of it."""
+        """Describes this worker's part of the model, if it does not have all of it."""
         return None
 
     def close(self) -> None:
@@ -244,9 +244,9 @@ def model_checksum(model: torch.nn.Module) -> str:
 def average_running_stats(
     buffers: dict[str, torch.Tensor], group: CollectiveGroup, samples: int
 ) -> None:
-    """Average BatchNorm's running statistics over the workers, by the samples each has seen.
+    """Averages BatchNorm's running statistics over the workers, weighted by their samples.
 
-    Counters (num_batches_tracked) take the largest value. One worker's buffers stay as they are.
+    Counters (num_batches_tracked) take the maximum. With one worker, buffers are unchanged.
     """
     if group.size == 1:
         return
@@ -273,14 +273,14 @@ def average_running_stats(
 
 
 def step_optimizer(replica: Replica) -> None:
-    """Clip if the job says so, then update: gradients are complete."""
+    """Clips complete gradients if configured, then updates."""
     if replica.clip is not None:
         torch.nn.utils.clip_grad_norm_([p for _, p in replica.trained], replica.clip)
     replica.apply_gradients()
 
 
 def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]) -> None:
-    """As torch's clip_grad_norm_, for a part of gradients whose squared norm in all is known."""
+    """Scales a part of the gradients like clip_grad_norm_, given the total squared norm."""
     factor = limit / (square**0.5 + 1e-6)
     if factor < 1:
         for gradient in gradients:
@@ -288,7 +288,7 @@ def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]
 
 
 def as_peer_lost(error: RuntimeError, where: str) -> Exception:
-    """A peer that is gone shows as an error of the exchange; anything else stays what it is."""
+    """Converts an error of the exchange to PeerLost; returns other errors unchanged."""
     if "gloo" in str(error).lower() or "connection" in str(error).lower():
-        return PeerLost(f"an exchange {where} broke ({error})")
+        return PeerLost(f"an exchange {where} failed ({error})")
     return error

@@ -1,4 +1,4 @@
-"""State that lies on several workers, handed in to worker 0 tensor by tensor."""
+"""Gathers state that is distributed over workers, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from paceline.errors import PeerLost
 from paceline.state import RemoteTensor, Section
 
 TAG = 1 << 24
-"""Begins the tags of state on its way: no activation has one as high."""
+"""First tag of state transfers, above all tags of activations."""
 
 
 @contextmanager
 def gather_to_rank0(
     group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
 ) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-    """What this worker has, and what the others have; no name is given by two workers.
+    """Yields this worker's state and the remote state; no name occurs on two workers.
 
-    Everybody calls it. Worker 0 fetches what is distant inside the context, in its order; the
-    others send on leaving theirs. `slots` are those that are no tensors.
+    All workers call it. Worker 0 fetches remote tensors inside the context, in order; the others
+    send on exit. `slots` are those that are not tensors.
     """
     forms = {k: [list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in mine.items()}
-    told = all_gather_sections(Section(plain={"forms": forms, "slots": dict(slots)}), group)
+    gathered = all_gather_sections(Section(plain={"forms": forms, "slots": dict(slots)}), group)
     distant: dict[str, RemoteTensor] = {}
     plain: dict[str, Any] = {}
-    for rank, section in enumerate(told):
+    for rank, section in enumerate(gathered):
         for name, values in section.plain["slots"].items():
             plain.setdefault(name, {}).update(values)
         for key, (shape, dtype) in section.plain["forms"].items() if rank else ():
@@ -44,7 +44,7 @@ def gather_to_rank0(
                 value = mine[key].detach().contiguous().reshape(-1)
                 group.isend(value, 0, TAG + place).wait()
             except RuntimeError as error:
-                raise PeerLost(f"worker 0 does not take {key} ({error})") from None
+                raise PeerLost(f"worker 0 did not receive {key} ({error})") from None
 
 
 def _distant(
@@ -57,7 +57,7 @@ def _distant(
         try:
             group.recv(value, rank, tag)
         except RuntimeError as error:
-            raise PeerLost(f"worker {rank} does not hand in its state ({error})") from None
+            raise PeerLost(f"worker {rank} did not send its state ({error})") from None
         return value
 
     return RemoteTensor(torch.Size(shape), kind, fetch)
@@ -66,7 +66,7 @@ def _distant(
 def gather_to_all(
     group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
 ) -> Section:
-    """The same for everybody, whole: for a strategy that goes on with all of it."""
+    """Gathers the whole state on all workers, for a strategy that continues with all of it."""
     merged = Section()
     plain: dict[str, Any] = {}
     for section in all_gather_sections(Section(dict(mine), {"slots": dict(slots)}), group):
@@ -79,6 +79,6 @@ def gather_to_all(
 
 
 def parameter_of_key(key: str) -> str:
-    """The parameter or buffer that a tensor of the state belongs to."""
+    """Returns the parameter or buffer that a tensor of the state belongs to."""
     kind, _, name = key.partition("/")
     return name.rpartition("/")[0] if kind == "slots" else name

@@ -1,8 +1,8 @@
-"""allreduce(shard=...): what replicas need not hold twice, each holds a part of.
+"""Worker side of allreduce(shard=...): optimizer state, or all state, is sharded.
 
-`optimizer`: every worker updates some parameters, keeps their optimizer state alone and gives the
-others the new weights. `full`: weights and gradients too are in shards (torch's FSDP); a layer's
-weights are whole only while it computes.
+`optimizer`: each worker updates some parameters, holds only their optimizer state and broadcasts
+the new weights. `full`: weights and gradients are sharded, too (torch's FSDP); the weights of a
+layer are complete only while it computes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, par
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16
-"""Layers with fewer are gathered together with what is around them."""
+"""Layers with fewer bytes are gathered together with their parent."""
 
 
 def assign_owners(parameters: list[tuple[str, torch.nn.Parameter]], workers: int) -> dict[str, int]:
-    """The worker that updates each: the largest first, always to who has least."""
+    """Assigns each parameter to a worker: the largest first, to the least loaded worker."""
     loads = [0] * workers
     owners = {}
     for name, parameter in sorted(parameters, key=lambda item: (-item[1].numel(), item[0])):
@@ -65,7 +65,7 @@ def assign_owners(parameters: list[tuple[str, torch.nn.Parameter]], workers: int
 
 
 class ShardedOptimizerRunner(AllReduceRunner):
-    """As allreduce, but each parameter is updated by one worker, who sends it to the others."""
+    """Like allreduce, but each parameter is updated by one worker, which broadcasts it."""
 
     can_share_weights = False
 
@@ -89,7 +89,7 @@ class ShardedOptimizerRunner(AllReduceRunner):
         try:
             self._broadcast_updated()
         except RuntimeError as error:
-            raise PeerLost(f"new weights of step {work.step} did not come ({error})") from None
+            raise PeerLost(f"new weights of step {work.step} did not arrive ({error})") from None
 
     def _broadcast_updated(self) -> None:
         for owner in range(self.context.size):
@@ -128,7 +128,7 @@ class ShardedOptimizerRunner(AllReduceRunner):
             yield handed
 
     def _slots(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Of the parameters that this worker updates."""
+        """Returns the slots of the parameters that this worker updates."""
         rank, owners = self.context.rank, self._owners
         return (
             {
@@ -145,7 +145,7 @@ class ShardedOptimizerRunner(AllReduceRunner):
 
 
 class FullyShardedRunner(Runner):
-    """A copy of the model whose weights torch keeps in shards; the model itself is left empty."""
+    """Trains a copy of the model that torch shards; the original model is emptied."""
 
     def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
         super().__init__(around)
@@ -153,14 +153,14 @@ class FullyShardedRunner(Runner):
         reject_non_cpu("allreduce(shard=full)", model)
         reject_compiled("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
-            raise UsageError("allreduce(shard=full): a loop of your own needs the model whole")
+            raise UsageError("allreduce(shard=full) does not support custom training loops")
         if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
-            raise UsageError("allreduce(shard=full): a Keras model has to stay whole")
+            raise UsageError("allreduce(shard=full) does not support Keras models")
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise UsageError(
-                    f"allreduce(shard=full): parameter {name} is a single number, which torch "
-                    "cannot shard: give it the shape (1,)"
+                    f"allreduce(shard=full): parameter {name} is a scalar, which torch "
+                    "cannot shard; use the shape (1,)"
                 )
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -171,7 +171,7 @@ class FullyShardedRunner(Runner):
         return f"each worker updates its shard of every parameter: {reason}"
 
     def import_state(self, state: Section) -> None:
-        """Weights move into shards: the model's own memory is let go."""
+        """Moves the weights into shards and frees the memory of the model."""
         slots = slots_by_parameter(state)
         names = [name for name, _ in self.replica.model.named_parameters()]
         weights = {name: state.tensors[f"weights/{name}"] for name in names}
@@ -190,7 +190,7 @@ class FullyShardedRunner(Runner):
                 self._optimizer.state[parameter] = kept
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This worker's rows of a tensor; the last workers may have none."""
+        """Returns this worker's rows of a tensor; the last workers may have none."""
         chunks = whole.chunk(self.context.size, dim=0)
         rank = self.context.rank
         return chunks[rank] if rank < len(chunks) else whole[:0]
@@ -205,18 +205,18 @@ class FullyShardedRunner(Runner):
     # ---- a step -------------------------------------------------------------------------------
 
     def rows_for(self, lease: Lease) -> Lease:
-        """A worker without a share reads one row, to compute along."""
+        """Returns the lease to read; a worker with an empty share reads one row to take part."""
         if lease.samples or lease.row_ranges:
             return lease
         return dataclasses.replace(lease, lo=lease.start, hi=lease.start + 1)
 
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         assert self._model is not None
-        # Gathering a layer takes everybody: a row that counts nothing, and leaves no statistics.
+        # All workers must gather a layer: use a row with weight 0 that leaves no statistics.
         self._model.train(work.lease.samples > 0)
         if batch is None:
             raise UsageError(
-                "allreduce(shard=full): a batch of data dealt in blocks gives a worker no rows: "
+                "allreduce(shard=full): a worker has no rows of a batch that is read in blocks; "
                 "use --shard sample"
             )
         inputs, targets = batch
@@ -225,7 +225,7 @@ class FullyShardedRunner(Runner):
             output = self._model(inputs)
             loss = loss_of(output, targets)
             self.clock.enter(BACKWARD)
-            # It averages over the workers, each of whom has a share of the batch.
+            # FSDP averages over the workers, each with a share of the batch.
             torch.autograd.backward(loss * (work.weight * self.context.size))
         except RuntimeError as error:
             raise as_peer_lost(error, f"inside step {work.step}") from None
@@ -261,7 +261,7 @@ class FullyShardedRunner(Runner):
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """Everybody sees every row, because a layer is gathered by all at the same time."""
+        """All workers evaluate every row, because all must gather a layer together."""
         return 0, 1
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
@@ -276,18 +276,18 @@ class FullyShardedRunner(Runner):
     def checksum(self) -> str:
         assert self._model is not None
         mine = {n: _local(p).detach() for n, p in self._model.named_parameters()}
-        told = all_gather_sections(
+        gathered = all_gather_sections(
             Section(plain={"digest": checksum(Section(mine))}), self.context.group
         )
-        return " ".join(s.plain["digest"] for s in told)
+        return " ".join(s.plain["digest"] for s in gathered)
 
     def _state(self, *, slots: bool) -> Section:
-        """As `capture` has it; tensors are torch's, in shards."""
+        """Returns the state like `state_from_model`, with sharded tensors."""
         assert self._model is not None
         assert self._optimizer is not None
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may have left weights whole
+                module.reshard()  # an evaluation may have left weights gathered
         section = Section()
         for name, parameter in self._model.named_parameters():
             section.tensors[f"weights/{name}"] = parameter.detach()
@@ -313,11 +313,11 @@ class FullyShardedRunner(Runner):
         }
         yield Section(plain, section.plain), distant
         if self.context.rank:
-            for tensor in sharded.values():  # gathering it takes everybody
+            for tensor in sharded.values():  # all workers must gather it
                 try:
                     _whole(tensor)
                 except RuntimeError as error:
-                    raise PeerLost(f"worker 0 does not take the state ({error})") from None
+                    raise PeerLost(f"worker 0 did not receive the state ({error})") from None
 
     @property
     def bytes_sent(self) -> int:
@@ -329,13 +329,13 @@ class FullyShardedRunner(Runner):
         return {"part": self.context.rank, "parts": self.context.size, "weight_bytes": held}
 
     def close(self) -> None:
-        """Whoever comes next gets a model with room for all weights."""
+        """Allocates the weights of the model again, for the next strategy."""
         for parameter in self.replica.model.parameters():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
 def fsdp_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
-    """The same model with FSDP under it; buffers are those of the model itself."""
+    """Returns a copy of the model with FSDP; buffers are shared with the model."""
     copied = copy.deepcopy(model)
     for mine, theirs in zip(copied.modules(), model.modules(), strict=True):
         mine._buffers.update(theirs._buffers)
@@ -347,7 +347,7 @@ def fsdp_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
 
 
 def fsdp_units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers that are gathered by themselves: large enough, and with weights of their own."""
+    """Returns layers that are gathered separately: large enough, with weights not shared."""
     uses: dict[torch.nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -378,7 +378,9 @@ def copy_optimizer(replica: Replica, model: torch.nn.Module) -> torch.optim.Opti
         kind: Any = type(replica.optimizer)
         made: torch.optim.Optimizer = kind(groups)
     except TypeError as error:
-        raise UsageError(f"allreduce(shard=full): the optimizer has no copy: {error}") from None
+        raise UsageError(
+            f"allreduce(shard=full): the optimizer cannot be copied: {error}"
+        ) from None
     return made
 
 

@@ -1,4 +1,4 @@
-"""allreduce as data: gradients averaged over all workers at every step."""
+"""Spec of allreduce: gradients averaged over all workers at every step."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class AllReduce(Strategy):
     def __post_init__(self) -> None:
         if self.shard == "full" and (self.codec is not None or self.via != "auto"):
             raise SpecError(
-                "allreduce(shard=full) exchanges by torch's collectives: leave codec and via out"
+                "allreduce(shard=full) uses torch collectives and does not support codec or via; "
+                "remove them"
             )
         if self.via == "shared" and self.codec is not None:
             raise SpecError(
-                "allreduce(via=shared) sends nothing that a codec could make smaller: leave one out"
+                "allreduce: via=shared and codec cannot be combined (nothing is sent over the "
+                "network); remove one of them"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""allreduce: every worker computes its share, gradients are summed, everybody updates alike."""
+"""Worker side of allreduce: gradients are summed, and all workers apply the same update."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerCont
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 OVERLAP_EVERY_STEPS = 8
-"""Steps between two measurements of what the exchange hides behind backward."""
+"""Steps between two measurements of the overlap of exchange and backward."""
 NORMS_EVERY = 16
-"""Steps between two measurements of the gradient's norms, from which its noise is told."""
+"""Steps between two measurements of gradient norms, for the noise scale."""
 
 
 class AllReduceRunner(Runner):
-    """A worker that dies breaks the collective for all: the others raise PeerLost at once."""
+    """If a worker dies, the collective fails and the others raise PeerLost immediately."""
 
     communicates_in_backward = True
     can_share_weights = True
-    """Workers of one machine may have their weights in common."""
+    """Workers of one machine may share their weights."""
 
     def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
         super().__init__(around)
@@ -34,7 +34,7 @@ class AllReduceRunner(Runner):
         self._common: SharedModelWeights | None = None
         self._comm_report: CommReport | None = None
         self._count = 0
-        """Steps so far, the same on every worker."""
+        """Number of steps so far, the same on every worker."""
         if around.size > 1 or spec.codec is not None:
             if self.replica.bucket_layout is None:
                 bucket_bytes = int(spec.bucket_mb * (1 << 20))
@@ -89,12 +89,12 @@ class AllReduceRunner(Runner):
         return chosen
 
     def _shared_weight_memory(self, chosen: BackendChoice) -> SharedMemoryGroup | None:
-        """Memory for weights in common; None where each worker keeps its own."""
+        """Returns memory for shared weights; None if each worker has its own."""
         one_machine = chosen.shared is not None and chosen.shared.machines == 1
         if not one_machine or not self.can_share_weights or not can_share_weights(self.replica):
             return None
         sizes = [p.numel() * p.element_size() for _, p in self.replica.trained]
-        # Once for all of them: the slots lie side by side.
+        # Allocated once for all workers: the slots are adjacent.
         each = -(-aligned_size(sizes) // self.context.size)
         found = self.context.group.shared_memory(each, "weights")
         return None if isinstance(found, str) else found
@@ -116,7 +116,7 @@ class AllReduceRunner(Runner):
             try:
                 self._exchange.finish()
             except RuntimeError as error:
-                raise PeerLost(f"the all-reduce of step {work.step} broke ({error})") from None
+                raise PeerLost(f"the all-reduce of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         if self._exchange is not None and self._count % NORMS_EVERY == 0:
             self._measure_norms(work, self._exchange)
@@ -130,7 +130,7 @@ class AllReduceRunner(Runner):
             step_optimizer(self.replica)
 
     def _measure_norms(self, work: TrainStep, exchange: GradientExchange) -> None:
-        """Before they are clipped; everybody takes part where each has a piece of the sums."""
+        """Measures norms before clipping; a collective operation if the sums are distributed."""
         if self._common is not None:
             own, whole = exchange.local_grad_sq_norm, self._common.measure_square()
         elif work.lease.samples:

@@ -1,4 +1,4 @@
-"""diloco as data: many local steps, then an outer step."""
+"""Spec of diloco: many local steps, then an outer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.specs.local_steps import LocalSteps
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSteps):
-    """Many local steps of the job's optimizer; an outer Nesterov step on what they moved."""
+    """Many local steps of the job's optimizer, then an outer Nesterov step on their result."""
 
     name: ClassVar[str] = "diloco"
     h: int = spec_field(int_field(1), 50)

@@ -1,4 +1,4 @@
-"""diloco in a worker: local steps, then an outer step on what they moved."""
+"""Worker side of diloco: local steps, then an outer step on the change of the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.strategies.runner import WorkerContext
 
 
 class DiLoCoRunner(LocalStepsRunner):
-    """An outer optimizer steps along what the workers have moved since the last meeting."""
+    """Applies an outer optimizer to the change of the weights since the last synchronization."""
 
     def __init__(self, spec: DiLoCo, around: WorkerContext) -> None:
         super().__init__(around)

@@ -1,4 +1,4 @@
-"""grouped as data: synchronous inside a group, asynchronous between groups."""
+"""Spec of grouped: synchronous inside a group, asynchronous between groups."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Grouped(Strategy):
     def check_workers(self, workers: int) -> None:
         if self.size > workers:
             raise SpecError(
-                f"grouped(size={self.size}) with {workers} workers: "
-                "a group cannot be larger than all of them"
+                f"grouped(size={self.size}) does not support {workers} workers; "
+                "a group cannot be larger than the number of workers"
             )
 
     def worker_groups(self, workers: int, speeds: tuple[float, ...] | None) -> WorkerGroups:
-        """The groups, by rank or with workers of like speed together; the last may be smaller."""
+        """Returns groups by rank or by similar speed; the last may be smaller."""
         ranks = list(range(workers))
         if self.by == "speed" and speeds is not None:
             ranks.sort(key=lambda w: (-speeds[w], w))
         return tuple(tuple(sorted(ranks[i : i + self.size])) for i in range(0, workers, self.size))
 
     def lr_scale_for(self, share: float, staleness: int) -> float:
-        """The factor on the learning rate of an update worth this share of a global batch."""
+        """Returns the learning-rate factor of an update with this fraction of a global batch."""
         return share if self.lr_scale is None else self.lr_scale
 
     def lr_description(self, workers: int) -> str:

@@ -1,4 +1,4 @@
-"""grouped: workers of a group act as one, synchronously; groups share a server, asynchronously."""
+"""Worker side of grouped: groups are synchronous inside and share servers asynchronously."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.telemetry.phase_clock import COMM
 
 
 class GroupedRunner(ParameterServerRunner):
-    """The first worker of a group pulls and pushes for all of it; the others get it from there.
+    """The first worker of a group pulls and pushes for the group, and broadcasts the weights.
 
-    A worker that dies breaks its group's collective and so the run.
+    If a worker dies, the collective of its group fails and the run ends.
     """
 
     def __init__(self, spec: Grouped, around: WorkerContext, connect: Connect = connect) -> None:
@@ -27,7 +27,7 @@ class GroupedRunner(ParameterServerRunner):
         self._inner = around.group.new_subgroup(around.phase.groups)
         kinds = {p.dtype for p in self._parameters}
         if len(kinds) > 1:
-            raise UsageError("grouped needs parameters of one type: use ps for mixed ones")
+            raise UsageError("grouped requires parameters of one dtype; use ps for mixed dtypes")
         self._dtype = kinds.pop()
 
     def begin_step(self, work: TrainStep) -> None:
@@ -40,7 +40,7 @@ class GroupedRunner(ParameterServerRunner):
                 if not self._leads:
                     self._load_pulled_weights()
         except RuntimeError as error:
-            raise PeerLost(f"group {self._mine} broke at step {work.step} ({error})") from None
+            raise PeerLost(f"group {self._mine} failed at step {work.step} ({error})") from None
 
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
@@ -48,11 +48,11 @@ class GroupedRunner(ParameterServerRunner):
             try:
                 self._sum_in_group(work)
             except RuntimeError as error:
-                raise PeerLost(f"group {self._mine} broke at step {work.step} ({error})") from None
+                raise PeerLost(f"group {self._mine} failed at step {work.step} ({error})") from None
         self._send(work, samples=work.lease.batch if self._leads else 0)
 
     def _sum_in_group(self, work: TrainStep) -> None:
-        """The group's mean gradient becomes the leader's own."""
+        """Reduces the group's mean gradient to the leader."""
         used = torch.zeros(len(self._parameters))
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):

@@ -1,4 +1,4 @@
-"""local_sgd as data: local steps, then an average of the weights."""
+"""Spec of local_sgd: local steps, then an average of the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LocalSgd(LocalSteps):
 
     def __post_init__(self) -> None:
         if self.h is not None and self.drift is not None:
-            raise SpecError("local_sgd takes h=... or drift=..., not both")
+            raise SpecError("local_sgd: h and drift cannot be combined; remove one of them")
         if self.h is not None and self.h < 1:
-            raise SpecError(f"local_sgd(h={self.h}): at least one step lies between two averages")
+            raise SpecError(f"local_sgd(h={self.h}): h must be at least 1")
 
     @property
     def steps_between_syncs(self) -> int:

@@ -1,4 +1,4 @@
-"""local_sgd in a worker: replicas are averaged every `h` steps, or when they drift apart."""
+"""Worker side of local_sgd: replicas are averaged every `h` steps, or when they drift apart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalSgdRunner(LocalStepsRunner):
         super().sync_weights(version)
 
     def _drift(self) -> float:
-        """Distance from where the replicas last were equal, relative to the weights there."""
+        """Returns the relative distance from the weights of the last synchronization."""
         with torch.no_grad():
             moved = sum(
                 float((p - a).square().sum())

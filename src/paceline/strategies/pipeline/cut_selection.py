@@ -1,4 +1,4 @@
-"""Where to cut a model into stages: by hand, evenly by parameters, or by a short profile."""
+"""Selects where to split a model into stages: by name, evenly by parameters, or by a profile."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.telemetry.memory_limit import available_memory_bytes
 
 PASSES = 3
 BACKWARD_COST = 2.0
-"""Of a layer's backward, in units of its forward: a gradient for its input and one for weights."""
+"""Cost of a layer's backward pass relative to its forward pass (input and weight gradients)."""
 
 
 def parameter_modules(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Modules with parameters of their own, in order, and how many numbers each holds."""
+    """Returns modules with direct parameters, in order, and their numbers of elements."""
     found = []
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -45,13 +45,15 @@ def check_cuts(model: torch.nn.Module, cuts: tuple[str, ...]) -> None:
     for cut in cuts:
         if cut not in known:
             shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-            raise UsageError(f"pipeline(cut={cut}): the model has no such layer: known: {shown}")
+            raise UsageError(
+                f"pipeline(cut={cut}): the model has no such layer; known layers: {shown}"
+            )
 
 
 def check_count(layers: int, stages: int) -> None:
     if layers < stages:
         raise UsageError(
-            f"pipeline(stages={stages}): the model has {layers} layers with parameters: "
+            f"pipeline(stages={stages}): the model has only {layers} layers with parameters; "
             f"use at most {layers} stages"
         )
 
@@ -63,7 +65,7 @@ def choose_cuts(
     slots: int,
     group: CollectiveGroup,
 ) -> tuple[str, ...]:
-    """The modules before which to cut; the same on every worker, all of which must ask."""
+    """Returns the modules that start a stage, equal on all workers; a collective operation."""
     if spec.cuts:
         check_cuts(model, spec.cuts)
         return spec.cuts
@@ -79,25 +81,25 @@ def choose_cuts(
     )
     places: list[StageBudget] = []
     for stage in range(spec.stages):
-        # Every replica has a worker for this stage: the slowest and the smallest decide.
+        # Every replica has a worker for this stage; the slowest and the smallest decide.
         mine = [s.plain for s in told[stage :: spec.stages]]
         seconds = [max(s["seconds"][i] for s in mine) for i in range(len(layers))]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        room = min(s["room"] for s in mine) + weights  # the whole model is there by now
+        room = min(s["room"] for s in mine) + weights  # the whole model is in memory at this point
         waiting = spec.micro if spec.schedule == "gpipe" else min(spec.micro, spec.stages - stage)
         places.append(StageBudget(seconds, room, waiting))
     starts = partition_layers(layers, places)
     if starts is None:
         smallest = min(place.memory_bytes for place in places)
         raise UsageError(
-            f"pipeline(stages={spec.stages}): no cut fits into the machines' memory "
-            f"({smallest / 1e9:.2f} GB on the smallest): use more stages, or more micro-batches"
+            f"pipeline(stages={spec.stages}): no split fits into the memory of the machines "
+            f"({smallest / 1e9:.2f} GB on the smallest); use more stages or more micro-batches"
         )
     return tuple(layers[start].name for start in starts[1:])
 
 
 def cut_evenly(model: torch.nn.Module, stages: int) -> tuple[str, ...]:
-    """Cuts that leave the largest stage as small as can be, in parameters."""
+    """Returns the cuts that minimize the largest stage, in parameters."""
     found = parameter_modules(model)
     check_count(len(found), stages)
     layers = [LayerCost(name, float(count), 0, 0, 0) for name, count in found]
@@ -108,10 +110,10 @@ def cut_evenly(model: torch.nn.Module, stages: int) -> tuple[str, ...]:
 
 
 def profile_layers(model: torch.nn.Module, example: torch.Tensor, slots: int) -> list[LayerCost]:
-    """A few forward passes: where their time goes, and what they keep for backward.
+    """Profiles a few forward passes: time and saved activations per layer.
 
-    `slots` is how many numbers the optimizer keeps for each weight. The model and its generator
-    stay as they are.
+    `slots` is the number of values that the optimizer stores per weight. The model and its random
+    generator are unchanged.
     """
     generator = torch.get_rng_state()
     buffers = {n: b.clone() for n, b in model.named_buffers()}

@@ -1,4 +1,4 @@
-"""Activations and their gradients on their way between the stages of one replica."""
+"""Exchange of activations and their gradients between the stages of one replica."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.strategies.pipeline.stage_graph import StageGraph
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
 
 PLACES = 64
-"""Values that may pass between two stages; skip connections make them more than one."""
+"""Maximum number of values between two stages; skip connections need more than one."""
 
 
 class StageExchange:
-    """The micro-batches of one step, as one stage sees them. Raises PeerLost."""
+    """Runs the micro-batches of one step on one stage. Raises PeerLost."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class StageExchange:
         self._arguments: dict[int, list[torch.Tensor]] = {}
         self._outputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._coming: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
-        """By stage and tag: room for what it will send."""
+        """Receive buffers by stage and tag."""
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
-        """Activations on their way, by micro-batch."""
+        """Activations being sent, by micro-batch."""
         self._returned: list[tuple[dist.Work, torch.Tensor]] = []
-        """Gradients on their way."""
+        """Gradients being sent."""
         self.bytes_sent = 0
 
     def run(
@@ -54,7 +54,7 @@ class StageExchange:
         graph_of: Callable[[torch.Tensor], StageGraph],
         judge: Callable[[int, torch.Tensor], torch.Tensor | None],
     ) -> None:
-        """A whole step; `judge` gives the loss of a micro-batch, on the last stage alone."""
+        """Runs a step; `judge` computes the loss of a micro-batch on the last stage."""
         losses: dict[int, torch.Tensor | None] = {}
         for (kind, k), after in zip(steps, [*steps[1:], None], strict=True):
             if after is not None:
@@ -72,7 +72,7 @@ class StageExchange:
         parts: Sequence[torch.Tensor],
         graph_of: Callable[[torch.Tensor], StageGraph],
     ) -> None:
-        """Be ready for what comes next while this is computed."""
+        """Posts receives for the next values while the current ones are computed."""
         if kind == "forward":
             graph = graph_of(parts[k])
             for place, source in enumerate(graph.sources[self._stage]):
@@ -86,7 +86,7 @@ class StageExchange:
                     self._prepare(stage, value.shape, value.dtype, _tag(k, place, back=True))
 
     def forward(self, k: int, graph: StageGraph, part: torch.Tensor) -> torch.Tensor:
-        """Of a micro-batch; what the stage puts out first, which of the last one is the model's."""
+        """Runs the forward pass of a micro-batch; returns the first output of the stage."""
         arguments = []
         for place, source in enumerate(graph.sources[self._stage]):
             if source.stage is None:
@@ -111,7 +111,7 @@ class StageExchange:
         return output
 
     def backward(self, k: int, loss: torch.Tensor | None) -> None:
-        """Of a micro-batch; `loss` on the last stage alone."""
+        """Runs the backward pass of a micro-batch; `loss` is only set on the last stage."""
         graph, arguments = self._graphs.pop(k), self._arguments.pop(k)
         outputs = self._outputs.pop(k)
         if loss is not None:
@@ -123,19 +123,21 @@ class StageExchange:
                 value = outputs[index]
                 if not value.is_floating_point():
                     continue
-                # Whoever takes it cannot know whether it depends on weights, and answers anyhow.
-                came = [
+                # The receiving stage cannot know whether it depends on weights, and always replies.
+                arrived = [
                     self._receive(stage, value.shape, value.dtype, k, place, back=True)
                     for stage, place in takers
                 ]
                 if value.requires_grad:
                     kept.append(value)
-                    gradients.append(came[0] if len(came) == 1 else torch.stack(came).sum(0))
+                    gradients.append(
+                        arrived[0] if len(arrived) == 1 else torch.stack(arrived).sum(0)
+                    )
             self._clock.enter(BACKWARD)
             if kept:  # a frozen stage has nothing to compute
                 torch.autograd.backward(kept, gradients)
         self._clock.enter(COMM)
-        # Whoever has sent its gradients has taken the activations: their memory is free again.
+        # A stage that has sent its gradients has received the activations; their memory is free.
         self._see_off(self._sent.pop(k, []))
         for place, source in enumerate(graph.sources[self._stage]):
             argument = arguments[place]
@@ -146,7 +148,7 @@ class StageExchange:
                 self._send(gradient, source.stage, k, place, back=True)
 
     def finish(self) -> None:
-        """Everything that was sent has left."""
+        """Waits until all sends are complete."""
         self._clock.enter(COMM)
         for sent in self._sent.values():
             self._see_off(sent)
@@ -157,7 +159,9 @@ class StageExchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerLost(f"a neighbour took nothing in step {self._step} ({error})") from None
+                raise PeerLost(
+                    f"an adjacent stage did not receive in step {self._step} ({error})"
+                ) from None
 
     def _send(self, value: torch.Tensor, stage: int, k: int, place: int, *, back: bool) -> None:
         value = value.contiguous()
@@ -166,7 +170,7 @@ class StageExchange:
             work = self._group.isend(value, rank, _tag(k, place, back=back))
         except RuntimeError as error:
             raise PeerLost(
-                f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"
+                f"stage {stage} (worker {rank}) was lost in step {self._step} ({error})"
             ) from None
         (self._returned if back else self._sent.setdefault(k, [])).append((work, value))
         self.bytes_sent += value.numel() * value.element_size()
@@ -183,7 +187,7 @@ class StageExchange:
         except RuntimeError as error:
             what = "gradients" if back else "activations"
             raise PeerLost(
-                f"no {what} of step {self._step} came from stage {stage} (worker {rank}): {error}"
+                f"no {what} of step {self._step} from stage {stage} (worker {rank}): {error}"
             ) from None
         return value
 
@@ -195,11 +199,13 @@ class StageExchange:
             self._coming[stage, tag] = value, self._group.irecv(value, rank, tag)
         except RuntimeError as error:
             raise PeerLost(
-                f"stage {stage} (worker {rank}) is gone in step {self._step} ({error})"
+                f"stage {stage} (worker {rank}) was lost in step {self._step} ({error})"
             ) from None
 
 
 def _tag(k: int, place: int, *, back: bool) -> int:
     if place >= PLACES:
-        raise UsageError(f"pipeline: {place + 1} values pass into one stage: at most {PLACES} can")
+        raise UsageError(
+            f"pipeline: a stage has {place + 1} inputs; at most {PLACES} are supported"
+        )
     return 2 * (PLACES * k + place) + back

@@ -1,8 +1,8 @@
-"""A model cut into stages, each a module of its own with the model's very parameters.
+"""Splits a model into stages, separate modules that share the model's parameters.
 
 torch.distributed.pipelining traces the model and splits the graph, so that skip connections and any
-module with a nameable cut work, not only a Sequential. Its schedules are not used: they want every
-micro-batch of one size, and wait without saying for whom.
+named cut are supported, not only a Sequential. Its schedules are not used: they require
+micro-batches of equal size, and their errors do not name the missing stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class StageInput:
-    """Where an argument of a stage comes from: the batch (`stage` is None), or a stage's output."""
+    """Source of a stage's argument: the batch (`stage` is None), or the output of a stage."""
 
     stage: int | None
     index: int
@@ -27,15 +27,15 @@ class StageInput:
 
 @dataclass
 class StageGraph:
-    """One way to cut a model, traced for one shape of input."""
+    """A model split into stages, traced for one input shape."""
 
     modules: list[torch.nn.Module]
     sources: list[list[StageInput]]
-    """By stage, one for each argument."""
+    """Sources of the arguments of each stage."""
     shapes: list[list[tuple[torch.Size, torch.dtype]]]
-    """By stage, of each argument."""
+    """Shapes and dtypes of the arguments of each stage."""
     takers: list[dict[int, list[tuple[int, int]]]] = field(default_factory=list)
-    """By stage and output: the stages that take it, and as which argument."""
+    """Receivers by stage and output: stage and argument index."""
 
     def __post_init__(self) -> None:
         self.takers = [{} for _ in self.modules]
@@ -49,29 +49,29 @@ class StageGraph:
 def trace_stages(
     model: torch.nn.Module, cuts: tuple[str, ...], example: torch.Tensor
 ) -> StageGraph:
-    """Cut before the named modules; raises UsageError where the model cannot be traced."""
+    """Splits before the named modules. Raises UsageError if the model cannot be traced."""
     spec = dict.fromkeys(cuts, SplitPoint.BEGINNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pipe = pipeline(model, mb_args=(example,), split_spec=spec)
     except Exception as error:
-        # torch's own words for all cases are in front; what went wrong is behind them.
+        # torch's generic message comes first; the cause follows.
         why = str(error.__cause__ or error).strip().splitlines()
         raise UsageError(
-            f"pipeline: torch cannot trace this model ({why[0][:200] if why else error!r}): "
-            "cut it elsewhere, or use a strategy that keeps models whole"
+            f"pipeline: torch cannot trace this model ({why[0][:200] if why else error!r}); "
+            "choose other cuts, or a strategy that does not split the model"
         ) from None
     finally:
-        # torch marks the cuts in the modules themselves, and leaves the marks there.
+        # torch marks the cuts in the modules and does not remove the marks.
         for cut in cuts:
             module = model.get_submodule(cut)
             for mark in ("forward", "_orig_forward"):
                 module.__dict__.pop(mark, None)
     if pipe.num_stages != len(cuts) + 1:
         raise UsageError(
-            f"pipeline: {len(cuts)} cuts give {pipe.num_stages} stages: a cut lies before the "
-            "first operation, or two lie together"
+            f"pipeline: {len(cuts)} cuts give {pipe.num_stages} stages: a cut is before the "
+            "first operation, or two are at the same position"
         )
     graph = read_graph(pipe)
     for stage in graph.modules:
@@ -80,7 +80,7 @@ def trace_stages(
 
 
 def _bind(stage: torch.nn.Module, model: torch.nn.Module) -> None:
-    """A weight with two names comes out of the trace as two: both are the model's one again."""
+    """Restores tied weights, which tracing duplicates."""
     for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
         owner, _, last = name.rpartition(".")
         mine = model.get_parameter(name)
@@ -117,7 +117,7 @@ def read_graph(pipe: Any) -> StageGraph:
 
 
 def stage_schedule(stage: int, stages: int, micro: int, schedule: str) -> list[tuple[str, int]]:
-    """What a stage does in a step: ("forward", k) and ("backward", k) of its micro-batches."""
+    """Returns the schedule of a stage: ("forward", k) and ("backward", k) of micro-batches."""
     if schedule == "gpipe":
         return [("forward", k) for k in range(micro)] + [("backward", k) for k in range(micro)]
     ahead = min(micro, stages - 1 - stage)

@@ -1,7 +1,7 @@
-"""pipeline: the model in stages on neighbouring workers; micro-batches pass through them.
+"""Worker side of pipeline: stages on consecutive workers; micro-batches pass through them.
 
 Worker r holds stage r % stages of replica r // stages: weights, gradients and optimizer state of
-its own stage alone. The last stage of a replica has its samples in the ledger; the others have
+its own stage only. The last stage of a replica holds its samples in the ledger; the others have
 empty shares and compute on the same rows.
 """
 
@@ -37,7 +37,7 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
 
 class PipelineRunner(ModelParallelRunner):
-    """A stage that dies leaves its neighbours without activations: they raise PeerLost."""
+    """Runs one stage. If a stage dies, the adjacent stages raise PeerLost."""
 
     def __init__(self, spec: PipelineParallel, around: WorkerContext) -> None:
         super().__init__(spec, around)
@@ -46,17 +46,18 @@ class PipelineRunner(ModelParallelRunner):
         check_cuts(self.replica.model, spec.cuts)
         if any("forward" in vars(module) for module in self.replica.model.modules()):
             raise UsageError(
-                "pipeline traces the model: write pipeline(recompute=true) in its place"
+                "pipeline traces the model and does not support recompute; "
+                "use pipeline(recompute=true) instead"
             )
         self._cuts: tuple[str, ...] | None = None
         batch_norm = torch.nn.modules.batchnorm._BatchNorm
         self._normalises = any(isinstance(m, batch_norm) for m in self.replica.model.modules())
         self._graphs: dict[tuple[torch.Size, bool], StageGraph] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
-        """By name of parameter or buffer: the stages that hold it, tied ones more than one."""
+        """Stages that hold each parameter or buffer; several for tied ones."""
         self._tied_groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         self._remote_parameters: set[str] = set()
-        """Parameters whose weights other stages hold alone; here only their shape is left."""
+        """Parameters whose weights only other stages hold; here only their shape is kept."""
         self._sent = 0
         self._waited_ns = self._passed_ns = 0
 
@@ -67,13 +68,13 @@ class PipelineRunner(ModelParallelRunner):
             self._prepare(torch.empty(0))
             return StepStats(0, 0, 0.0, 0)
         inputs, targets = batch
-        # BatchNorm wants more than one row, and the last batch of an epoch may be short.
+        # BatchNorm requires more than one row, and the last batch of an epoch may be short.
         least = 2 if self._normalises else 1
         micro = min(self._spec.micro, max(1, len(inputs) // least))
         parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
         self._prepare(parts[0])
         flow = self._stage_exchange(work.step)
-        rows, told = len(inputs), _MicroBatchTotals()
+        rows, totals = len(inputs), _MicroBatchTotals()
         self.clock.enter(OTHER)
         began_ns, waited_ns = sum(self.clock.total_ns), self.clock.total_ns[WAIT]
 
@@ -81,7 +82,7 @@ class PipelineRunner(ModelParallelRunner):
             if not self._is_last:
                 return None
             loss = loss_of(output, wanted[k])
-            told.add(loss, output, wanted[k])
+            totals.add(loss, output, wanted[k])
             return loss * (len(parts[k]) / work.lease.batch)
 
         steps = stage_schedule(self._stage, self._stages, micro, self._spec.schedule)
@@ -90,7 +91,7 @@ class PipelineRunner(ModelParallelRunner):
         self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
         self._passed_ns += sum(self.clock.total_ns) - began_ns
         self._sent += flow.bytes_sent
-        return told.measured(rows) if self._is_last else StepStats(0, 0, 0.0, 0)
+        return totals.measured(rows) if self._is_last else StepStats(0, 0, 0.0, 0)
 
     @property
     def _is_last(self) -> bool:
@@ -107,7 +108,7 @@ class PipelineRunner(ModelParallelRunner):
         )
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        if not self._holders:  # no step yet: the model is still whole
+        if not self._holders:  # no step yet: the model is not split
             return super().predict(inputs) if self._is_last else None
         phase = self.clock.current
         flow = self._stage_exchange(0)
@@ -116,10 +117,10 @@ class PipelineRunner(ModelParallelRunner):
         self.clock.enter(phase)
         return output if self._is_last else None
 
-    # ---- the cut ------------------------------------------------------------------------------
+    # ---- splitting ----------------------------------------------------------------------------
 
     def _prepare(self, rows: torch.Tensor) -> None:
-        """Cut the model in the first step; everybody at the same time, also without rows."""
+        """Splits the model in the first step; a collective operation, also without rows."""
         if self._holders:
             return
         example = self._agree_on_example(rows)
@@ -136,7 +137,7 @@ class PipelineRunner(ModelParallelRunner):
         self._tied_groups = self._tied_parameter_groups()
 
     def _agree_on_example(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows like those that somebody has; what is in them does not matter."""
+        """Returns rows with the shape of some worker's rows; their values do not matter."""
         form = {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
         for section in all_gather_sections(Section(plain=form), self.context.group):
             if section.plain["shape"] != [0]:
@@ -182,7 +183,7 @@ class PipelineRunner(ModelParallelRunner):
         self.replica.apply_gradients()
 
     def _together(self, stages: tuple[int, ...]) -> CollectiveGroup | None:
-        """The workers of all replicas that hold one of these stages; None where this is none."""
+        """Returns the group of workers of all replicas with these stages; None for others."""
         size = self.context.size
         inside = tuple(w for w in range(size) if w % self._stages in stages)
         outside = tuple((w,) for w in range(size) if w not in inside)
@@ -195,7 +196,7 @@ class PipelineRunner(ModelParallelRunner):
         load_into_model(state, self.replica.model, self.replica.optimizer)
 
     def average_buffers(self, samples: int) -> None:
-        """Then everybody gets every stage's statistics: they are small."""
+        """Averages statistics, then gathers those of all stages on all workers."""
         super().average_buffers(samples)
         buffers = persistent_buffers(self.replica.model)
         if not self._holders or not buffers:
@@ -214,7 +215,10 @@ class PipelineRunner(ModelParallelRunner):
                 yield name, tensor
 
     def _holds(self, name: str) -> bool:
-        """This stage is the first that holds it; what no stage uses, the first has."""
+        """Returns whether this is the first stage that holds it.
+
+        The first one holds unused ones.
+        """
         return self._holders.get(name, (0,))[0] == self._stage
 
     def export_state(self) -> Section:
@@ -236,7 +240,7 @@ class PipelineRunner(ModelParallelRunner):
             yield handed
 
     def _given(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What this worker answers for: its stage, in the first replica."""
+        """Returns the state that this worker contributes: its stage, in the first replica."""
         if self._replica:
             return {}, {}
         plain = whole.plain.get("slots", {})
@@ -245,14 +249,14 @@ class PipelineRunner(ModelParallelRunner):
             {name: values for name, values in plain.items() if self._holds(name)},
         )
 
-    # ---- what is told -------------------------------------------------------------------------
+    # ---- reports --------------------------------------------------------------------------------
 
     @property
     def bytes_sent(self) -> int:
         return self._sent
 
     def model_part(self) -> dict[str, object]:
-        """The stage, and the share of its steps that it waited for neighbours."""
+        """Returns the stage and the fraction of time that it waited for adjacent stages."""
         held = sum(p.numel() * p.element_size() for n, p in self.owned_tensors())
         return {
             "stage": self._stage,
@@ -264,7 +268,7 @@ class PipelineRunner(ModelParallelRunner):
         }
 
     def close(self) -> None:
-        """Whoever comes next gets a model with room for all weights."""
+        """Allocates the weights of the model again, for the next strategy."""
         for name, parameter in self.replica.model.named_parameters():
             if name in self._remote_parameters:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -289,7 +293,7 @@ class _MicroBatchTotals:
 
 
 def find_holders(model: torch.nn.Module, graph: StageGraph) -> dict[str, tuple[int, ...]]:
-    """By name of parameter or buffer, the stages that use it."""
+    """Returns the stages that use each parameter or buffer."""
     names = {id(t): n for n, t in model.named_parameters()}
     names.update({id(b): n for n, b in model.named_buffers()})
     holders: dict[str, tuple[int, ...]] = {}

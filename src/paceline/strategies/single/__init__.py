@@ -1,4 +1,4 @@
-"""single: one worker, no communication; what the exact strategies are equal to."""
+"""single: one worker, no communication; the reference of the exact strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""single as data: one worker, no communication."""
+"""Spec of single: one worker, no communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.specs.strategy import Strategy
 
 @dataclass(frozen=True)
 class Single(Strategy):
-    """One worker, no exchange; the reference that the exact strategies are equal to."""
+    """One worker, no communication; the reference of the exact strategies."""
 
     name: ClassVar[str] = "single"
 

@@ -1,4 +1,4 @@
-"""single: worker 0 trains alone; others, if a switch has them, idle and receive the result."""
+"""Worker side of single: worker 0 trains; others, in a switch, idle and receive the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SingleRunner(Runner):
 
     def sync_weights(self, version: int) -> None:
         if self.context.group.size > 1:
-            # Worker 0 alone has moved on; afterwards all hold what it holds.
+            # Only worker 0 has trained; its state is broadcast.
             self.import_state(broadcast_section(self._mine(), self.context.group))
 
     def export_state(self) -> Section:
