@@ -24,7 +24,7 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 
 class LocalStepsRunner(Runner):
-    """Local steps and the bookkeeping around a meeting; what happens there differs."""
+    """Local steps and synchronization; subclasses define how replicas are combined."""
 
     def __init__(self, around: WorkerContext) -> None:
         super().__init__(around)
@@ -57,13 +57,13 @@ class LocalStepsRunner(Runner):
             if self._is_due():
                 self._synchronize()
         except RuntimeError as error:
-            raise PeerLost(f"the meeting at step {work.step} broke ({error})") from None
+            raise PeerLost(f"the synchronization at step {work.step} failed ({error})") from None
 
     def _is_due(self) -> bool:
         raise NotImplementedError
 
     def _synchronize(self) -> None:
-        """Make the replicas equal; every worker calls it after the same step."""
+        """Makes the replicas equal; every worker calls it after the same step."""
         raise NotImplementedError
 
     def sync_weights(self, version: int) -> None:
@@ -71,7 +71,7 @@ class LocalStepsRunner(Runner):
             self._synchronize()
 
     def _average_in_place(self, tensors: list[torch.Tensor]) -> None:
-        """Average in place over the workers, by the samples each has seen since the last time."""
+        """Averages in place over the workers, weighted by the samples since the last time."""
         weight = self._samples / self._whole
         with torch.no_grad():
             for together in _by_dtype(tensors):
@@ -83,10 +83,10 @@ class LocalStepsRunner(Runner):
                     target.copy_(part.view_as(target))
 
     def export_state(self) -> Section:
-        """Slots are averaged with equal weight over the workers that have them."""
+        """Averages slots with equal weights over the workers that have them."""
         section = state_from_model(self.replica.model, self.replica.optimizer)
         mine = {k: v for k, v in section.tensors.items() if k.startswith("slots/")}
-        # A parameter that only some workers' samples use has slots only there.
+        # A parameter that only some workers use has slots only there.
         held = Section(plain={k: [list(v.shape), str(v.dtype)] for k, v in mine.items()})
         every = [s.plain for s in all_gather_sections(held, self.context.group)]
         for key in sorted({key for held_by in every for key in held_by}):
@@ -124,7 +124,7 @@ class LocalStepsRunner(Runner):
 
 
 def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:
-    """Replicas that start apart would never meet: raise StateError on every worker."""
+    """Raises StateError on every worker if replicas start from different weights."""
     if group.size == 1:
         return
     mine = int(checksum(state)[:12], 16)
@@ -132,7 +132,7 @@ def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:
     group.all_reduce_max(pair)
     if int(pair[0]) != -int(pair[1]):
         raise StateError(
-            "the workers start from different weights: local steps need equal replicas"
+            "the workers start from different weights; local steps require equal replicas"
         )
 
 

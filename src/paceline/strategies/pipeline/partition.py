@@ -15,31 +15,31 @@ class LayerCost:
 
     name: str
     seconds: float
-    """Forward and backward of a micro-batch."""
+    """Seconds of forward and backward of a micro-batch."""
     state_bytes: int
-    """Weights, gradients and the optimizer's slots."""
+    """Bytes of weights, gradients and optimizer slots."""
     kept_bytes: int
-    """Activations of a micro-batch that wait for its backward."""
+    """Bytes of activations of a micro-batch that are kept for its backward pass."""
     input_bytes: int
     """Bytes passed to it if it is the first of a stage."""
 
 
 @dataclass(frozen=True)
 class StageBudget:
-    """A machine for one stage."""
+    """Resources for one stage."""
 
     seconds: Sequence[float]
     """Seconds of each layer on this machine."""
     memory_bytes: float
     """Bytes for state and activations."""
     in_flight_micro_batches: int
-    """Micro-batches whose activations wait there at a time."""
+    """Micro-batches whose activations are kept at a time."""
     bytes_per_s: float = LINK_BYTES_S
-    """To its neighbours."""
+    """Bandwidth to the adjacent stages."""
 
 
 def stage_cost(layers: Sequence[LayerCost], place: StageBudget, start: int, stop: int) -> float:
-    """Seconds of a stage with these layers; infinite where they do not fit."""
+    """Returns the seconds of a stage with these layers; infinite if they do not fit."""
     part = layers[start:stop]
     needed = sum(x.state_bytes + place.in_flight_micro_batches * x.kept_bytes for x in part)
     if needed > place.memory_bytes:
@@ -59,7 +59,7 @@ def partition_layers(
     """
     count, stages = len(layers), len(places)
     worst = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    came = [[0] * (count + 1) for _ in range(stages + 1)]
+    previous = [[0] * (count + 1) for _ in range(stages + 1)]
     worst[0][0] = 0.0
     for stage in range(1, stages + 1):
         for stop in range(stage, count + 1):
@@ -68,11 +68,11 @@ def partition_layers(
                 if before < worst[stage][stop]:
                     cost = max(before, stage_cost(layers, places[stage - 1], start, stop))
                     if cost < worst[stage][stop]:
-                        worst[stage][stop], came[stage][stop] = cost, start
+                        worst[stage][stop], previous[stage][stop] = cost, start
     if worst[stages][count] == float("inf"):
         return None
     starts, stop = [], count
     for stage in range(stages, 0, -1):
-        stop = came[stage][stop]
+        stop = previous[stage][stop]
         starts.append(stop)
     return starts[::-1]

@@ -1,4 +1,4 @@
-"""pipeline as data: the model in stages, each on its own worker."""
+"""Spec of pipeline: the model in stages, each on its own worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
     names = []
     for part in parts:
         if not isinstance(part, Call) or part.args or part.named:
-            raise SpecError(f"{where} is {part}: write even, auto, or names of layers")
+            raise SpecError(f"{where} is {part}: must be even, auto, or names of layers")
         names.append(part.name)
     return names[0] if names in (["even"], ["auto"]) else tuple(names)
 
@@ -32,13 +32,13 @@ class PipelineParallel(ModelParallel):
     schedule: str = spec_field(choice_field("1f1b", "gpipe"), "1f1b")
     cut: str | tuple[str, ...] = spec_field(_read_cut, "even")
     recompute: bool = spec_field(bool_field, False)
-    """Keep no activations: backward computes them again."""
+    """Recompute activations in the backward pass instead of keeping them."""
 
     def __post_init__(self) -> None:
         if self.cuts and len(self.cuts) != self.stages - 1:
             raise SpecError(
-                f"pipeline(stages={self.stages}) needs {self.stages - 1} cuts, "
-                f"{len(self.cuts)} given"
+                f"pipeline(stages={self.stages}) requires {self.stages - 1} cuts, "
+                f"but {len(self.cuts)} were given"
             )
 
     @property
@@ -57,6 +57,6 @@ class PipelineParallel(ModelParallel):
         count = workers // self.stages * self.micro
         if batch % count:
             raise SpecError(
-                f"--batch {batch} does not divide into {count} micro-batches "
-                f"({workers // self.stages} x {self.micro}): use a multiple of {count}"
+                f"--batch {batch} cannot be divided into {count} micro-batches "
+                f"({workers // self.stages} x {self.micro}); use a multiple of {count}"
             )
