@@ -280,7 +280,7 @@ def test_other_addresses_always_have_a_token(tmp_path: Path) -> None:
 
 
 def test_mistakes_of_the_user(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a folder"):
+    with pytest.raises(UsageError, match="not a directory"):
         Dashboard(tmp_path / "none")
     with pytest.raises(UsageError, match="--port"):
         Dashboard(tmp_path, port=70000)
