@@ -116,7 +116,7 @@ def test_shipped_matrices_are_whole(path: Path, scale: str) -> None:
         ({"strategies": ["alreduce"]}, "allreduce"),
         ({"colour": "red"}, "colour is not a field of a matrix"),
         ({"job": {"batch": 3}}, "one of its axes"),
-        ({"job": {"epochs": 0}}, "epochs is 0"),
+        ({"job": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"batches": [1]}, "smaller than --workers"),
         ({"batches": [32, 32]}, "twice"),
         ({"models": []}, "names no work"),

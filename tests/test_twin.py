@@ -698,7 +698,7 @@ def test_single_beside_others_ignores_troubles_of_other_workers(
 def test_a_late_mistake_leaves_no_folder(run_cli: RunCli, tmp_path: Path) -> None:
     for arguments, complaint in [
         (("--strategy", "switch(allreduce, ps, at=epoch(5))", "--epochs", 1), "beyond the end"),
-        (("--threads", 0), "--threads is 0"),
+        (("--threads", 0), "--threads must be at least 1, got 0"),
     ]:
         done = run_cli(*("twin", "--cluster", 2, "--quiet", "--out", tmp_path / "out", *arguments))
         assert done.code == 2
