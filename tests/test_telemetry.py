@@ -544,11 +544,17 @@ def test_operators_of_an_epoch_are_timed_on_each_worker(recorded: Any, run_cli: 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--profile", "3"), "--profile is '3': write epoch=N"),
-        (("--profile", "epoch=0"), "--profile is 'epoch=0': write epoch=N"),
+        (("--profile", "3"), "--profile must be epoch=N with N of at least 1, got '3'"),
+        (
+            ("--profile", "epoch=0"),
+            "--profile must be epoch=N with N of at least 1, got 'epoch=0'",
+        ),
         (("--profile", "epoch=9", "--epochs", "2"), "--profile epoch=9: the run has 2 epochs"),
-        (("--metrics-port", "70000"), "--metrics-port is 70000"),
-        (("--metrics-port", "0", "--no-telemetry"), "--metrics-port needs"),
+        (("--metrics-port", "70000"), "--metrics-port must be at most 65535, got 70000"),
+        (
+            ("--metrics-port", "0", "--no-telemetry"),
+            "--metrics-port and --no-telemetry cannot be combined",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(run_cli: RunCli, args: tuple[str, ...], says: str) -> None:
