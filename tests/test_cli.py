@@ -457,7 +457,7 @@ def test_folder_of_another_run(trained: tuple[Path, Finished], run_cli: RunCli) 
 
 def test_out_that_cannot_be(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert_mistake(run_cli("train", "--out", "file"), "file", "name a folder")
+    assert_mistake(run_cli("train", "--out", "file"), "file", "is a file; choose a directory")
     assert_mistake(run_cli("train", "--out", "file/below"), "file/below")
     assert (tmp_path / "file").read_text() == "in the way"
 

@@ -350,7 +350,7 @@ def test_onebit_learns_on_real_servers(run_cli: RunCli, tmp_path: Path) -> None:
         ({"hosts": [{"host": "a", "link": {"mbit_s": -1}}]}, "hosts.0.link.mbit_s is -1"),
         ({"hosts": [{"host": "a", "sped": 1}]}, "did you mean 'speed'"),
         ({"hosts": [{"host": "a", "measured": {"m": {"per_sample_s": 0}}}]}, "per_sample_s is 0"),
-        ({"hosts": [{"host": "a"}, {"host": "a"}]}, "there twice"),
+        ({"hosts": [{"host": "a"}, {"host": "a"}]}, "is listed twice"),
         ({"hosts": [{"host": "a", "slow": [{"factor": 0}]}]}, "factor is 0"),
         ({"hosts": []}, "hosts is"),
         ({}, "hosts is missing"),
@@ -407,7 +407,7 @@ def test_what_if_leaves_workers_out_and_widens_links() -> None:
     assert [(h.host, h.workers) for h in changed.hosts] == [("a", 1)]
     assert changed.link.mbit_s == 2 * pool.link.mbit_s
     assert apply_what_if(pool, bandwidth=2).hosts[1].link == Link(mbit_s=20)
-    with pytest.raises(UsageError, match="no machine"):
+    with pytest.raises(UsageError, match="removes every worker"):
         apply_what_if(pool, without=(0, 1, 2))
 
 
