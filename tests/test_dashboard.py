@@ -425,14 +425,14 @@ def test_fifty_runs_are_painted_within_a_second(site: Site) -> None:
 @pytest.mark.timeout(300)
 def test_an_event_is_seen_within_two_seconds(site: Site) -> None:
     site.open("#run=live")
-    site.browser.wait_for("state.view && state.view.told")
+    site.browser.wait_for("state.view && state.view.payload")
     run = EventWriter(site.live.folder.events("run"))
     waits = []
     for k in range(4):
         samples = 1_000_000 + k
         run.write(ev.RunProgress(t=31.0 + k, epoch=0, samples=samples, updates=1, loss=0.1))
         began = time.monotonic()
-        site.browser.wait_for(f"state.view.told.loss.some(p => p[1] === {samples})")
+        site.browser.wait_for(f"state.view.payload.loss.some(p => p[1] === {samples})")
         waits.append(time.monotonic() - began)
     run.close()
     assert min(waits) < 2.0, waits
@@ -451,7 +451,7 @@ def test_the_page_fits_and_does_not_complain(
     site.browser.resize(width, 900)
     site.browser.set_dark(dark)
     site.open(f"#run={ident}")
-    site.browser.wait_for("state.view && state.view.told && state.view.told.reading === 1")
+    site.browser.wait_for("state.view && state.view.payload && state.view.payload.reading === 1")
     site.browser.wait_for("document.querySelectorAll('.legend li').length > 3")
     assert site.browser.run("return document.documentElement.scrollWidth") <= width
     text = site.browser.run("return document.querySelector('main').innerText")
@@ -476,7 +476,7 @@ def test_everything_can_be_reached_by_keyboard(site: Site) -> None:
     site.browser.resize(1280, 900)
     site.browser.set_dark(False)
     site.open("#run=live")
-    site.browser.wait_for("state.view && state.view.told")
+    site.browser.wait_for("state.view && state.view.payload")
     seen = []
     for _ in range(16):
         site.browser.press("Tab")
@@ -492,7 +492,7 @@ def test_everything_can_be_reached_by_keyboard(site: Site) -> None:
     # Open another run by its link alone.
     site.browser.run("document.querySelector('#runs a[href=\"#run=big\"]').focus()")
     site.browser.press("Enter")
-    site.browser.wait_for("state.view && state.view.id === 'big' && state.view.told")
+    site.browser.wait_for("state.view && state.view.id === 'big' && state.view.payload")
     # Read the timeline and a chart without a mouse.
     site.browser.run("state.view.timeline.canvas.focus()")
     site.browser.press("ArrowDown", "ArrowDown")
@@ -511,7 +511,7 @@ def test_everything_can_be_reached_by_keyboard(site: Site) -> None:
 @pytest.mark.timeout(300)
 def test_selected_runs_are_compared(site: Site) -> None:
     site.open("#run=live")
-    site.browser.wait_for("state.view && state.view.told")
+    site.browser.wait_for("state.view && state.view.payload")
     assert site.browser.run("return document.getElementById('compare').disabled")
     for ident in ("old-00", "old-01"):
         site.browser.run(
@@ -535,7 +535,7 @@ def test_names_from_a_folder_are_text(site: Site, tmp_path: Path) -> None:
     thread = board.start()
     try:
         site.browser.open(board.url)
-        site.browser.wait_for("state.view && state.view.told")
+        site.browser.wait_for("state.view && state.view.payload")
         assert hostile in site.browser.run("return document.querySelector('main').innerText")
         assert site.browser.run("return document.querySelectorAll('img').length") == 0
         assert site.browser.list_complaints() == []
@@ -552,10 +552,10 @@ def test_a_server_that_went_away_is_said(site: Site, tmp_path: Path) -> None:
     board = Dashboard(tmp_path / "runs")
     thread = board.start()
     site.browser.open(board.url)
-    site.browser.wait_for("state.view && state.view.told")
+    site.browser.wait_for("state.view && state.view.payload")
     board.stop()
     thread.join(timeout=20)
     site.browser.wait_for("document.getElementById('pulse').className === 'lost'")
-    assert "old" in site.browser.run("return document.getElementById('pulse').textContent")
+    assert "outdated" in site.browser.run("return document.getElementById('pulse').textContent")
     site.browser.open("about:blank")
     site.browser.list_complaints()  # Refused connections are what this is about.
