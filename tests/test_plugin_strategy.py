@@ -99,7 +99,7 @@ def other_mean() -> type[paceline.Single]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nowhere.py:mean", "plugin nowhere.py does not exist: name a Python file"),
+        ("nowhere.py:mean", "plugin nowhere.py does not exist; use a Python file"),
         (f"{TOY}:meen", "unknown strategy 'meen'; did you mean 'mean'?"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_file_that_changed_is_refused_in_other_processes(tmp_path: Path) -> No
     plugin = plugin_for("changing")
     plugin.load()
     file.write_text(file.read_text() + "\n# later\n")
-    with pytest.raises(UsageError, match="has changed since the run was started: start it again"):
+    with pytest.raises(UsageError, match="has changed since the run was started"):
         plugin.load()
 
 
@@ -158,5 +158,5 @@ def test_a_file_outside_the_project_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_strategy_of_the_started_script_is_refused() -> None:
-    with pytest.raises(UsageError, match="move it to a file of its own"):
+    with pytest.raises(UsageError, match="move it to a separate file"):
         plugin_for("__main__")

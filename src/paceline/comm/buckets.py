@@ -133,11 +133,14 @@ class GradientExchange:
         shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
     ) -> None:
-        """With `own_pieces` each worker gets the sums of its own pieces only (see
-        `SharedMemoryAllReduce`), and no `grad` is the sum."""
+        """Creates the exchange.
+
+        With `own_pieces`, each worker receives the sums of its slices only (see
+        `SharedMemoryAllReduce`), and no `grad` is the sum.
+        """
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
-            raise StateError("the stored bucket layout is of another model")
+            raise StateError("the stored bucket layout belongs to another model")
         self._group = group
         self._on_bucket_ready = on_bucket_ready
         named = [[(n, by_name[n]) for n in names] for names in layout]

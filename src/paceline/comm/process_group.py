@@ -134,10 +134,10 @@ class CollectiveGroup:
         return group
 
     def shared_memory(self, slot_bytes: int, use: str = "gradients") -> SharedMemoryGroup | str:
-        """Memory shared with the workers of this machine, or why there is none.
+        """Returns memory shared with the workers of this machine, or the reason why there is none.
 
-        Every worker must ask for the same; all get memory, or none does. What is asked for again
-        for the same use is the same memory.
+        All workers must make the same call; either all get memory or none does. Repeated calls for
+        the same use return the same memory.
         """
         key = (use, slot_bytes)
         if key not in self._shared:
@@ -156,7 +156,7 @@ class CollectiveGroup:
         for rank, machine in enumerate(machines):
             together.setdefault(machine, []).append(rank)
         if len(together) == self.size:
-            return "every worker has a machine of its own"
+            return "every worker is on a separate machine"
         mine = together[machines[self.rank]]
         name, why, arena = "", "", None
         try:
@@ -171,10 +171,10 @@ class CollectiveGroup:
                     name, mine, self.rank, slot_bytes, self._timeout.total_seconds()
                 )
             else:
-                why = f"worker {mine[0]} could not make it"
+                why = f"worker {mine[0]} could not create it"
         except OSError as error:
             why = f"{error.strerror} in /dev/shm on worker {self.rank}'s machine"
-        reasons = self._all_gather_text(f"{prefix}/trouble", why)
+        reasons = self._all_gather_text(f"{prefix}/problem", why)
         if name and mine[0] == self.rank:
             unlink_segment(name)
         if any(reasons):

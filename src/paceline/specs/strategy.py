@@ -77,7 +77,7 @@ class Strategy(Spec):
         return StateFraction()
 
     def lag_bound(self, workers: int) -> float | None:
-        """Returns how many steps a worker may be ahead of the slowest one; None if unbounded."""
+        """Returns the maximum lag of a worker, in steps; None if unbounded."""
         return 0.0
 
     def expected_staleness(self, workers: int) -> float:

@@ -128,7 +128,7 @@ def all_reduce_gradients(
     group.all_reduce(flat)
     sizes = [p.numel() for p in parameters]
     *sums, used = torch.split(flat, [*sizes, len(parameters)])
-    for parameter, part, anybody in zip(parameters, sums, used.tolist(), strict=True):
+    for parameter, part, is_used in zip(parameters, sums, used.tolist(), strict=True):
         # A parameter that no worker used has no gradient, and the optimizer skips it.
-        parameter.grad = part.view_as(parameter) if anybody else None
+        parameter.grad = part.view_as(parameter) if is_used else None
     return flat.nbytes

@@ -35,19 +35,19 @@ SLICEABLE_TYPES: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.RMSprop,
     }
 )
-"""Of these, a second instance over slices of the parameters gives the same bits."""
+"""Classes of which a second instance over slices of the parameters gives the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTraits:
-    """How the work of one optimizer may be divided, and why."""
+    """Permitted divisions of an optimizer's work, and the reason."""
 
     elementwise: bool
     """A part of a parameter may be updated without the rest: servers may split it anywhere."""
     flattenable: bool
     """Adjacent parameters may be updated as one long tensor, with the same bits."""
     sliceable: bool
-    """Workers that share the weights may each update a slice, with an instance of their own."""
+    """Workers that share the weights may each update a slice with a separate instance."""
     reason: str
     """One clause for logs: what the decision was based on."""
 

@@ -42,9 +42,9 @@ class StrategyRecord:
     worker: str | Mapping[str, str] | None = None
     """A `Runner` class, or one per `Strategy.worker_variant`; required like `pace`."""
     simulate: str | None = None
-    """What the twin needs."""
+    """Facet of the twin."""
     cost: str | None = None
-    """What the planner needs."""
+    """Facet of the planner."""
     policy: str | None = None
     """`make_policy(spec, horizon: RunHorizon) -> SwitchPolicy` of a strategy with phases."""
     examples: tuple[str, ...] = ()

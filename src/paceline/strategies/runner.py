@@ -73,7 +73,7 @@ class TrainStep:
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """How a runner exchanges gradients or weights, and why, for `result.json`."""
+    """Backend that a runner uses for its exchanges, and the reason, for `result.json`."""
 
     backend: str
     """`shared`, `partly shared` or `network`."""

@@ -138,7 +138,7 @@ class SharedMemoryAllReduce:
         flags: Sequence[int] | None = None,
     ) -> None:
         """With `flags` (numbers at the end of each bucket), this is a reduce-scatter on one host:
-        each member keeps the sums of its own ranges, and calls `finish_update` after using them.
+        each member keeps the sums of its ranges, and calls `finish_update` after using them.
         """
         region = self._region = shared.region
         self._leaders = shared.leaders

@@ -61,7 +61,7 @@ class SharedWeights:
 
     @property
     def update_pending(self) -> bool:
-        """Whether an update is in progress or waits for readers."""
+        """True if an update is in progress or waits for readers."""
         return bool(self._words.load(_PENDING))
 
     @property

@@ -39,7 +39,7 @@ def shm_domain_id() -> str | None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         places = [os.stat(p) for p in (SHM_DIR, "/proc/self/ns/net", "/proc/self/ns/pid")]
     except OSError:
-        return None  # A container hides them, so hosts cannot be told apart.
+        return None  # A container hides them, so hosts cannot be distinguished.
     return f"{boot}/" + "/".join(f"{place.st_dev}-{place.st_ino}" for place in places)
 
 

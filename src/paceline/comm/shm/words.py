@@ -37,7 +37,7 @@ class Words:
         self._words[index] = value
 
     def add(self, index: int, amount: int = 1) -> int:
-        """Adds to a word that only this process writes; returns the new value. Wakes nobody."""
+        """Adds to a word that only this process writes; returns the new value. Wakes no waiter."""
         value = self._words[index] = self._words[index] + amount
         return value
 

@@ -250,10 +250,10 @@ class FullyShardedRunner(Runner):
                 limit, float(square), (_local(p.grad) for p in mine if p.grad is not None)
             )
         self.clock.enter(OPTIMIZER)
-        for own, told in zip(
+        for own, group in zip(
             self._optimizer.param_groups, self.replica.optimizer.param_groups, strict=True
         ):
-            own.update({k: v for k, v in told.items() if k != "params"})
+            own.update({k: v for k, v in group.items() if k != "params"})
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

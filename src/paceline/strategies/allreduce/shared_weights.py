@@ -1,10 +1,10 @@
-"""One copy of the weights for all workers of a machine, each of whom updates its own part.
+"""One copy of the weights for all workers of a machine; each worker updates its slices.
 
-Gradients lie in shared memory already. Here the weights do too: when all have filled their buckets,
-a worker adds up its piece of every bucket, and updates just the weights under it, with an optimizer
-of its own over those slices. Nobody copies sums or weights to anybody, the optimizer's work and its
-memory are divided by the workers. What each number becomes is the same as if everybody updated
-everything, for optimizers that treat numbers one by one.
+Gradients are in shared memory, and here the weights are, too: when all workers have filled their
+buckets, each sums its slice of every bucket and updates the corresponding weights with a separate
+optimizer over those slices. Neither sums nor weights are copied between workers, and the
+optimizer's work and memory are divided. The result equals that of full updates on every worker, for
+element-wise optimizers.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
 
 
 def can_share_weights(replica: Replica) -> bool:
-    """Nobody else touches weights or gradients, and slices of them are as good as the whole."""
+    """Returns whether the model is exclusive to the runner and its optimizer can be sliced."""
     return (
         optimizer_traits(replica.optimizer).sliceable
         and not replica.reduce_in_backward
         and replica.apply_gradients == replica.optimizer.step
         and all(p.is_contiguous() and p.numel() > 0 for _, p in replica.trained)
-        # Such a layer changes its weights in forward: everybody would, one after another.
+        # Such a layer changes its weights in forward; all workers would, one after another.
         and not any(getattr(m, "max_norm", None) for m in replica.model.modules())
     )
 
 
 @dataclass
 class OwnedSlice:
-    """The part of a parameter that this worker updates."""
+    """Slice of a parameter that this worker updates."""
 
     name: str
     bucket: int
     index: int
-    """Of the parameter in its bucket."""
+    """Index of the parameter in its bucket."""
     start: int
-    """In the parameter, as a row of numbers."""
+    """Offset in the flattened parameter."""
     weights: torch.nn.Parameter
     gradient: torch.Tensor
 
 
 class SharedModelWeights:
-    """The weights in memory that all have, and the optimizer of this worker's slices."""
+    """Weights in shared memory, and the optimizer of this worker's slices."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SharedModelWeights:
         buckets: list[GradientBucket],
         clock: PhaseClock,
     ) -> None:
-        """`shared` has room for all weights, over all its slots."""
+        """Creates it; the slots of `shared` together hold all weights."""
         self._clock = clock
         self._replica = replica
         self._group = group
@@ -74,7 +74,7 @@ class SharedModelWeights:
         self._rows: list[FlatSegment] = []
         self._row_gradients: list[torch.Tensor] = []
         self._flat: FlatOptimizer | None = None
-        """Steps rows of slices, as long as every parameter has been used."""
+        """Updates rows of slices, as long as every parameter has been used."""
         self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         members = {p: i for i, g in enumerate(replica.optimizer.param_groups) for p in g["params"]}
         groups: list[dict[str, Any]] = [{**g, "params": []} for g in replica.optimizer.param_groups]
@@ -103,7 +103,7 @@ class SharedModelWeights:
         mine, total = self._sums.owned_range(number), self._sums.reduced_bucket(number)
         start = 0
         runs: list[tuple[int, int, int, list[tuple[torch.nn.Parameter, int]]]] = []
-        """Of neighbouring slices of one group: it, from where to where, and the slices."""
+        """Runs of adjacent slices of one group: group, start, stop, slices."""
         for index, (name, parameter) in enumerate(bucket.parameters):
             stop = start + parameter.numel()
             self._views.append((parameter, flat[start:stop].view_as(parameter)))
@@ -126,7 +126,7 @@ class SharedModelWeights:
     # ---- a step -------------------------------------------------------------------------------
 
     def update(self, clip: float | None) -> None:
-        """Sums of this worker's pieces are there: clip, step, and wait until all have."""
+        """Clips and applies the update to this worker's slices, then waits for the others."""
         moved = self._find_replaced()
         self._assign_gradients()
         if clip is not None:
@@ -136,8 +136,8 @@ class SharedModelWeights:
             scale_to_norm(clip, self.measure_square(), (g for g in found if g is not None))
         if self._optimizer is not None:
             for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                told = self._replica.optimizer.param_groups[group]
-                mine.update({k: v for k, v in told.items() if k != "params"})
+                current = self._replica.optimizer.param_groups[group]
+                mine.update({k: v for k, v in current.items() if k != "params"})
             if self._flat is not None:
                 self._flat.step(self._row_gradients)
             else:
@@ -148,9 +148,9 @@ class SharedModelWeights:
             parameter.data = view
 
     def _find_replaced(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Weights that a layer has put elsewhere in forward, as those do that keep their norm.
+        """Restores weights that a layer has replaced in forward, as with max-norm constraints.
 
-        All workers have computed the same: each brings back its own slices.
+        All workers have computed the same values; each restores its slices.
         """
         moved = [(p, view) for p, view in self._views if p.data_ptr() != view.data_ptr()]
         if moved:
@@ -164,7 +164,7 @@ class SharedModelWeights:
         return moved
 
     def _assign_gradients(self) -> None:
-        """A slice of a parameter that nobody used keeps no gradient."""
+        """Assigns gradients; a slice of a parameter that no worker used has none."""
         by_bucket = [self._sums.used_parameters(number) for number in range(len(self._buckets))]
         if self._flat is not None:
             if all(used is None for used in by_bucket):
@@ -176,21 +176,21 @@ class SharedModelWeights:
             one.weights.grad = one.gradient if used is None or used[one.index] else None
 
     def measure_square(self) -> float:
-        """The squared norm of all sums; everybody takes part. Raises PeerLost."""
+        """Returns the squared norm of all sums; a collective operation. Raises PeerLost."""
         self._clock.enter(COMM)
         mine = sum(float(one.gradient.square().sum()) for one in self._slices)
         square = torch.tensor([mine], dtype=torch.float64)
         try:
             self._group.all_reduce(square)
         except RuntimeError as error:
-            raise PeerLost(f"the norm of a gradient could not be summed ({error})") from None
+            raise PeerLost(f"the gradient norm could not be summed ({error})") from None
         self._clock.enter(OPTIMIZER)
         return float(square)
 
     # ---- state --------------------------------------------------------------------------------
 
     def import_weights(self, slots: dict[str, dict[str, Any]]) -> None:
-        """The model's weights move to where all have them; slots are cut to this worker's part."""
+        """Moves the model's weights to shared memory; keeps this worker's slices of the slots."""
         self._group.barrier()
         if self._group.rank == 0:
             for parameter, view in self._views:
@@ -217,9 +217,9 @@ class SharedModelWeights:
         self._flat = FlatOptimizer.from_optimizer(self._optimizer, self._rows)
 
     def export_slots(self, section: Section) -> None:
-        """All slots of all workers, whole, into a captured section.
+        """Adds the complete slots of all workers to a section.
 
-        Gradients are not needed between steps: their memory carries what everybody has.
+        The memory of the gradients, which is unused between steps, transports them.
         """
         if self._flat is not None:
             self._flat.write_back()
@@ -241,7 +241,7 @@ class SharedModelWeights:
             self._group.barrier()
 
     def _gather_slot_names(self, section: Section) -> dict[str, set[str]]:
-        """By slot the parameters that have it, as large as they are; the others are put in."""
+        """Returns the parameters of each slot of parameter size; adds the other slots directly."""
         mine: dict[str, list[str]] = {}
         small = Section()
         for one in self._slices:
@@ -253,13 +253,13 @@ class SharedModelWeights:
                 elif value is not None:
                     small.plain.setdefault(one.name, {})[slot] = value
         found: dict[str, set[str]] = {}
-        for told in all_gather_sections(
+        for received in all_gather_sections(
             Section(small.tensors, {"large": mine, "plain": small.plain}), self._group
         ):
-            section.tensors.update(told.tensors)
-            for name, values in told.plain["plain"].items():
+            section.tensors.update(received.tensors)
+            for name, values in received.plain["plain"].items():
                 section.plain.setdefault("slots", {}).setdefault(name, {}).update(values)
-            for slot, names in told.plain["large"].items():
+            for slot, names in received.plain["large"].items():
                 found.setdefault(slot, set()).update(names)
         return dict(sorted(found.items()))
 
@@ -267,7 +267,7 @@ class SharedModelWeights:
         return self._optimizer.state.get(one.weights, {}) if self._optimizer is not None else {}
 
     def detach(self) -> None:
-        """Everybody gets weights of its own again."""
+        """Gives each worker separate weights again."""
         for parameter, view in self._views:
             parameter.data = view.clone()
         self._group.barrier()

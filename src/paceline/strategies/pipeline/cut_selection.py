@@ -75,14 +75,14 @@ def choose_cuts(
         return cut_evenly(model, spec.stages)
     layers = profile_layers(model, example, slots)
     check_count(len(layers), spec.stages)
-    told = all_gather_sections(
+    gathered = all_gather_sections(
         Section(plain={"seconds": [x.seconds for x in layers], "room": available_memory_bytes()}),
         group,
     )
     places: list[StageBudget] = []
     for stage in range(spec.stages):
         # Every replica has a worker for this stage; the slowest and the smallest decide.
-        mine = [s.plain for s in told[stage :: spec.stages]]
+        mine = [s.plain for s in gathered[stage :: spec.stages]]
         seconds = [max(s["seconds"][i] for s in mine) for i in range(len(layers))]
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = min(s["room"] for s in mine) + weights  # the whole model is in memory at this point

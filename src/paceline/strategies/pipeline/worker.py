@@ -1,7 +1,7 @@
 """Worker side of pipeline: stages on consecutive workers; micro-batches pass through them.
 
 Worker r holds stage r % stages of replica r // stages: weights, gradients and optimizer state of
-its own stage only. The last stage of a replica holds its samples in the ledger; the others have
+its stage only. The last stage of a replica holds its samples in the ledger; the others have
 empty shares and compute on the same rows.
 """
 
@@ -146,7 +146,7 @@ class PipelineRunner(ModelParallelRunner):
         raise UsageError("pipeline: no worker has a row to train on")
 
     def _graph(self, example: torch.Tensor) -> StageGraph:
-        """Traced once a shape, which the last batch of an epoch changes, and once a mode."""
+        """Traces once per input shape, which the last batch of an epoch changes, and per mode."""
         model = self.replica.model
         key = (example.shape, model.training)
         if key not in self._graphs:

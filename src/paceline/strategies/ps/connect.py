@@ -23,7 +23,7 @@ from paceline.strategies.runner import CommReport
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectRequest:
-    """What a worker needs connections for."""
+    """Settings of a worker's connections to its servers."""
 
     spec: ParameterServer
     layout: FlatLayout
@@ -61,7 +61,7 @@ def connect(request: ConnectRequest) -> Connected:
     shared = [transport.kind == "shared" for transport in transports]
     reason = ", ".join(sorted(reasons))
     if spec.via == "shared" and not all(shared):
-        raise UsageError(f"ps(via=shared): {reason}: leave via out")
+        raise UsageError(f"ps: via=shared is not available ({reason}); remove via")
     backend = "shared" if all(shared) else "partly shared" if any(shared) else "network"
     return Connected(
         transports=tuple(transports),

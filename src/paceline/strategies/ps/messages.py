@@ -72,7 +72,7 @@ class PushShared(PushHeader):
     """A gradient in the worker's mailbox, announced here because the order will not suffice."""
 
     in_place: bool
-    """Whether it stays unchanged until its update is applied; otherwise copy it now."""
+    """True if it stays unchanged until its update is applied; otherwise copy it now."""
 
 
 @record

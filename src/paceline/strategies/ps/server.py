@@ -62,9 +62,9 @@ class WorkerLink:
 
     tcp: TcpEndpoint
     endpoint: GradientEndpoint
-    """Where its gradients arrive: `tcp`, or shared memory."""
+    """Receives its gradients: `tcp`, or shared memory."""
     held_up_us: int = 0
-    """Time that its next pull has waited behind the update of its own push."""
+    """Time that its next pull has waited for the update of its push."""
 
 
 def warm_up_torch() -> None:
@@ -276,7 +276,7 @@ class ParameterServerProcess:
             return
         for part in order.parts:
             endpoint = self._shared.get(part.worker)
-            # A gradient that is here already: it was announced, or the order was repeated.
+            # The gradient has arrived before: it was announced, or the order was repeated.
             if endpoint is None or (part.worker, part.handle) in self._store.gradients:
                 continue
             gradient = endpoint.find(part.handle)

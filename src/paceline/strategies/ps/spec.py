@@ -1,4 +1,4 @@
-"""ps as data: weights on parameter servers, and when workers may continue."""
+"""Spec of ps: weights on parameter servers, and the synchronization mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
 
 
 def read_lr_scale(value: Value, where: str) -> float | None:
-    """A factor on the learning rate; None, written `auto`, follows the update's samples."""
+    """Parses a learning-rate factor; None, written `auto`, follows the update's samples."""
     if value == Call("auto"):
         return None
     scale: float = float_field(0.0, above=True)(value, where)
@@ -45,7 +45,8 @@ class ParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.via == "shared" and self.codec is not None:
             raise SpecError(
-                "ps(via=shared) sends nothing that a codec could make smaller: leave one out"
+                "ps: via=shared and codec cannot be combined (nothing is sent over the network); "
+                "remove one of them"
             )
         if isinstance(self.sync, str):
             object.__setattr__(self, "sync", parse_spec(self.sync, SYNC_MODES, "sync mode"))
@@ -54,8 +55,8 @@ class ParameterServer(Strategy):
             raise SpecError(f"ps(sync=...) is {self.sync!r}: known: {known}")
         if self.overlap and self.sync.blocks_workers:
             raise SpecError(
-                f"ps(overlap=true) computes ahead, but {self.sync} makes workers wait: "
-                "use sync=asp or sync=gba"
+                f"ps: overlap=true requires a mode in which workers never wait, and {self.sync} "
+                "blocks them; use sync=asp or sync=gba"
             )
 
     @property
@@ -80,15 +81,15 @@ class ParameterServer(Strategy):
         self.sync.check_workers(workers)
 
     def lr_scale_for(self, share: float, staleness: int) -> float:
-        """The factor on the learning rate of an update worth this share of a global batch."""
+        """Returns the learning-rate factor of an update with this fraction of a global batch."""
         scale = share if self.lr_scale is None else self.lr_scale
         return scale / (1 + staleness) if self.damp == "inverse" else scale
 
     def lr_description(self, workers: int) -> str:
         if self.lr_scale is not None:
-            return f"learning rate x{self.lr_scale:g} an update, as told"
+            return f"learning rate x{self.lr_scale:g} per update (lr_scale)"
         if self.sync.full_batch_updates:
-            return "learning rate x1 an update of the global batch"
+            return "learning rate x1 per global-batch update"
         return (
             f"learning rate x(samples of the update / global batch), "
             f"about x{1 / workers:.4g} with {workers} workers"

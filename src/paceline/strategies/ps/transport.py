@@ -106,13 +106,13 @@ class Connected:
 
 
 class GradientEndpoint(Protocol):
-    """Where one worker's gradients reach this server."""
+    """Receiver of one worker's gradients on this server."""
 
     def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
         """Takes a gradient announced on the connection; raises WireError if it does not fit."""
 
     def find(self, handle: int) -> PendingGradient | None:
-        """Returns a gradient that was announced to the coordinator only, if it is here."""
+        """Returns a gradient that was announced to the coordinator only, if it has arrived."""
 
     def consumed(self, handle: int) -> None:
         """The update is applied: the worker may overwrite a gradient that stayed in place."""

@@ -126,7 +126,7 @@ class SharedMemoryEndpoint:
         self._tcp = tcp
         self._store = store
         self._lock = lock
-        """Of the store. The caller holds it in all methods but `receive`."""
+        """Lock of the store. The caller holds it in all methods except `receive`."""
         self._counted = (0, 0)
         self._gradients = 0
         """Arrived since the counters were last read."""

@@ -153,7 +153,7 @@ class TcpEndpoint:
         self.channel = channel
         self._store = store
         self._lock = lock
-        """Of the store."""
+        """Lock of the store."""
         self._counted = (0, 0)
 
     def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:

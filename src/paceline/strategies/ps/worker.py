@@ -44,8 +44,8 @@ class ParameterServerRunner(Runner):
             raise UsageError("LBFGS evaluates the loss several times a step: ps cannot run it")
         if type(optimizer).__module__ == "__main__":
             raise UsageError(
-                f"{type(optimizer).__name__} is defined in the script itself: "
-                "put it into a module of its own, so that servers can import it"
+                f"{type(optimizer).__name__} is defined in the script itself; "
+                "move it to a separate module, so that servers can import it"
             )
         self._names = [name for name, _ in self.replica.trained]
         self._parameters = [p for _, p in self.replica.trained]

@@ -1,4 +1,4 @@
-"""switch: several strategies one after another in one run."""
+"""switch: several strategies in sequence in one run."""
 
 from __future__ import annotations
 

@@ -14,36 +14,36 @@ PUBLISHED_STALENESS = 4.0
 
 
 class AutoPolicy:
-    """A pure function of the run's history, asked at every window and every stop.
+    """A pure function of the run's history, evaluated at every window and every stop.
 
-    gain: the share of the remaining time that would be saved. At first from each worker's measured
-    speed and the measured cost of an exchange; once the second strategy has run, be it for a short
-    probe, from its real rate.
-    risk: how far into the run a switch is safe. Published runs kept their accuracy when half of
-    the run was synchronous; a lower learning rate, noisier gradients (a noise scale above the
-    batch), less staleness and a larger gain allow an earlier switch.
+    gain: the fraction of the remaining time that would be saved. At first it is predicted from the
+    measured speed of each worker and the measured cost of an exchange; once the second strategy has
+    run, at least in a short probe, its measured rate is used.
+    risk: the point of the run from which a switch is safe. Published runs kept their accuracy when
+    half of the run was synchronous; a lower learning rate, noisier gradients (a noise scale above
+    the batch), less staleness and a larger gain allow an earlier switch.
 
-    Every switch away keeps the weights of that moment. Where the loss then rises, the run goes on
-    from them, and tries again later; after a second time only at half the learning rate.
+    Every switch keeps a copy of the weights. If the loss then rises, the run continues from the
+    copy and tries again later; after the second time only at half the learning rate.
     """
 
     WINDOWS = 3
     PROBE_WINDOWS = 2
     PROBE_FROM = 0.1
-    """A probe may come once this share of the run is done."""
+    """Fraction of the run before the first probe."""
     PROBE_PAYS = 3.0
-    """A probe must promise to save this many times its own duration."""
-    LEAST_GAIN = 0.05
+    """Minimum ratio of the predicted saving to the duration of a probe."""
+    MIN_GAIN = 0.05
     SAFE_AT = 0.5
     REGRESSION = 1.5
-    """Asynchrony costs some loss that a lower learning rate gives back later: this is more."""
+    """Increase of the loss beyond what asynchrony costs and a lower learning rate recovers."""
     HOLD = 0.15
-    """After going back, the share of the run before another attempt."""
+    """Fraction of the run to wait after a rollback before switching again."""
     MARGIN = 0.05
-    """So much the switch must have come too early, by what is known since, to be taken back."""
+    """A switch is undone only if it came too early by more than this fraction of the run."""
 
     def __init__(self, horizon: RunHorizon, staleness: float = PUBLISHED_STALENESS) -> None:
-        """`staleness`: expected updates between a pull and its push under the second strategy."""
+        """Creates the policy; `staleness` is that expected with the second strategy, in updates."""
         self._horizon = horizon
         self._expected_staleness = staleness
 
@@ -55,7 +55,7 @@ class AutoPolicy:
             return self._decide_in_first(history)
         return self._decide_in_second(history)
 
-    # ---- under the first strategy -------------------------------------------------------------
+    # ---- with the first strategy --------------------------------------------------------------
 
     def _decide_in_first(self, history: History) -> SwitchDecision | None:
         windows = history.throughput.latest(FIRST, self.WINDOWS)
@@ -64,8 +64,8 @@ class AutoPolicy:
         figures = self.evaluate(history, windows)
         gain, progress, needed = figures["gain"], figures["progress"], figures["safe_from"]
         saved = f"auto: would save {100 * gain:.0f} % of the remaining time"
-        if gain < self.LEAST_GAIN:
-            why = f"{saved}, less than {100 * self.LEAST_GAIN:g} %: stays"
+        if gain < self.MIN_GAIN:
+            why = f"{saved}, less than {100 * self.MIN_GAIN:g} %: stays"
             return SwitchDecision(FIRST, why, "no gain", measurements=figures)
         lesson = self._failed_before(history, gain)
         if lesson is not None:
@@ -86,7 +86,7 @@ class AutoPolicy:
         return SwitchDecision(FIRST, f"{where}: stays", "too early", measurements=figures)
 
     def evaluate(self, history: History, windows: list[ThroughputWindow]) -> dict[str, Any]:
-        """The figures that a decision rests on."""
+        """Returns the measurements for a decision."""
         now, other = self.rates(history, windows)
         gain = 1 - now / other if other > 0 else 0.0
         return {
@@ -102,17 +102,17 @@ class AutoPolicy:
         }
 
     def rates(self, history: History, windows: list[ThroughputWindow]) -> tuple[float, float]:
-        """Samples a second under the first strategy, and under the second, real or predicted."""
+        """Returns samples per second with both strategies, measured or predicted."""
         now = _mean_rate(windows)
         real = history.throughput.windows_of_phase(SECOND)
         if real:
             return now, _mean_rate(real[-self.WINDOWS :])
         newest = windows[-1]
-        # Nobody waits for anybody there; an exchange costs what it costs here at the least.
+        # Workers do not wait there; an exchange costs at least as much as here.
         return now, sum(newest.speeds) / (1 + newest.comm_share)
 
     def safe_from(self, history: History, gain: float) -> float:
-        """The share of the run after which the switch is taken to be safe."""
+        """Returns the fraction of the run after which a switch is considered safe."""
         factor = min(1.0, self._horizon.lr_factor(history.samples))
         noise = history.throughput.noise.scale
         ratio = 0.0 if noise is None else min(2.0, noise / self._horizon.batch)
@@ -123,7 +123,7 @@ class AutoPolicy:
         return float(min(1.5, (self._staleness(history) / PUBLISHED_STALENESS) ** 0.25))
 
     def _staleness(self, history: History) -> float:
-        """Measured once there is something to measure, expected until then."""
+        """Returns the measured staleness, or the expected one before any measurement."""
         count = sum(history.staleness.values())
         if not count or not history.throughput.windows_of_phase(SECOND):
             return self._expected_staleness
@@ -132,7 +132,7 @@ class AutoPolicy:
     def _probe_pays(
         self, history: History, windows: list[ThroughputWindow], figures: dict[str, Any]
     ) -> bool:
-        """Only once, and where what it may save is worth the seconds it takes."""
+        """Returns whether a probe is worthwhile; at most one is made."""
         progress, needed = figures["progress"], figures["safe_from"]
         if figures["other_measured"] or progress < self.PROBE_FROM:
             return False
@@ -145,20 +145,20 @@ class AutoPolicy:
         noise = history.throughput.noise.scale
         if noise is None:
             return "noise scale unknown"
-        return f"noise scale {noise:.0f} beside a batch of {self._horizon.batch}"
+        return f"noise scale {noise:.0f} with a batch of {self._horizon.batch}"
 
     def _on_hold(self, history: History) -> bool:
-        """The return from a probe does not count: it was meant to be short."""
+        """Returns the last switch, ignoring returns from probes."""
         if not history.switches or history.switches[-1].cause == "probed":
             return False
         since = history.samples - history.switches[-1].samples
         return self._horizon.progress(since) < self.HOLD
 
     def _failed_before(self, history: History, gain: float) -> str | None:
-        """What earlier attempts after which the loss rose say against another one now.
+        """Returns the reason against another attempt, if the loss rose in earlier ones.
 
-        After one, no easing by noise or learning rate counts any more; after two, only half the
-        learning rate will do.
+        After one failure, noise and learning rate no longer allow an earlier switch; after two,
+        only half the learning rate does.
         """
         failed = [r for r in history.switches if r.cause in ("regressed", "diverged")]
         if not failed:
@@ -173,7 +173,7 @@ class AutoPolicy:
             return None
         return f"the loss rose when it was tried; {100 * plain:.0f} % of the run is safe"
 
-    # ---- under the second strategy ------------------------------------------------------------
+    # ---- with the second strategy -------------------------------------------------------------
 
     def _decide_in_second(self, history: History) -> SwitchDecision | None:
         windows = history.throughput.latest(SECOND, self.WINDOWS)
@@ -183,9 +183,7 @@ class AutoPolicy:
         now, was = _mean_loss(windows), _mean_loss(before)
         figures: dict[str, Any] = {"loss": now, "loss_before": was}
         if now is not None and was is not None and not now <= self.REGRESSION * was + 0.01:
-            why = (
-                f"auto: the loss rose from {was:.4g} to {now:.4g}: goes on from the weights before"
-            )
+            why = f"auto: the loss rose from {was:.4g} to {now:.4g}: uses the weights before"
             return SwitchDecision(FIRST, why, "regressed", measurements=figures, restore=True)
         fast, slow = _mean_rate(windows), _mean_rate(before)
         gain = 1 - slow / fast if fast > 0 else 0.0
@@ -203,7 +201,7 @@ class AutoPolicy:
             return SwitchDecision(FIRST, why, "probed", measurements=figures)
         if len(windows) < self.WINDOWS:
             return None
-        if gain < -self.LEAST_GAIN:
+        if gain < -self.MIN_GAIN:
             return SwitchDecision(FIRST, f"auto: slower, {speeds}", "slower", measurements=figures)
         return SwitchDecision(SECOND, f"auto: {speeds}: stays", "holds", measurements=figures)
 
@@ -213,6 +211,6 @@ def _mean_rate(windows: list[ThroughputWindow]) -> float:
 
 
 def _mean_loss(windows: list[ThroughputWindow]) -> float | None:
-    """None where a loop does not tell its loss."""
+    """Returns the mean loss of windows; None if the training loop does not log it."""
     known = [w.loss for w in windows if w.loss is not None]
     return sum(known) / len(known) if len(known) == len(windows) else None

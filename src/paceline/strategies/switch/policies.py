@@ -1,4 +1,4 @@
-"""Rules that switch by what the run shows; pure functions of its history."""
+"""Policies that switch by measurements of the run; pure functions of its history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.strategies.switch.auto_policy import FIRST, SECOND
 
 @dataclass(frozen=True, kw_only=True)
 class PlateauPolicy:
-    """Compares the mean validation loss of two neighbouring windows of epochs."""
+    """Compares the mean validation loss of two adjacent windows of epochs."""
 
     window: int
     tolerance: float
@@ -46,7 +46,7 @@ class PlateauPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerPolicy:
-    """greedy: the second strategy while a straggler lasts. elastic: the straggler sits out."""
+    """greedy: second strategy while there is a straggler. elastic: excludes the straggler."""
 
     horizon: RunHorizon
     policy: str

@@ -8,7 +8,7 @@ from paceline.strategies.switch.spec import Switch
 
 
 def make_policy(spec: Switch, horizon: RunHorizon) -> SwitchPolicy:
-    """The policy of one run; raises SpecError for a switch that this run cannot follow."""
+    """Returns the policy of a run. Raises SpecError for a switch that the run does not support."""
     if spec.when is not None:
         return spec.when.make_policy(horizon, spec.parts)
     names = [f"at={format_expression(p.to_value())}" for p in spec.at]

@@ -1,4 +1,4 @@
-"""switch as data: several strategies one after another in one run."""
+"""Spec of switch: several strategies in sequence in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.strategies.switch.trigger import TRIGGERS, SwitchTrigger, trigger_
 
 @dataclass(frozen=True)
 class Switch(Strategy):
-    """Several strategies one after another, in one run, at stated points."""
+    """Several strategies in sequence, with switches at given points or by a trigger."""
 
     name: ClassVar[str] = "switch"
     parts: tuple[Strategy, ...] = ()
@@ -26,9 +26,9 @@ class Switch(Strategy):
         strategies = tuple(parse_strategy(p) if isinstance(p, str) else p for p in parts)
         object.__setattr__(self, "parts", strategies)
         if at is not None and when is not None:
-            raise SpecError("switch takes at=... or when=..., not both")
+            raise SpecError("switch: at and when cannot be combined; remove one of them")
         if at is None and when is None:
-            raise SpecError("switch: when? add at=50%, at=epoch(10) or when=auto")
+            raise SpecError("switch requires a switch point; add at=50%, at=epoch(10) or when=auto")
         object.__setattr__(self, "at", read_points(at) if at is not None else ())
         rule = trigger_from_value(parse_expression(when)) if isinstance(when, str) else when
         object.__setattr__(self, "when", rule)
@@ -36,17 +36,19 @@ class Switch(Strategy):
 
     def _check(self) -> None:
         if len(self.parts) < 2:
-            raise SpecError(f"switch has {len(self.parts)} strategies: at least two are needed")
+            raise SpecError(f"switch has {len(self.parts)} strategies; at least two are required")
         for part in self.parts:
             if len(part.phases) > 1:
-                raise SpecError("switch inside switch: name the strategies one after another")
+                raise SpecError(
+                    "a switch inside switch is not supported; list the strategies in sequence"
+                )
         if self.when is not None:
             if not isinstance(self.when, SwitchTrigger):
                 raise SpecError(f"switch(when={self.when!r}): known: {', '.join(sorted(TRIGGERS))}")
-            most = self.when.max_phases
-            if most is not None and len(self.parts) > most:
+            limit = self.when.max_phases
+            if limit is not None and len(self.parts) > limit:
                 raise SpecError(
-                    f"when={self.when} decides between two strategies, {len(self.parts)} given"
+                    f"when={self.when} supports two strategies, but {len(self.parts)} were given"
                 )
         elif len(self.at) != len(self.parts) - 1:
             raise SpecError(
@@ -81,7 +83,7 @@ class Switch(Strategy):
         return max(known) if len(known) == len(bounds) else None
 
     def check_workers(self, workers: int) -> None:
-        """A phase of `single` is fine here: one worker computes, the others idle."""
+        """Allows a phase of `single`: one worker computes, the others idle."""
         for part in self.parts:
             part.check_workers(part.worker_count(workers))
 

@@ -1,4 +1,4 @@
-"""Switching when the run itself says so: `when=lr_drop`, `plateau`, `straggler`, `auto`."""
+"""Triggers that switch by the state of the run: `lr_drop`, `plateau`, `straggler`, `auto`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from paceline.strategies.switch.policies import PlateauPolicy, StragglerPolicy
 
 @dataclass(frozen=True)
 class SwitchTrigger(Spec):
-    """A rule that decides between the first strategy of a switch and the second."""
+    """A rule that decides between the first and the second strategy of a switch."""
 
     positional: ClassVar[bool] = True
     max_phases: ClassVar[int | None] = 2
-    """The most strategies it can order; None: any number."""
+    """Maximum number of strategies; None for any number."""
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
-        """The policy of one run; raises SpecError when the run does not allow it."""
+        """Returns the policy of a run. Raises SpecError if the run does not support it."""
         raise NotImplementedError
 
     def check_length(self, horizon: RunHorizon) -> None:
-        """Raise SpecError when the length of the run is unknown."""
+        """Raises SpecError if the length of the run is unknown."""
         if horizon.epochs is None:
-            raise SpecError(f"when={self} needs the length of the run: pass epochs= to prepare()")
+            raise SpecError(
+                f"when={self} requires the length of the run; pass epochs= to prepare()"
+            )
 
 
 def _read_share(value: Value, where: str) -> float:
@@ -46,15 +48,13 @@ def _read_share(value: Value, where: str) -> float:
     else:
         share = float_field(0.0, 1.0)(value, where)
     if not 0 <= share <= 1:
-        raise SpecError(
-            f"{where} is {format_expression(value)}: a share of the run lies within 0..100%"
-        )
+        raise SpecError(f"{where} is {format_expression(value)}: must be within 0..100% of the run")
     return share
 
 
 @dataclass(frozen=True)
 class OnLrDrop(SwitchTrigger):
-    """At the schedule's milestones: the first one, then the next for a third strategy."""
+    """Switches at the schedule's milestones: the first one, then the next for a third strategy."""
 
     name: ClassVar[str] = "lr_drop"
     max_phases: ClassVar[int | None] = None
@@ -65,8 +65,8 @@ class OnLrDrop(SwitchTrigger):
         drops = horizon.schedule.drops(per_epoch=horizon.samples_per_epoch, total=horizon.total)
         if len(drops) < switches:
             raise SpecError(
-                f"when=lr_drop needs {switches} drop(s) of the learning rate, "
-                f"schedule {horizon.schedule} has {len(drops)}: use milestones(...)"
+                f"when=lr_drop requires {switches} drop(s) of the learning rate, but "
+                f"schedule {horizon.schedule} has {len(drops)}; use milestones(...)"
             )
         points = [round(d) for d in drops[:switches]]
         return resolve_switch_points(["lr_drop"] * switches, points, horizon)
@@ -87,9 +87,9 @@ class OnPlateau(SwitchTrigger):
 
 @dataclass(frozen=True)
 class OnStraggler(SwitchTrigger):
-    """While one worker lags: `greedy` leaves the first strategy, `elastic` leaves the worker out.
+    """Reacts to a straggler: `greedy` leaves the first strategy, `elastic` excludes the worker.
 
-    Once `quota` of the run was trained under the first strategy, the second takes over for good.
+    Once `quota` of the run was trained with the first strategy, the second one stays active.
     """
 
     name: ClassVar[str] = "straggler"

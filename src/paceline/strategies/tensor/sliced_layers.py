@@ -1,4 +1,4 @@
-"""Layers that hold a slice of their weights, and the exchanges that make their outputs whole."""
+"""Layers that hold a slice of their weights, and the exchanges that complete their outputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """How a parameter is sliced: pieces of it, one a worker, along one dimension.
+    """Division of a parameter into slices along one dimension, one per worker.
 
-    With `blocks` the parameter is that many stacked matrices, each sliced by itself (queries, keys
-    and values in one).
+    With `blocks`, the parameter consists of that many stacked matrices, each sliced separately
+    (queries, keys and values in one).
     """
 
     dim: int
@@ -38,7 +38,7 @@ class SliceSpec:
         return torch.cat([b.narrow(self.dim, lo, hi - lo) for b in whole.chunk(self.blocks)])
 
     def shape_of(self, own: torch.Size, part: int, other: int) -> torch.Size:
-        """Of another worker's slice, from this one's."""
+        """Returns the shape of another worker's slice, given this worker's."""
         shape = list(own)
         mine, theirs = (self.edges[p + 1] - self.edges[p] for p in (part, other))
         shape[self.dim] = shape[self.dim] // mine * theirs
@@ -53,22 +53,22 @@ class SliceSpec:
 
 @dataclass
 class SlicedModel:
-    """What was changed in a model, and how to take it back."""
+    """Changes made to a model, and how to undo them."""
 
     cuts: dict[str, SliceSpec] = field(default_factory=dict)
-    """By name of parameter."""
+    """Slices by name of the parameter."""
     shapes: dict[nn.Parameter, torch.Size] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     wire: TensorParallelGroup | None = None
     fast_attention: bool = False
-    """torch's short cut around attention's own forward was on, and is off meanwhile."""
+    """True if torch's fast path of attention was enabled; it is disabled meanwhile."""
 
     @property
     def bytes_sent(self) -> int:
         return self.wire.bytes_sent if self.wire is not None else 0
 
     def undo(self) -> None:
-        """Layers compute by themselves again; their weights have room, and no values."""
+        """Restores the layers; their weights are allocated but not initialized."""
         for module in self.modules:
             del module.forward
         if self.fast_attention:
@@ -79,7 +79,7 @@ class SlicedModel:
 
 
 class TensorParallelGroup:
-    """The group inside a replica, and what passed through it."""
+    """Collectives inside a replica, with a count of the bytes sent."""
 
     def __init__(self, group: CollectiveGroup, part: int) -> None:
         self.group = group
@@ -87,17 +87,17 @@ class TensorParallelGroup:
         self.bytes_sent = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """As it is; backward adds up what the slices made of it."""
+        """Returns the input; backward sums the gradients of the slices."""
         made: Tensor = _CopyToTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
         return made
 
     def gather(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
-        """The parts of all workers side by side; backward takes the own one."""
+        """Concatenates the parts of all workers; backward takes the local part."""
         made: Tensor = _GatherFromTensorParallel.apply(x, self, dim, edges)  # type: ignore[no-untyped-call]
         return made
 
     def add(self, x: Tensor) -> Tensor:
-        """The sum over all workers; each has the same gradient."""
+        """Sums over all workers; each has the same gradient."""
         made: Tensor = _ReduceFromTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
         return made
 
@@ -155,7 +155,7 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
 
 
 def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup) -> SlicedModel:
-    """Cut every layer that can be, in place: parameters keep their identity, not their shape."""
+    """Slices all supported layers in place: parameters keep their identity, not their shape."""
     done = SlicedModel()
     if parts == 1:
         return done
@@ -176,7 +176,7 @@ def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup)
             continue
         plan = _plan(module, parts, wire)
         if isinstance(module, nn.MultiheadAttention):
-            # Its output layer is never called by itself: sliced here, or whole.
+            # Its output layer is never called separately: it is sliced here, or not at all.
             inside.update(module.modules())
         if plan is None:
             continue
@@ -200,7 +200,7 @@ def _plan(module: nn.Module, parts: int, wire: TensorParallelGroup) -> Plan | No
     if isinstance(module, nn.MultiheadAttention):
         return _plan_attention(module, parts, wire)
     if not isinstance(getattr(module, "weight", None), nn.Parameter):
-        return None  # made anew from others in every forward, as weight_norm does
+        return None  # recomputed in every forward pass, as in weight_norm
     if type(module) is nn.Linear and module.out_features >= parts:
         return _plan_outputs(module, module.out_features, -1, parts, wire)
     if type(module) in CONVOLUTIONS:
@@ -232,7 +232,7 @@ def _plan_outputs(
 def _plan_attention(
     module: nn.MultiheadAttention, parts: int, wire: TensorParallelGroup
 ) -> Plan | None:
-    """By heads; of the output layer the columns that belong to them."""
+    """Slices attention by heads, and the columns of the output layer that belong to them."""
     plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
     if not plain or module.num_heads < parts or module.in_proj_weight is None:
         return None
@@ -265,16 +265,16 @@ def _plan_attention(
         causal = is_causal and mask is None
         with _drawing_apart(dropout, wire.part):
             mixed, attended = _attend(q, k, v, mask, dropout, causal, need_weights)
-        told = None
+        weights_out = None
         if attended is not None and average_attn_weights:
-            told = wire.add(attended.sum(-3)) / module.num_heads
+            weights_out = wire.add(attended.sum(-3)) / module.num_heads
         elif attended is not None:
-            told = wire.gather(attended, -3, heads)
+            weights_out = wire.gather(attended, -3, heads)
         mixed = mixed.transpose(-3, -2).flatten(-2)
         out = wire.add(F.linear(mixed, module.out_proj.weight))
         if module.out_proj.bias is not None:
             out = out + module.out_proj.bias
-        return (out.transpose(0, 1) if turned else out), told
+        return (out.transpose(0, 1) if turned else out), weights_out
 
     cuts: dict[nn.Parameter, SliceSpec] = {
         _parameter(module.in_proj_weight): SliceSpec(0, width, 2, blocks=3),
@@ -287,7 +287,7 @@ def _plan_attention(
 
 @contextmanager
 def _drawing_apart(dropout: float, part: int) -> Iterator[None]:
-    """Every part has heads of its own to draw for; afterwards all generators are alike again."""
+    """Uses separate random numbers per part for its heads; afterwards all generators are equal."""
     if not dropout:
         yield
         return
@@ -334,7 +334,7 @@ def _join_masks(
     part: int,
     like: Tensor,
 ) -> Tensor | None:
-    """As one that is added to the scores, for the heads that are here."""
+    """Joins masks to one that is added to the scores of the local heads."""
     total = None
     if mask is not None:
         total = _as_added(mask, like)

@@ -1,4 +1,4 @@
-"""tensor as data: each layer in slices, one per worker."""
+"""Spec of tensor: each layer in slices, one per worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.specs.model_parallel import ModelParallel
 
 @dataclass(frozen=True)
 class TensorParallel(ModelParallel):
-    """Layers in slices: each worker has some of a layer's outputs, and all get all of them."""
+    """Tensor parallelism: each worker computes some outputs of a layer; all receive all of them."""
 
     name: ClassVar[str] = "tensor"
     size: int = spec_field(int_field(1, 1024), 2)

@@ -1,8 +1,8 @@
-"""tensor: layers in slices over the workers of a replica.
+"""Worker side of tensor: layers are sliced over the workers of a replica.
 
-A linear or convolution layer is cut along its outputs, attention along its heads: each worker holds
-and trains its slice of the weights and computes its part, and all get the whole result. Other
-layers, and weights that two layers share, every worker holds whole and computes alike.
+Linear and convolution layers are sliced along their outputs, attention along its heads: each worker
+holds and trains its slice of the weights and computes its part, and all receive the whole result.
+Other layers, and weights that two layers share, are replicated on every worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 
 class TensorRunner(ModelParallelRunner):
-    """A worker that dies breaks the exchange inside a layer: the others raise PeerLost."""
+    """If a worker dies, the exchange inside a layer fails and the others raise PeerLost."""
 
     def __init__(self, spec: TensorParallel, around: WorkerContext) -> None:
         super().__init__(spec, around)
@@ -48,7 +48,7 @@ class TensorRunner(ModelParallelRunner):
     # ---- a step -------------------------------------------------------------------------------
 
     def begin_step(self, work: TrainStep) -> None:
-        """All parts draw alike: what is not sliced must come out the same everywhere."""
+        """Seeds all parts equally, because replicated layers must give equal results."""
         if self._parts > 1:
             state = torch.get_rng_state()
             self._inside.broadcast(state, self._first)
@@ -64,14 +64,14 @@ class TensorRunner(ModelParallelRunner):
         return measured if self._part == self._loss_part else StepStats(0, 0, 0.0, 0)
 
     def _compare(self, batch: Batch) -> None:
-        """Slices of one layer are of no use to each other on different rows."""
+        """Checks that all parts of a replica have the same rows."""
         mine = torch.stack([part.double().sum() for part in batch])
         first = mine.clone()
         self._inside.broadcast(first, self._first)
         if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(first)):
             raise UsageError(
-                "tensor: the parts of a model read the same rows and got different values: data "
-                "that draws at random must draw by seed and epoch alone"
+                "tensor: the parts of a model read the same rows but got different values; random "
+                "data must depend on seed and epoch only"
             )
 
     def finish_step(self, work: TrainStep) -> None:
@@ -85,7 +85,7 @@ class TensorRunner(ModelParallelRunner):
             self._sent += all_reduce_gradients(trained, self._data_parallel_group)
             self.clip([p for n, p in self.replica.trained if self._counts(n)], trained)
         except RuntimeError as error:
-            raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
+            raise PeerLost(f"the exchange of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         self.replica.apply_gradients()
 
@@ -99,7 +99,7 @@ class TensorRunner(ModelParallelRunner):
     # ---- state --------------------------------------------------------------------------------
 
     def _counts(self, name: str) -> bool:
-        """A slice is this worker's alone; what all have whole, the first answers for."""
+        """Returns whether this worker contributes a tensor: its slices; the first also the rest."""
         return name in self._sliced.cuts or self._part == 0
 
     def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +115,7 @@ class TensorRunner(ModelParallelRunner):
         load_into_model(mine, self.replica.model, self.replica.optimizer)
 
     def _cut_of(self, key: str, dims: int) -> SliceSpec | None:
-        """How a tensor of the state is sliced; slots are as their weights, or single numbers."""
+        """Returns how a tensor of the state is sliced; slots are like their weights or scalars."""
         kind, _, name = key.partition("/")
         if kind == "slots":
             name = name.rpartition("/")[0]
@@ -129,9 +129,9 @@ class TensorRunner(ModelParallelRunner):
             for key, tensor in mine.tensors.items()
             if self._cut_of(key, tensor.dim()) is not None and self._replica == 0
         }
-        told = all_gather_sections(Section(slices), self.context.group)[: self._parts]
-        for key in told[0].tensors:
-            pieces = [section.tensors[key] for section in told]
+        gathered = all_gather_sections(Section(slices), self.context.group)[: self._parts]
+        for key in gathered[0].tensors:
+            pieces = [section.tensors[key] for section in gathered]
             cut = self._cut_of(key, pieces[0].dim())
             assert cut is not None
             mine.tensors[key] = cut.join(pieces)
@@ -154,7 +154,7 @@ class TensorRunner(ModelParallelRunner):
                 value = tensor.detach().contiguous().reshape(-1)
                 self.context.group.isend(value, 0, TAG + place).wait()
             except RuntimeError as error:
-                raise PeerLost(f"worker 0 does not take the state ({error})") from None
+                raise PeerLost(f"worker 0 did not receive the state ({error})") from None
 
     def _distant(self, key: str, own: torch.Tensor, tag: int) -> RemoteTensor:
         cut = self._cut_of(key, own.dim())
@@ -168,7 +168,7 @@ class TensorRunner(ModelParallelRunner):
                 try:
                     self.context.group.recv(piece, part, tag)
                 except RuntimeError as error:
-                    raise PeerLost(f"worker {part} does not hand in its state ({error})") from None
+                    raise PeerLost(f"worker {part} did not send its state ({error})") from None
                 pieces.append(piece)
             return cut.join(pieces)
 
@@ -185,5 +185,5 @@ class TensorRunner(ModelParallelRunner):
         return {"part": self._part, "parts": self._parts, "weight_bytes": held}
 
     def close(self) -> None:
-        """Whoever comes next gets a model with room for all weights."""
+        """Allocates the weights of the model again, for the next strategy."""
         self._sliced.undo()
