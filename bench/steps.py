@@ -34,7 +34,8 @@ from paceline.cluster.measurements import update_pool
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.cluster.pool_file import load_pool, pool_from_mapping
 from paceline.job import refer_to_job
-from paceline.plan.estimate import PoolArrays, estimate
+from paceline.plan.estimate import estimate
+from paceline.plan.pool_arrays import PoolArrays
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
 from paceline.twin.calibration import read_warm_steps

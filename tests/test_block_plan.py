@@ -42,10 +42,10 @@ from paceline.protocol.messages import (
     WorkerReady,
     message_from_wire,
     message_to_wire,
-    split_batch,
 )
 from paceline.protocol.pace import Send
 from paceline.protocol.run_spec import EndRun, RunSpec
+from paceline.protocol.shares import split_batch
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
 files = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=13)

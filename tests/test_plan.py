@@ -15,10 +15,12 @@ from conftest import RunCli
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost, Watts, equal_machines
 from paceline.errors import UsageError
 from paceline.plan.cost_model import Workload
-from paceline.plan.estimate import Estimate, PoolArrays, estimate
+from paceline.plan.estimate import Estimate, estimate
 from paceline.plan.explanation import plan_to_json
-from paceline.plan.search import CANDIDATES, OBJECTIVES, parse_objective, search
-from paceline.plan.split import StageHost, bubble_fraction, estimate_pipeline
+from paceline.plan.pool_arrays import PoolArrays
+from paceline.plan.search import OBJECTIVES, candidates, parse_objective, search
+from paceline.strategies.model_parallel_cost import StageHost
+from paceline.strategies.pipeline.cost import bubble_fraction, estimate_pipeline
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.fit_published import simulated_seconds
@@ -71,7 +73,7 @@ def try_all(machines: PoolArrays) -> list[Estimate]:
     count = len(machines.hosts)
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
-            for text in CANDIDATES if size > 1 else ("single",):
+            for text in candidates() if size > 1 else ("single",):
                 spec = parse_strategy(text)
                 if size == 1 or spec.servers_for(size) <= size:
                     found.append(estimate(machines, np.array(chosen), spec))

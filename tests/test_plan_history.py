@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.plan.cost_model import Workload
-from paceline.plan.estimate import PoolArrays, estimate
+from paceline.plan.estimate import estimate
+from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.run_log import (
     LAST,
     LoggedRun,

@@ -26,7 +26,7 @@ from paceline.job import Job
 from paceline.plan.cost_model import (
     Workload,
     allreduce_s,
-    coded_bytes,
+    encoded_bytes,
     exposed_s,
     exposed_without_layers_s,
     fill_buckets,
@@ -103,7 +103,7 @@ def play(
     pool: Pool,
     work: Workload = WORK,
     *,
-    learner: TimeOnlyBackend | None = None,
+    weights: TimeOnlyBackend | None = None,
     seed: int = 0,
     clip: float | None = None,
     slow: str | None = None,
@@ -119,7 +119,7 @@ def play(
     )
     plan = RunSpec(strategy=spec, workers=workers, clip=clip)
     world = Simulator(
-        plan, fleet, work, learner or TimeOnlyBackend(), timeline, splits=tuple(work.evaluated)
+        plan, fleet, work, weights or TimeOnlyBackend(), timeline, splits=tuple(work.evaluated)
     )
     world.run()
     return world
@@ -146,9 +146,15 @@ class Watching(TimeOnlyBackend):
         self._see(leases)
         return []
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
         self._see([lease])
         return NOTHING
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        self._see(leases)
+        return [NOTHING for _ in members]
 
 
 # ---- every strategy ---------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class Watching(TimeOnlyBackend):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_every_strategy_sees_each_sample_once(strategy: str, clip: float | None) -> None:
     watching = Watching()
-    world = play(strategy, unequal(), learner=watching, clip=clip)
+    world = play(strategy, unequal(), weights=watching, clip=clip)
     assert world.end is not None
     assert world.end.status == "done"
     assert watching.seen == Counter((e, p) for e in range(3) for p in range(600))
@@ -561,10 +567,10 @@ def test_buckets_of_the_cost_model_are_those_of_a_run() -> None:
         ("powersgd(4)", 4 * 2000 / 1e6),
     ],
 )
-def test_coded_bytes_are_about_what_coders_send(codec: str, ratio: float) -> None:
+def test_encoded_bytes_are_about_what_coders_send(codec: str, ratio: float) -> None:
     work = Workload(**{**vars(WORK), "shapes": ((1000, 1000),)})
     spec = parse_codec(codec)
-    assert coded_bytes(spec, work) / work.bytes == pytest.approx(ratio, rel=0.1)
+    assert encoded_bytes(spec, work) / work.bytes == pytest.approx(ratio, rel=0.1)
 
 
 def test_measured_steps_take_the_place_of_operations() -> None:

@@ -14,7 +14,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from paceline.cluster.pool import Host, Pool
     from paceline.job import JobRef
-    from paceline.plan.estimate import Estimate, PoolArrays
+    from paceline.plan.estimate import Estimate
+    from paceline.plan.pool_arrays import PoolArrays
     from paceline.specs.strategy import Strategy
 
 

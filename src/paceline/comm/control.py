@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.comm.wire import Channel
 from paceline.errors import WireError
 from paceline.protocol.messages import Message, message_from_wire, message_to_wire
+
+
+class CoordinatorLink(Protocol):
+    """Messages to and from the coordinator."""
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self) -> Message: ...
 
 
 class ControlConnection:

@@ -24,7 +24,8 @@ from paceline.keras.optimizer_conversion import (
     step_at,
     translate,
 )
-from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady, split_batch
+from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady
+from paceline.protocol.shares import split_batch
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica, WorkerContext
 from paceline.telemetry.phase_clock import BACKWARD, EVAL, FORWARD, INPUT

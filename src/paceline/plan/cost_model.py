@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.codecs.spec import Codec
-from paceline.specs.strategy import Strategy
-from paceline.strategies.allreduce.spec import AllReduce
 
 FIXED_S = 0.0005
 """A step's cost that does not grow with its samples, where it was not measured."""
@@ -194,15 +192,7 @@ def exposed_without_layers_s(
     return exchange_s - hidden
 
 
-def exchanged_bytes(strategy: Strategy, work: Workload) -> float:
-    """What one exchange among all workers moves, as bytes of an all-reduce."""
-    if not isinstance(strategy, AllReduce):
-        return float(work.bytes)
-    # In shards there is an all-gather more: half an all-reduce.
-    return coded_bytes(strategy.codec, work) * (1.0 if strategy.shard == "none" else 1.5)
-
-
-def coded_bytes(codec: Codec | None, work: Workload) -> float:
+def encoded_bytes(codec: Codec | None, work: Workload) -> float:
     """Bytes of one gradient after its codec."""
     if codec is None:
         return work.bytes

@@ -1,17 +1,15 @@
-"""A plan in words: what was chosen, what came next, and why each machine was left out."""
+"""Explains a plan: the choice, the runners-up, and why each host was excluded."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from paceline.plan.estimate import Estimate, PoolArrays, estimate, fits_in_memory
+from paceline.plan.estimate import Estimate, estimate
+from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.search import Objective, SearchResult
-from paceline.specs.model_parallel import ModelParallel
-from paceline.strategies.pipeline.spec import PipelineParallel
-from paceline.strategies.registry import parse_strategy
+from paceline.strategies.registry import cost, parse_strategy
 
 MOST_REASONS = 20
 
@@ -103,15 +101,17 @@ def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> l
     outside = [i for i in range(len(machines.hosts)) if i not in inside]
     for index in outside[:MOST_REASONS]:
         host = machines.hosts[index]
-        if not machines.fits[index] and not isinstance(spec, ModelParallel):
-            why = f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g}"
+        wider = np.array(sorted([*inside, index]))
+        facet = cost(spec)
+        spec = facet.on_hosts(spec, len(wider))
+        if not facet.fits(machines, wider, spec):
+            whole_model = spec.state_fraction(len(wider)).weights == 1
+            why = (
+                f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g}"
+                if whole_model
+                else "no stage fits into its memory"
+            )
         else:
-            wider = np.array(sorted([*inside, index]))
-            if isinstance(spec, PipelineParallel):
-                spec = dataclasses.replace(spec, stages=len(wider))
-                if not fits_in_memory(machines, wider, spec):
-                    reasons.append({"host": host.host, "why": "no stage fits into its memory"})
-                    continue
             more = estimate(machines, wider, spec)
             change = 100 * (more.value(objective) / max(chosen.value(objective), 1e-12) - 1)
             why = f"with it {objective} would be {_amount(more, objective)} ({change:+.1f} %)"

@@ -21,7 +21,8 @@ import numpy as np
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import SpecError, UsageError
 from paceline.plan.cost_model import Workload, step_time_on
-from paceline.plan.estimate import Correction, PoolArrays, correction_key, estimate
+from paceline.plan.estimate import correction_key, estimate
+from paceline.plan.pool_arrays import Correction, PoolArrays
 from paceline.strategies.registry import parse_strategy
 
 LAST = 5

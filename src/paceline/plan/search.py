@@ -1,4 +1,4 @@
-"""Which machines, and which strategy: the best by one objective, or by a mix under limits."""
+"""Search for the hosts and the strategy that minimize an objective under limits."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ import numpy as np
 
 from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
-from paceline.plan.estimate import Estimate, Ints, PoolArrays, estimate, fits_in_memory
+from paceline.plan.estimate import Estimate, estimate
+from paceline.plan.facet import CostFacet
+from paceline.plan.pool_arrays import Ints, PoolArrays
 from paceline.specs.strategy import Strategy
-from paceline.strategies.pipeline.spec import PipelineParallel
-from paceline.strategies.registry import parse_strategy
+from paceline.strategies.registry import BASELINE, cost_facet, parse_strategy, records
 
 OBJECTIVES = ("time", "energy", "cost")
-CANDIDATES = (
-    "allreduce",
-    "allreduce(balance=auto)",
-    "ps",
-    "ps(servers=8)",
-    "local_sgd(h=8)",
-)
-ALL_SIZES_UP_TO = 48
-SPLIT_UP_TO = 10
-"""Machines that a model is split over, those with most memory first."""
-ALL_SPLITS_UP_TO = 6
-MICRO = (1, 2, 4, 8, 16)
-"""Micro-batches of a pipeline that are tried."""
-STARTS = 6
-"""Choices of each strategy from which single exchanges are tried."""
-CLIMB_UP_TO = 32
-"""Beyond so many machines single exchanges no longer matter: only sizes and orders are tried."""
+MAX_HOSTS_ALL_SIZES = 48
+MAX_SPLIT_HOSTS = 10
+"""Hosts that a model is split over, those with the most memory first."""
+MAX_HOSTS_ALL_SPLITS = 6
+CLIMB_STARTS = 6
+"""Starting points per strategy from which swapping single hosts is tried."""
+MAX_CLIMB_HOSTS = 32
+"""Above this many hosts, swapping single hosts hardly matters: only sizes and orders are tried."""
+
+
+def candidates() -> tuple[str, ...]:
+    """Strategies that the planner tries: those that the registered strategies name."""
+    return tuple(text for record in records().values() for text in record.candidates)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class SearchResult:
 def search(
     machines: PoolArrays,
     wish: Objective,
-    strategies: Sequence[str] = CANDIDATES,
+    strategies: Sequence[str] | None = None,
     *,
     may_be_alone: bool = True,
 ) -> SearchResult:
@@ -103,7 +100,7 @@ def search(
             )
     if not len(usable):
         return _search_split(machines, wish)
-    specs = [parse_strategy(s) for s in strategies]
+    specs = [parse_strategy(s) for s in (candidates() if strategies is None else strategies)]
     tried: dict[tuple[str, bytes], Estimate] = {}
 
     def look(chosen: Ints, spec: Strategy) -> Estimate:
@@ -112,8 +109,8 @@ def search(
             tried[key] = estimate(machines, chosen, spec)
         return tried[key]
 
-    single = parse_strategy("single")
-    for index in usable if len(usable) <= ALL_SIZES_UP_TO else _extremes(machines, usable):
+    single = parse_strategy(BASELINE)
+    for index in usable if len(usable) <= MAX_HOSTS_ALL_SIZES else _extremes(machines, usable):
         look(np.array([index]), single)
     for order in _orders(machines, usable):
         for size in _sizes(len(order)):
@@ -121,13 +118,13 @@ def search(
                 if _possible(spec, size, machines.work.batch):
                     look(np.sort(order[:size]), spec)
     best = {o: min(e.value(o) for e in tried.values()) for o in OBJECTIVES}
-    if len(usable) <= CLIMB_UP_TO:
+    if len(usable) <= MAX_CLIMB_HOSTS:
         for spec in specs:
             mine = [e for (text, _), e in tried.items() if text == str(spec)]
             if mine:
                 mine.sort(key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
                 # The best start may lead to the top of a smaller hill.
-                for start in mine[:STARTS]:
+                for start in mine[:CLIMB_STARTS]:
                     _hill_climb(machines, usable, spec, start, wish, best, look)
     allowed = [
         e
@@ -151,21 +148,25 @@ def search(
 
 
 def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
-    """The model fits on no machine: the best pipeline over two or more of them.
+    """The model fits on no single host: the best strategy that splits it over several.
 
-    Raises UsageError when it does not fit on all of them together either.
+    Raises UsageError if it does not fit on all of them together either.
     """
     tried: list[Estimate] = []
-    order = np.lexsort((-machines.speed, -machines.memory_bytes))[:SPLIT_UP_TO]
-    layers = sum(len(shape) > 1 for shape in machines.work.shapes)
-    for parts in range(2, min(len(order), layers) + 1):
+    order = np.lexsort((-machines.speed, -machines.memory_bytes))[:MAX_SPLIT_HOSTS]
+    facets: list[CostFacet[Strategy]] = [
+        cost_facet(record) for record in records().values() if record.cost is not None
+    ]
+    for parts in range(2, len(order) + 1):
+        specs = [(facet, spec) for facet in facets for spec in facet.splits(machines, parts)]
         for chosen in combinations(sorted(int(i) for i in order), parts):
-            for micro in MICRO:
-                if machines.work.batch % micro == 0:
-                    spec = PipelineParallel(stages=parts, micro=micro, cut="auto")
-                    if fits_in_memory(machines, np.array(chosen), spec):
-                        tried.append(estimate(machines, np.array(chosen), spec))
-        if tried and len(order) > ALL_SPLITS_UP_TO:
+            hosts = np.array(chosen)
+            tried += [
+                estimate(machines, hosts, spec)
+                for facet, spec in specs
+                if facet.fits(machines, hosts, spec)
+            ]
+        if tried and len(order) > MAX_HOSTS_ALL_SPLITS:
             break  # more parts only help where fewer do not fit
     if not tried:
         largest = max(h.memory_gb or 0.0 for h in machines.hosts)
@@ -195,10 +196,10 @@ def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
             f"machine {host.host} does not fit the model: it needs {machines.needed_gb:.1f} GB, "
             f"the machine has {host.memory_gb:g} GB; --select auto leaves such machines out"
         )
-    alone = [estimate(machines, np.array([i]), parse_strategy("single")) for i in everybody]
+    alone = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in everybody]
     tried = [
         estimate(machines, everybody, spec)
-        for spec in map(parse_strategy, CANDIDATES)
+        for spec in map(parse_strategy, candidates())
         if _possible(spec, len(everybody), machines.work.batch)
     ] or alone
     allowed = [e for e in tried if wish.is_met_by(e)]
@@ -269,7 +270,7 @@ def _orders(machines: PoolArrays, usable: Ints) -> Iterator[Ints]:
 
 
 def _sizes(most: int) -> list[int]:
-    if most <= ALL_SIZES_UP_TO:
+    if most <= MAX_HOSTS_ALL_SIZES:
         return list(range(2, most + 1))
     steps = np.unique(np.round(np.geomspace(2, most, 40)).astype(int))
     return [int(s) for s in steps]

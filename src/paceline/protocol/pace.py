@@ -20,9 +20,9 @@ from paceline.protocol.messages import (
     PlannedSteps,
     StepsApplied,
     StepStats,
-    split_batch,
 )
 from paceline.protocol.record import record
+from paceline.protocol.shares import split_batch
 from paceline.specs.strategy import WorkerGroups
 
 PLAN_AHEAD_S = 2.0

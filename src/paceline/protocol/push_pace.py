@@ -17,9 +17,9 @@ from paceline.protocol.messages import (
     LeaseGranted,
     Message,
     ShardSqNorm,
-    split_batch,
 )
 from paceline.protocol.pace import OutgoingMessage, PaceContext, Send, SendToServers
+from paceline.protocol.shares import split_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -426,8 +426,7 @@ class RunSequence:
     ) -> Generator[None, list[Any], list[Any]]:
         self._awaited, self._answers = answer, {}
         self._actions.extend(Send(w, question) for w in range(self.plan.workers))
-        replies = yield
-        return replies
+        return (yield)
 
     def _flush_switch(self) -> None:
         """Completes the row of the last switch with the pause of the slowest worker."""

@@ -185,13 +185,17 @@ def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
 
 
 def simulation(spec: Strategy) -> Any:
-    """Returns the simulate facet. Raises UsageError if there is none."""
-    return _load(_required(spec, "simulate", "simulated"))
+    """Returns the `twin.simulation.SimulateFacet`. Raises UsageError if there is none."""
+    return _load(_required(_record_of(spec), "simulate", "simulated"))
 
 
 def cost(spec: Strategy) -> Any:
-    """Returns the cost facet. Raises UsageError if there is none."""
-    return _load(_required(spec, "cost", "planned"))
+    """Returns the `plan.facet.CostFacet`. Raises UsageError if there is none."""
+    return cost_facet(_record_of(spec))
+
+
+def cost_facet(record: StrategyRecord) -> Any:
+    return _load(_required(record, "cost", "planned"))
 
 
 def plugins_of(spec: Strategy) -> tuple[Plugin, ...]:
@@ -217,10 +221,10 @@ def _record_of(spec: Strategy) -> StrategyRecord:
     return _RECORDS[spec.name]
 
 
-def _required(spec: Strategy, facet: str, verb: str) -> str:
-    path: str | None = getattr(_record_of(spec), facet)
+def _required(record: StrategyRecord, facet: str, verb: str) -> str:
+    path: str | None = getattr(record, facet)
     if path is None:
-        raise UsageError(f"{spec.name} cannot be {verb}: it has no {facet} facet")
+        raise UsageError(f"{record.name} cannot be {verb}: it has no {facet} facet")
     return path
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.accuracy import count_correct
-from paceline.comm.control import ControlConnection
+from paceline.comm.control import CoordinatorLink
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PeerLost
 from paceline.protocol.messages import Lease, StepStats
@@ -22,6 +22,9 @@ LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 INNER_PREFIX = "inner/"
 """Prefix of the local optimizer state of a worker, which is dropped at a switch."""
+
+NORMS_EVERY = 16
+"""Steps between two measurements of the gradient's norms, for the gradient noise scale."""
 
 
 class Replica:
@@ -101,7 +104,7 @@ class WorkerContext:
     size: int
     replica: Replica
     group: CollectiveGroup
-    control: ControlConnection
+    control: CoordinatorLink
     clock: PhaseClock
     token: str
     timeout_s: float

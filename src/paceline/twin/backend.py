@@ -9,64 +9,71 @@ from typing import Any, Protocol
 
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.strategy import Strategy
+from paceline.twin.simulation import Groups
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of computing one share."""
+    """What a worker reports about a computed share."""
 
     predictions: int
     loss_sum: float | None
     correct: int | None
     norms: tuple[float, float, float, float] | None = None
     diverged: str | None = None
-    """Reason why training has diverged, if it has."""
+    """Why the loss indicates divergence; None if it does not."""
 
 
 class WeightsBackend(Protocol):
-    """Called in the order of virtual time, once per action of a process."""
+    """Called in virtual-time order; one call for what one process would do."""
 
     uses_leases: bool
-    """False if the backend ignores the leases."""
+    """Whether `step` looks at the leases."""
 
-    def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
-        """Starts a strategy; all replicas are equal at this point."""
+    def enter(self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool) -> None:
+        """Activates a strategy; all replicas are equal now."""
         ...
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        """Computes one batch on all workers and updates the weights, jointly or per worker."""
+        """Computes all workers' shares of one batch and updates the weights."""
         ...
 
     def is_average_due(self) -> bool:
-        """Returns whether locally updated replicas should be averaged now."""
+        """Whether the replicas are averaged after the last step."""
         ...
 
     def average_replicas(self) -> None:
-        """Averages locally updated replicas."""
+        """Averages replicas that took local steps."""
         ...
 
     def pull(self, worker: int) -> None:
-        """Copies the current weights of the servers to a worker."""
+        """Gives a worker the servers' current weights."""
         ...
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
-        """Computes a gradient on the worker's pulled weights and stores it under `handle`."""
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
+        """Computes a gradient on the worker's weights."""
         ...
 
-    def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
-        """Combines gradients of a group (worker, handle, weight) under the first handle."""
+    def push(self, worker: int, lease: Lease, handle: int) -> None:
+        """Sends the computed gradient to the servers as number `handle` of this worker."""
+        ...
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        """Computes a group's gradients; its first worker pushes their sum as `handle`."""
         ...
 
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        """Returns the squared norm of an update's summed gradient before clipping."""
+        """Squared norm of an update's summed gradient before clipping."""
         ...
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        """Applies an update of computed gradients on the servers."""
+        """Applies an update of pushed gradients on the servers."""
         ...
 
     def settle(self) -> float:
-        """Copies the latest weights to all workers at a quiesce; returns the learning rate."""
+        """Brings the newest weights to all workers; returns the learning rate."""
         ...
 
     def evaluate(self, split: str) -> tuple[float | None, int | None, int]: ...
@@ -75,13 +82,17 @@ class WeightsBackend(Protocol):
 
     def save_model(self, path: Path) -> None: ...
 
+    def close(self) -> None:
+        """Releases resources at the end of the run."""
+        ...
+
 
 class TimeOnlyBackend:
-    """Simulates time only: no weights, no losses, no evaluation."""
+    """Computes nothing: no weights, no losses, no evaluation."""
 
     uses_leases = False
 
-    def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
+    def enter(self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool) -> None:
         return
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
@@ -96,11 +107,16 @@ class TimeOnlyBackend:
     def pull(self, worker: int) -> None:
         return
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
         return NOTHING
 
-    def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
+    def push(self, worker: int, lease: Lease, handle: int) -> None:
         return
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        return [NOTHING for _ in members]
 
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
         return 0.0
@@ -118,6 +134,9 @@ class TimeOnlyBackend:
         return ""
 
     def save_model(self, path: Path) -> None:
+        return
+
+    def close(self) -> None:
         return
 
 

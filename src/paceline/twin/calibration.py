@@ -1,4 +1,4 @@
-"""Derives machines from a recorded run: step times per worker and exchange times."""
+"""Fits a pool to a recorded run: step times per worker, and the cost of an exchange."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import UsageError
 from paceline.job import JobRef
-from paceline.plan.cost_model import exposed_without_layers_s
-from paceline.strategies.allreduce.spec import AllReduce
-from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.registry import parse_strategy
+from paceline.plan.facet import CostFacet, RecordedStep
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import cost, parse_strategy
 from paceline.telemetry.reader import read_steps
 from paceline.telemetry.run_folder import RunFolder
 from paceline.telemetry.schema import RunResult
@@ -129,36 +128,21 @@ def coefficient_of_variation(steps: list[StepRecord]) -> float:
 def fit_exchange(
     result: RunResult, strategy: str, steps: list[list[StepRecord]]
 ) -> dict[str, float]:
-    """Returns exchange rates from the steps of the run's first strategy."""
-    workers = len(steps)
-    first = parse_strategy(strategy).phases[0]
-    if workers < 2 or not result.get("parameter_bytes"):
+    """Pool fields for the exchange, fitted to the steps under the run's first strategy."""
+    spec = parse_strategy(strategy).phases[0]
+    if len(steps) < 2 or not result.get("parameter_bytes"):
         return {}
-    nbytes = float(result["parameter_bytes"] or 0)
     until = result["switches"][0]["samples"] if result["switches"] else float("inf")
     per_epoch = result["history"][0]["samples"] if result["history"] else float("inf")
-    rows = [[s for s in worker if s.epoch * per_epoch + s.start < until] for worker in steps]
-    if not all(rows):
+    recorded = [
+        [
+            RecordedStep(s.compute_s, (s.comm_exposed + s.queue) / 1e6)
+            for s in worker
+            if s.epoch * per_epoch + s.start < until
+        ]
+        for worker in steps
+    ]
+    if not all(recorded):
         return {}
-    if isinstance(first, AllReduce):
-        # The minimum over the workers is the exchange without waiting for stragglers.
-        minima = [min(s.comm_exposed for s in same) / 1e6 for same in zip(*rows, strict=False)]
-        exposed = max(1e-9, statistics.median(minima))
-        busy = statistics.median(s.compute_s for worker in rows for s in worker)
-        total = total_exchange_s(exposed, busy, nbytes, first.bucket_mb * (1 << 20))
-        return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / total / 1e9}
-    if isinstance(first, ParameterServer):
-        each = [(s.comm_exposed + s.queue) / 1e6 for worker in rows for s in worker]
-        seconds = max(1e-9, statistics.median(each))
-        return {"transfer_gb_s": 2 * nbytes / seconds / 1e9}
-    return {}
-
-
-def total_exchange_s(exposed: float, busy: float, nbytes: float, bucket_bytes: float) -> float:
-    """The total exchange of which so much was not hidden behind the backward pass."""
-    low, high = exposed, exposed + busy
-    for _ in range(50):
-        middle = (low + high) / 2
-        seen = exposed_without_layers_s(middle, busy, nbytes, bucket_bytes)
-        low, high = (middle, high) if seen < exposed else (low, middle)
-    return high
+    facet: CostFacet[Strategy] = cost(spec)
+    return facet.calibrate(spec, recorded, float(result["parameter_bytes"] or 0))

@@ -17,29 +17,27 @@ import dataclasses
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
 from paceline.protocol.history import CoordinatorMemory
-from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.protocol.run_spec import RunSpec
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, parse_strategy
-from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
+from paceline.twin.fault_delivery import UnreliableDelivery
+from paceline.twin.invariants import InvariantChecker, SampleAudit, Violation
 from paceline.twin.machines import SimulatedMachines
 from paceline.twin.simulator import DETECT_S, Simulator
-from paceline.twin.timeline import Callback, Timeline
+from paceline.twin.timeline import Timeline
 
 FAULTS = ("delay", "repeat", "lose", "die")
-MAX_EVENTS = 100_000
-MAX_FAILURES = 6
-"""After this many failures, no more faults are injected, so that the run can end."""
+MAX_LIVES = 6
+"""After so many failures a run is left in peace, so that it can end."""
 
 STRATEGIES = (
     "single",
@@ -65,10 +63,6 @@ STRATEGIES = (
     "switch(allreduce, ps, when=straggler(greedy, windows=1))",
     "switch(allreduce, ps, when=straggler(elastic, windows=1))",
 )
-
-
-class Violation(AssertionError):
-    """A violated invariant."""
 
 
 @dataclass(frozen=True)
@@ -151,153 +145,22 @@ def draw_case(seed: int) -> FaultCase:
             return case
 
 
-class UnreliableDelivery:
-    """Delays, duplicates or loses messages; each connection preserves their order."""
-
-    LATE, TWICE, LOST = 0.3, 0.1, 0.004
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        rng: random.Random,
-        faults: Sequence[str],
-        lost: Callable[[int], None],
-    ) -> None:
-        self._timeline, self._rng, self._faults = timeline, rng, faults
-        self._lost = lost
-        self._last: dict[object, float] = {}
-
-    def to_coordinator(self, worker: int, at_s: float, deed: Callback) -> None:
-        if self._loses(worker):
-            return
-        self._bring(("up", worker), at_s, deed)
-        if "repeat" in self._faults and self._rng.random() < self.TWICE:
-            self._bring(("up", worker), at_s + self._rng.expovariate(2.0), deed)
-
-    def to_worker(self, worker: int, at_s: float, deed: Callback) -> None:
-        if not self._loses(worker):
-            self._bring(("down", worker), at_s, deed)
-
-    def to_servers(self, at_s: float, deed: Callback) -> None:
-        self._bring("order", at_s, deed)
-        if "repeat" in self._faults and self._rng.random() < self.TWICE:
-            self._bring("order", at_s + self._rng.expovariate(2.0), deed)
-
-    def push(self, worker: int, at_s: float, gradient: Callback, word: Callback) -> None:
-        self._bring(("push", worker), at_s, gradient)
-        self.to_coordinator(worker, at_s, word)
-
-    def _loses(self, worker: int) -> bool:
-        if "lose" in self._faults and self._rng.random() < self.LOST:
-            self._lost(worker)
-            return True
-        return False
-
-    def _bring(self, way: object, at_s: float, deed: Callback) -> None:
-        if "delay" in self._faults and self._rng.random() < self.LATE:
-            at_s += self._rng.expovariate(3.0)
-        # Messages of one connection stay in order.
-        at_s = max(at_s, self._last.get(way, 0.0))
-        self._last[way] = at_s
-        self._timeline.schedule(at_s, deed)
-
-
-class SampleAudit(TimeOnlyBackend):
-    """Counts computed samples, and stores what a checkpoint would store."""
-
-    uses_leases = True
-
-    def __init__(self, seen: Counter[tuple[int, int]]) -> None:
-        self.seen = seen
-        self._waiting: dict[tuple[int, int], int] = {}
-        """Number of samples in each gradient that was computed but not yet applied."""
-        self.applied = 0
-        self.saved: tuple[CoordinatorMemory, Counter[tuple[int, int]]] | None = None
-
-    def _see(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        for lease in leases:
-            for position in range(lease.lo, lease.hi):
-                self.seen[lease.epoch, position] += 1
-                if self.seen[lease.epoch, position] > 1:
-                    raise Violation(f"sample {position} of epoch {lease.epoch} was trained twice")
-        return [NOTHING for _ in leases]
-
-    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        return self._see(leases)
-
-    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
-        self._waiting[worker, handle] = lease.samples
-        return self._see([lease])[0]
-
-    def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
-        samples = sum(self._waiting.pop((w, h), 0) for w, h, _ in parts)
-        self._waiting[parts[0][0], parts[0][1]] = samples
-
-    def apply(self, order: ApplyUpdate, factor: float) -> None:
-        for part in order.parts:
-            if (part.worker, part.handle) not in self._waiting:
-                raise Violation(f"gradient {part.handle} of worker {part.worker} was applied twice")
-            self.applied += self._waiting.pop((part.worker, part.handle))
-
-    def settle(self) -> float:
-        if self._waiting:
-            raise Violation(f"{len(self._waiting)} gradients were computed and never applied")
-        return 0.0
-
-    def save(self, name: str, memory: Mapping[str, Any]) -> str:
-        # No work is in flight at a checkpoint: everything computed is in the weights.
-        self.saved = (cast(CoordinatorMemory, copy.deepcopy(memory)), self.seen.copy())
-        return name
-
-
-class InvariantChecker:
-    """Checks the invariants at every event."""
-
-    def __init__(self, world: Simulator, case: FaultCase) -> None:
-        self._world, self._case = world, case
-        self._samples = world.coordinator.history.samples
-        self._now = 0.0
-        self._updates = 0
-        world.observers.append(self._watch)
-
-    def _watch(self, now: float) -> None:
-        if now < self._now:
-            raise Violation(f"time went backwards from {self._now} to {now}")
-        self._now = now
-        world = self._world
-        history = world.coordinator.history
-        if history.samples < self._samples or history.updates < self._updates:
-            raise Violation("samples or updates decreased")
-        self._samples, self._updates = history.samples, history.updates
-        total = self._case.samples * self._case.epochs
-        if history.samples > total:
-            raise Violation(f"{history.samples} of {total} samples are counted as trained")
-        self._check_lag(history.max_lag)
-        if world.timeline.events > MAX_EVENTS:
-            raise Violation("the run does not terminate")
-
-    def _check_lag(self, lag: int) -> None:
-        bound = self._case.spec.lag_bound(self._case.workers)
-        if bound is not None and lag > bound:
-            raise Violation(f"lag {lag} with {self._case.strategy}")
-
-
 def run_case(case: FaultCase) -> int:
     """Runs a case to its end, resuming after failures; returns the number of failures."""
     rng = random.Random(case.seed + 1)
     seen: Counter[tuple[int, int]] = Counter()
     memory: CoordinatorMemory | None = None
     workers = case.workers
-    for life in range(MAX_FAILURES + 1):
-        faults = case.faults if life < MAX_FAILURES else ()
-        watch, status, error = run_until_failure(case, workers, faults, rng, seen.copy(), memory)
+    for life in range(MAX_LIVES + 1):
+        faults = case.faults if life < MAX_LIVES else ()
+        audit, status, error = run_until_failure(case, workers, faults, rng, seen.copy(), memory)
         if status == "done":
-            check_complete(case, watch.seen)
+            check_complete(case, audit.seen)
             return life
         if status != "failed" or not ("died" in error or "lost" in error):
             raise Violation(f"the run ended {status}: {error}")
-        if watch.saved is not None:
-            memory, seen = watch.saved
+        if audit.saved is not None:
+            memory, seen = audit.saved
             if memory["history"]["epoch"] >= case.epochs:
                 # It failed after its last checkpoint: there is nothing left to resume.
                 check_complete(case, seen)
@@ -353,11 +216,13 @@ def run_until_failure(
     fleet = SimulatedMachines(
         pool, workers, work, timeline, seed=rng.randrange(2**31), servers=spec.servers_for(workers)
     )
-    watch = SampleAudit(seen)
+    audit = SampleAudit(seen)
 
     def lose(worker: int) -> None:
         def notice(now: float) -> None:
-            world.execute(world.coordinator.stop("failed", f"worker {worker} was lost"), now)
+            simulator.execute(
+                simulator.coordinator.stop("failed", f"worker {worker} was lost"), now
+            )
 
         timeline.schedule(timeline.now + DETECT_S, notice)
 
@@ -367,13 +232,13 @@ def run_until_failure(
         clip=1.0 if case.clip else None,
         checkpoint_samples=case.every or None,
     )
-    postman = UnreliableDelivery(timeline, rng, faults, lose)
-    world = Simulator(
-        plan, fleet, work, watch, timeline, memory=copy.deepcopy(memory), postman=postman
+    delivery = UnreliableDelivery(timeline, rng, faults, lose)
+    simulator = Simulator(
+        plan, fleet, work, audit, timeline, memory=copy.deepcopy(memory), delivery=delivery
     )
-    InvariantChecker(world, case)
-    end = world.run()
-    return watch, end.status, end.error or ""
+    InvariantChecker(simulator, spec)
+    end = simulator.run()
+    return audit, end.status, end.error or ""
 
 
 # ---- shrinking --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Depth learn: real gradients on real data, in the order that virtual time gives.
+"""Weights at depth `learn`: real gradients on real data, computed in virtual-time order.
 
-One model computes for all virtual workers. What must be kept apart is kept apart: each worker's
-random generator and BatchNorm statistics, and the weights of every version that somebody still
-computes on. The arithmetic of servers and codecs is that of real runs, the same code.
+The active strategy's simulate facet decides how gradients become weights (`WeightUpdates`). Data,
+loss, evaluation and checkpoints are those of real workers. Each simulated worker has its own random
+state and BatchNorm statistics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from paceline.accuracy import count_correct
 from paceline.job import Job
 from paceline.protocol.divergence import DivergenceDetector
-from paceline.protocol.messages import ApplyUpdate, Lease
+from paceline.protocol.messages import ApplyUpdate, Lease, StepStats
 from paceline.specs.strategy import Strategy
 from paceline.state import (
     Section,
@@ -29,14 +29,11 @@ from paceline.state import (
     save_checkpoint,
     state_from_model,
 )
-from paceline.strategies.allreduce.spec import AllReduce
-from paceline.strategies.diloco.spec import DiLoCo
-from paceline.strategies.grouped.spec import Grouped
-from paceline.strategies.local_sgd.spec import LocalSgd
-from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.runner import Replica
+from paceline.strategies.registry import simulation
+from paceline.strategies.runner import LossOf, Replica
 from paceline.twin.backend import StepOutcome
-from paceline.twin.methods import Apart, ExactUpdate, Method, SimulatedTransport
+from paceline.twin.simulation import Groups
+from paceline.twin.updates import LockstepUpdates, PushPullUpdates, WeightUpdates
 from paceline.worker.batch_loader import BatchLoader
 from paceline.worker.evaluation import evaluate_shard
 from paceline.worker.job_builder import (
@@ -51,7 +48,7 @@ from paceline.worker.session import RANK_STRIDE
 
 
 class PerWorkerState:
-    """What each virtual worker has for itself: its generator and its buffers."""
+    """Random state and buffers of each simulated worker, for workers that share one model."""
 
     def __init__(self, model: torch.nn.Module, workers: int, seed: int) -> None:
         self._alone = workers == 1
@@ -66,29 +63,38 @@ class PerWorkerState:
         self.copy_to_all()
 
     def copy_to_all(self) -> None:
-        """Everybody's buffers become those of the model."""
+        """Copies the model's buffers to all workers."""
         self._samples = [0] * len(self.rng)
         if not self._alone and self._buffers:
             self._kept = [[b.clone() for b in self._buffers.values()] for _ in self.rng]
 
     @contextlib.contextmanager
-    def active(self, worker: int, samples: int) -> Iterator[None]:
-        """Compute as this worker."""
+    def random_state(self, worker: int) -> Iterator[None]:
+        """Uses this worker's random state."""
         if self._alone:
             yield
             return
-        self._samples[worker] += samples
         torch.set_rng_state(self.rng[worker])
-        if self._kept:
-            self._load(self._kept[worker])
         yield
         self.rng[worker] = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def active(self, worker: int, samples: int) -> Iterator[None]:
+        """Uses this worker's random state and buffers."""
+        with self.random_state(worker):
+            if self._alone:
+                yield
+                return
+            self._samples[worker] += samples
+            if self._kept:
+                self._load(self._kept[worker])
+            yield
         if self._kept:
             for kept, buffer in zip(self._kept[worker], self._buffers.values(), strict=True):
                 kept.copy_(buffer)
 
     def average(self) -> None:
-        """By samples seen, as workers do when a run quiesces; counters take the largest."""
+        """Averages buffers by samples, as workers do at a quiesce; counters take the maximum."""
         total = sum(self._samples)
         if self._kept and total:
             for index, buffer in enumerate(self._buffers.values()):
@@ -106,7 +112,7 @@ class PerWorkerState:
 
 
 class GradientBackend:
-    """The learner that learns."""
+    """A weights backend that trains the model."""
 
     uses_leases = True
 
@@ -119,14 +125,14 @@ class GradientBackend:
         model = build_model(job, tables)
         optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
         self.replica = Replica(model, optimizer, clip=job.clip)
-        self._loss_of = build_loss(job, model)
+        self._loss_of = self.build_loss(model)
         self._device = choose_device(job)
-        self.feed = BatchLoader(tables.train, job.seed, self._device)
-        self.seats = PerWorkerState(model, workers, job.seed)
+        self.loader = BatchLoader(tables.train, job.seed, self._device)
+        self.per_worker = PerWorkerState(model, workers, job.seed)
         self._losses = [DivergenceDetector() for _ in range(workers)]
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
-        """What each worker's codec has not sent yet, by parameter; outlives a switch."""
-        self._method: Method | None = None
+        """What each worker's codec has not sent yet, by parameter; kept across a switch."""
+        self._updates: WeightUpdates | None = None
         self._fallback: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
         model.train()
@@ -134,32 +140,42 @@ class GradientBackend:
     # ---- one share ----------------------------------------------------------------------------
 
     def forward_backward(self, worker: int, lease: Lease) -> StepOutcome:
-        """Forward and backward of a worker's share on the weights in the model."""
+        """Forward and backward of a worker's share, on the weights in the shared model."""
         model = self.replica.model
         for parameter in model.parameters():
             parameter.grad = None
-        inputs, targets = self.feed.batch(lease)
-        with self.seats.active(worker, lease.samples):
+        inputs, targets = self.loader.batch(lease)
+        with self.per_worker.active(worker, lease.samples):
             output = model(inputs)
             loss = self._loss_of(output, targets)
             loss.backward()  # type: ignore[no-untyped-call]
         correct, predictions = count_correct(output, targets)
-        value = loss.item()
-        why = self._losses[worker].check(value)
-        return StepOutcome(predictions, value * lease.samples, correct, diverged=why)
+        stats = StepStats(lease.samples, predictions, loss.item() * lease.samples, correct)
+        return self.outcome(worker, stats, loss=loss.item())
+
+    def outcome(self, worker: int, stats: StepStats, loss: float | None = None) -> StepOutcome:
+        """What a worker reports about a share, including whether its loss diverges."""
+        if loss is None:
+            loss = (stats.loss_sum or 0.0) / max(1, stats.samples)
+        reason = self._losses[worker].check(loss)
+        return StepOutcome(stats.predictions, stats.loss_sum, stats.correct, diverged=reason)
+
+    def build_loss(self, model: torch.nn.Module) -> LossOf:
+        return build_loss(self._job, model)
 
     def set_lr(self, lease: Lease, optimizer: torch.optim.Optimizer | None = None) -> None:
-        job, samples = self._job, self.feed.samples
+        job, samples = self._job, self.loader.samples
         seen = lease.epoch * samples + lease.start
         factor = job.schedule_spec.factor(seen, per_epoch=samples, total=samples * job.epochs)
         for group in (optimizer or self.replica.optimizer).param_groups:
             group["lr"] = job.base_lr * factor
 
-    # ---- the learner's side -------------------------------------------------------------------
+    # ---- weights backend ----------------------------------------------------------------------
 
-    def enter(self, strategy: Strategy, *, keep: bool, restore: bool) -> None:
-        if self._method is not None:
-            self._method.leave()
+    def enter(self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool) -> None:
+        if self._updates is not None:
+            self._updates.export()
+            self._updates.close()
         if restore and self._fallback is not None:
             self.load(self._fallback)
         self._fallback = None
@@ -167,54 +183,55 @@ class GradientBackend:
             self._fallback = copy_section(
                 state_from_model(self.replica.model, self.replica.optimizer)
             )
-        if isinstance(strategy, ParameterServer):
-            self._method = SimulatedTransport(self, strategy)
-        elif isinstance(strategy, Grouped):
-            spec = ParameterServer(servers=strategy.servers, lr_scale=strategy.lr_scale)
-            self._method = SimulatedTransport(self, spec, in_groups=True)
-        elif isinstance(strategy, LocalSgd | DiLoCo):
-            self._method = Apart(self, strategy)
-        else:
-            self._method = ExactUpdate(self, strategy if isinstance(strategy, AllReduce) else None)
+        self._updates = simulation(strategy).updates(strategy, self, groups)
 
     def load(self, section: Section) -> None:
         load_into_model(section, self.replica.model, self.replica.optimizer)
-        self.seats.copy_to_all()
+        self.per_worker.copy_to_all()
 
     @property
-    def method(self) -> Any:
-        assert self._method is not None
-        return self._method
+    def _lockstep(self) -> LockstepUpdates:
+        assert isinstance(self._updates, LockstepUpdates)
+        return self._updates
+
+    @property
+    def _push_pull(self) -> PushPullUpdates:
+        assert isinstance(self._updates, PushPullUpdates)
+        return self._updates
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        told: list[StepOutcome] = self.method.step(leases)
-        return told
+        return self._lockstep.step(leases)
 
     def is_average_due(self) -> bool:
-        return bool(self.method.drifted())
+        return self._lockstep.is_average_due()
 
     def average_replicas(self) -> None:
-        self.method.meet()
+        self._lockstep.average_replicas()
 
     def pull(self, worker: int) -> None:
-        self.method.pull(worker)
+        self._push_pull.pull(worker)
 
-    def compute(self, worker: int, lease: Lease, handle: int) -> StepOutcome:
-        told: StepOutcome = self.method.compute(worker, lease, handle)
-        return told
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
+        return self._push_pull.compute(worker, lease)
 
-    def combine_gradients(self, parts: Sequence[tuple[int, int, float]]) -> None:
-        self.method.join(parts)
+    def push(self, worker: int, lease: Lease, handle: int) -> None:
+        self._push_pull.push(worker, lease, handle)
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        return self._push_pull.push_group(members, leases, handle)
 
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        return float(self.method.square(order))
+        return self._push_pull.grad_sq_norm(order)
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        self.method.apply(order, factor)
+        self._push_pull.apply(order, factor)
 
     def settle(self) -> float:
-        self.method.settle()
-        self.seats.average()
+        assert self._updates is not None
+        self._updates.sync()
+        self.per_worker.average()
         return float(self.replica.optimizer.param_groups[0]["lr"])
 
     def evaluate(self, split: str) -> tuple[float | None, int | None, int]:
@@ -222,12 +239,14 @@ class GradientBackend:
         return evaluate_shard(self.replica.model, self._loss_of, table, device=self._device)
 
     def save(self, name: str, memory: Mapping[str, Any]) -> str:
-        self.method.export()
+        assert self._updates is not None
+        self._updates.export()
         shared = state_from_model(self.replica.model, self.replica.optimizer)
         shared.plain["coordinator"] = memory
         shared.plain["layout"] = None
         own = [
-            Section({"rng/torch": state}, {"step": 0, "strategy": ""}) for state in self.seats.rng
+            Section({"rng/torch": state}, {"step": 0, "strategy": ""})
+            for state in self.per_worker.rng
         ]
         path = save_checkpoint(
             self._checkpoints, name, TrainState(shared, own), keep=self._keep_checkpoints
@@ -235,13 +254,17 @@ class GradientBackend:
         return str(path.relative_to(self._checkpoints.parent))
 
     def load_checkpoint(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of the same job."""
+        """Continues from a checkpoint of the same job."""
         state = load_checkpoint(checkpoint)
         self.load(state.shared)
         for rank, own in enumerate(state.workers[: self.workers]):
-            self.seats.rng[rank] = own.tensors["rng/torch"]
+            self.per_worker.rng[rank] = own.tensors["rng/torch"]
         if self.workers == 1:
-            torch.set_rng_state(self.seats.rng[0])
+            torch.set_rng_state(self.per_worker.rng[0])
+
+    def close(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
 
     def save_model(self, path: Path) -> None:
         save_weights(self.replica.model, path)

@@ -1,14 +1,12 @@
-"""Workers and servers of a parameter-server strategy: pull, compute, push, each at its own time."""
+"""Simulation of push/pull strategies: workers pull weights, compute and push at their own pace."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.plan.cost_model import allreduce_s, coded_bytes
 from paceline.protocol.messages import (
     ApplyUpdate,
     ClipFactor,
@@ -20,531 +18,415 @@ from paceline.protocol.messages import (
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
-from paceline.specs.strategy import Strategy
-from paceline.strategies.grouped.spec import Grouped
-from paceline.strategies.ps.spec import ParameterServer
 from paceline.twin.backend import StepOutcome
-from paceline.twin.simulator import Simulator, servers_bandwidth
-from paceline.twin.timeline import FifoResource
+from paceline.twin.simulator import Simulator
+from paceline.twin.timeline import Callback, FifoResource
 
 
 @dataclass(slots=True)
 class SimulatedWorker:
-    """One worker."""
+    """State and time totals of one simulated worker."""
 
     idle_since: float | None = None
-    """Since when it has nothing to do but wait for work; None where a stretch has not begun."""
+    """Since when the worker waits for a lease; None before its first one of a stretch."""
     wait_s: float = 0.0
     comm_s: float = 0.0
     busy_s: float = 0.0
     handle: int = 0
     base: int = 0
-    """The version of the weights it holds."""
+    """Version of the weights that the worker holds."""
     busy: bool = False
     queue: list[LeaseGranted] = field(default_factory=list)
     in_flight: bool = False
-    """With overlap: an exchange is under way behind the computing."""
+    """With overlap: an exchange is in progress while the worker computes."""
     landing: float | None = None
-    """When it ends, once that is known."""
+    """When that exchange ends, once that is known."""
     incoming: int = 0
-    """The version of the weights it brings."""
-    blocked: Callable[[float], None] | None = None
-    """What waits for it to be known."""
+    """Version of the weights that it brings."""
+    blocked: Callback | None = None
+    """Called when the end of the exchange becomes known."""
 
-    def waited(self, until: float) -> None:
+    def add_wait(self, until: float) -> None:
         if self.idle_since is not None:
             self.wait_s += max(0.0, until - self.idle_since)
 
 
-class PushPullSimulation:
-    """All servers of a phase are one shard with their joint capacity: they act alike.
+@dataclass(frozen=True, kw_only=True)
+class PushPullRules:
+    """What the simulation needs to know about a push/pull strategy."""
 
-    An update is made when its order and its gradients are there and the one before it is done.
-    Its weights count as pulled from the moment that it is made.
+    push_bytes: float
+    pull_bytes: float
+    servers: int
+    overlap: bool = False
+    """A worker computes the next batch while its exchange is in progress."""
+    aggregates: bool = False
+    """An update combines several gradients."""
+
+
+class PushPullSimulation:
+    """Workers and servers of one phase; all servers act as one shard with their joint capacity.
+
+    An update is applied once its order and its gradients have arrived and the update before it is
+    finished. Its weights can be pulled from then on.
     """
 
-    def __init__(
-        self, world: Simulator, strategy: Strategy, groups: tuple[tuple[int, ...], ...]
-    ) -> None:
-        assert isinstance(strategy, ParameterServer | Grouped)
-        self._world = world
-        self._fleet = world.fleet
-        self._workers = world.plan.workers
-        self._overlap = isinstance(strategy, ParameterServer) and strategy.overlap
-        self._aggregates = isinstance(strategy, ParameterServer) and strategy.sync.aggregates
-        codec = strategy.codec if isinstance(strategy, ParameterServer) else None
-        self._units = groups if isinstance(strategy, Grouped) else ()
-        self._unit_of = {w: unit for unit in self._units for w in unit}
-        self._servers = strategy.servers_for(self._workers)
-        self._players = [SimulatedWorker() for _ in range(self._workers)]
-        self._gathering: dict[tuple[int, ...], dict[int, tuple[LeaseGranted, float]]] = {}
-        self._shard = ServerShard()
-        self._push_bytes = coded_bytes(codec, world.work)
-        self._before_bytes = world.work.bytes
-        self._pull_bytes = (
-            self._push_bytes if codec is not None and codec.suits_weights else world.work.bytes
-        )
-        self._lane_bytes_per_s = servers_bandwidth(world, strategy)
-        self._link_bytes_per_s = [link.bytes_per_s for link in self._fleet.links]
-        self._server_latency = max(self._fleet.latency[: self._servers] or [0.0])
-        self._latency = [max(own, self._server_latency) for own in self._fleet.latency]
-        """Between each worker and the servers, one way."""
-        transfer = world.pool.transfer_gb_s * 1e9
-        self._push_own_s = self._push_bytes / transfer
-        self._pull_own_s = self._pull_bytes / transfer
-        self._apply_s = self._fleet.compute[0].update_s / self._servers
-        self._receive_s = self._push_bytes / self._servers / transfer
-        self._server_cores = self._fleet.cores[0]
-        self._one_machine = len({h.host for h in self._fleet.hosts}) == 1
-        self._in, self._out = FifoResource(), FifoResource()
-        self._orders: deque[tuple[StepOptimizer, float]] = deque()
-        self._at_work = False
-        self._made = array("d", [world.timeline.now])
-        """When each version came to be."""
-        self._seen = 0
-        self._unapplied: deque[StepOptimizer] = deque()
-        self._awaiting: dict[int, list[Callable[[float], None]]] = {}
-        """By the version that they wait for."""
-        self._fetching: dict[tuple[int, int], Callable[[float], None]] = {}
-        """Who waits for the update made of its own gradient, and then takes the weights."""
+    def __init__(self, simulator: Simulator, rules: PushPullRules) -> None:
+        self.simulator = simulator
+        self.fleet = simulator.fleet
+        self.rules = rules
+        self.workers = [SimulatedWorker() for _ in range(simulator.plan.workers)]
         self.bytes_sent = self.bytes_before = 0.0
+        self._shard = ServerShard()
+        self._server_bytes_per_s = simulator.server_bytes_per_s(rules.servers)
+        self._link_bytes_per_s = [link.bytes_per_s for link in self.fleet.links]
+        self._server_latency = max(self.fleet.latency[: rules.servers] or [0.0])
+        self.latency = [max(own, self._server_latency) for own in self.fleet.latency]
+        """Between each worker and the servers, one way."""
+        transfer = simulator.pool.transfer_gb_s * 1e9
+        self.push_own_s = rules.push_bytes / transfer
+        self.pull_own_s = rules.pull_bytes / transfer
+        self._apply_s = self.fleet.compute[0].update_s / rules.servers
+        self._receive_s = rules.push_bytes / rules.servers / transfer
+        self._server_cores = self.fleet.cores[0]
+        self._one_host = len({h.host for h in self.fleet.hosts}) == 1
+        self.inbound, self.outbound = FifoResource(), FifoResource()
+        self._orders: deque[tuple[StepOptimizer, float]] = deque()
+        self._is_applying = False
+        self._applied_at = array("d", [simulator.timeline.now])
+        """When each version was applied."""
+        self.version = 0
+        """The newest version that the weights backend has applied."""
+        self._unapplied: deque[StepOptimizer] = deque()
+        self._awaiting: dict[int, list[Callback]] = {}
+        """Callbacks by the version that they wait for."""
+        self._fetching: dict[tuple[int, int], Callback] = {}
+        """Pulls that follow the update made of a worker's own gradient."""
 
     def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None:
-        raise AssertionError("planned work under a parameter server")
+        raise AssertionError("planned steps under a parameter server")
 
     # ---- workers ------------------------------------------------------------------------------
 
-    def on_go(self, worker: int, go: LeaseGranted, now: float) -> None:
-        if self._units:
-            self._gather(worker, go, now)
-            return
-        player = self._players[worker]
-        if player.busy:
-            player.queue.append(go)
+    def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None:
+        state = self.workers[worker]
+        if state.busy:
+            state.queue.append(granted)
         else:
-            self._begin(worker, player, go, now)
+            self._begin(worker, state, granted, now)
 
-    def _begin(self, worker: int, player: SimulatedWorker, go: LeaseGranted, now: float) -> None:
-        player.busy = True
-        player.waited(now)
-        if not go.lease.samples:
-            self._tell(worker, go, now, now, StepOutcome(0, 0.0, 0))
-        elif player.in_flight:
-            # An exchange is under way behind: the weights at hand are those to compute on.
-            self._compute(worker, go, now)
+    def _begin(
+        self, worker: int, state: SimulatedWorker, granted: LeaseGranted, now: float
+    ) -> None:
+        state.busy = True
+        state.add_wait(now)
+        if not granted.lease.samples:
+            self._report_push(worker, granted, now, now, StepOutcome(0, 0.0, 0))
+        elif state.in_flight:
+            # An exchange is in progress: compute with the weights that the worker has.
+            self._compute(worker, granted, now)
         else:
-            self._pull(worker, player, go, now)
+            self._pull(worker, state, granted, now)
 
-    def _pull(self, worker: int, player: SimulatedWorker, go: LeaseGranted, now: float) -> None:
-        """The newest weights, those that the coordinator knows of at least; then compute."""
+    def _pull(self, worker: int, state: SimulatedWorker, granted: LeaseGranted, now: float) -> None:
+        """Pulls weights of at least the lease's version, then computes."""
 
         def taken(ended: float) -> None:
-            player.comm_s += ended - now
-            self._compute(worker, go, ended)
+            state.comm_s += ended - now
+            self._compute(worker, granted, ended)
 
         def answer(at_s: float) -> None:
-            arrive = self._answer(worker, player, at_s)
-            cores = self._fleet.cores[worker]
+            arrive = self.answer_pull(worker, state, at_s)
+            cores = self.fleet.cores[worker]
             if cores.crowded:
-                cores.run(arrive, self._pull_own_s, taken)
+                cores.run(arrive, self.pull_own_s, taken)
             else:
-                taken(arrive + self._pull_own_s)
+                taken(arrive + self.pull_own_s)
 
-        self._when_made(go.version, now + self._latency[worker], answer)
+        self.when_applied(granted.version, now + self.latency[worker], answer)
 
-    def _answer(self, worker: int, player: SimulatedWorker, at_s: float) -> float:
-        """The servers' answer to a pull; when it has arrived."""
-        self._catch_up(at_s)
-        player.base = self._seen
-        self._world.learner.pull(worker)
-        sent = self._transfer(self._out, worker, at_s, self._pull_bytes)
-        return sent + self._latency[worker]
+    def answer_pull(self, worker: int, state: SimulatedWorker, at_s: float) -> float:
+        """Serves a pull at `at_s`; returns when the weights arrive at the worker."""
+        self._apply_until(at_s)
+        state.base = self.version
+        self.simulator.weights.pull(worker)
+        sent = self.transfer(self.outbound, worker, at_s, self.rules.pull_bytes)
+        return sent + self.latency[worker]
 
-    def _pull_together(
-        self, unit: tuple[int, ...], version: int, now: float, then: Callable[[float], None]
-    ) -> None:
-        """The same for a group, through its first."""
-        chief = unit[0]
-
-        def answer(at_s: float) -> None:
-            arrive = self._answer(chief, self._players[chief], at_s) + self._within(unit)
-            for worker in unit[1:]:
-                self._players[worker].base = self._seen
-                self._world.learner.pull(worker)
-
-            def taken(ended: float) -> None:
-                for worker in unit:
-                    self._players[worker].comm_s += ended - now
-                then(ended)
-
-            self._fleet.cores[chief].run(arrive, self._pull_own_s, taken)
-
-        self._when_made(version, now + self._latency[chief], answer)
-
-    def _within(self, unit: tuple[int, ...]) -> float:
-        """The first of a group passes the weights on: half of an all-reduce."""
-        if len(unit) < 2:
-            return 0.0
-        hosts = [self._fleet.hosts[w] for w in unit]
-        return allreduce_s(self._world.pool, hosts, self._pull_bytes) / 2
-
-    def _compute(self, worker: int, go: LeaseGranted, now: float) -> None:
-        lease = go.lease
-        epoch = lease.epoch + lease.start / self._world.work.samples
-        # With overlap newer weights come in meanwhile: the gradient belongs to those of now.
-        player = self._players[worker]
-        early = None
-        if self._overlap:
-            early = self._world.learner.compute(worker, lease, player.handle + 1)
+    def _compute(self, worker: int, granted: LeaseGranted, now: float) -> None:
+        lease = granted.lease
+        epoch = lease.epoch + lease.start / self.simulator.work.samples
+        # With overlap, newer weights may arrive meanwhile; the gradient uses the current ones.
+        state = self.workers[worker]
+        early = self.simulator.weights.compute(worker, lease) if self.rules.overlap else None
 
         def computed(ended: float) -> None:
-            late = self._fleet.delay(worker, epoch)
+            late = self.fleet.delay(worker, epoch)
             busy_s = ended - now
-            player.busy_s += busy_s
-            player.comm_s += late
+            state.busy_s += busy_s
+            state.comm_s += late
             if early is None:
-                then = partial(self._push, worker, go, busy_s)
+                then = partial(self._push, worker, granted, busy_s)
             else:
-                then = partial(self._land, worker, go, busy_s, early)
-            self._world.timeline.schedule(ended + late, then)
+                then = partial(self._await_background_pull, worker, granted, busy_s, early)
+            self.simulator.timeline.schedule(ended + late, then)
 
-        self._fleet.compute_one(worker, lease.hi - lease.lo, now, epoch, computed)
+        self.fleet.compute_one(worker, lease.hi - lease.lo, now, epoch, computed)
 
-    def _land(
-        self, worker: int, go: LeaseGranted, busy_s: float, told: StepOutcome, now: float
+    def _await_background_pull(
+        self, worker: int, granted: LeaseGranted, busy_s: float, outcome: StepOutcome, now: float
     ) -> None:
-        """With overlap the exchange before this one must have landed first."""
-        player = self._players[worker]
-        if player.in_flight and player.landing is None:
-            player.blocked = lambda at_s: self._land(worker, go, busy_s, told, max(now, at_s))
+        """With overlap, the previous exchange must have ended before the next push."""
+        state = self.workers[worker]
+        if state.in_flight and state.landing is None:
+            state.blocked = lambda at_s: self._await_background_pull(
+                worker, granted, busy_s, outcome, max(now, at_s)
+            )
             return
-        base = player.base
+        base = state.base
         landed = now
-        if player.in_flight:
-            assert player.landing is not None
-            landed = max(now, player.landing)
-            player.comm_s += landed - now
-            player.in_flight, player.base = False, player.incoming
-        self._world.timeline.schedule(
-            landed, lambda at_s: self._push(worker, go, busy_s, at_s, told, base)
+        if state.in_flight:
+            assert state.landing is not None
+            landed = max(now, state.landing)
+            state.comm_s += landed - now
+            state.in_flight, state.base = False, state.incoming
+        self.simulator.timeline.schedule(
+            landed, lambda at_s: self._push(worker, granted, busy_s, at_s, outcome, base)
         )
 
     def _push(
         self,
         worker: int,
-        go: LeaseGranted,
+        granted: LeaseGranted,
         busy_s: float,
         now: float,
         early: StepOutcome | None = None,
         base: int | None = None,
     ) -> None:
-        player = self._players[worker]
-        told = early or self._world.learner.compute(worker, go.lease, player.handle + 1)
-        if told.diverged is not None:
-            self._world.diverging(worker, told, go.lease, now)
-        cores = self._fleet.cores[worker]
+        state = self.workers[worker]
+        weights = self.simulator.weights
+        outcome = early or weights.compute(worker, granted.lease)
+        weights.push(worker, granted.lease, state.handle + 1)
+        if outcome.diverged is not None:
+            self.simulator.report_divergence(worker, outcome, granted.lease, now)
+        cores = self.fleet.cores[worker]
         if cores.crowded:
-            packed = partial(self._send, worker, go, busy_s, now, told, base)
-            cores.run(now, self._push_own_s, packed)
+            packed = partial(self._send, worker, granted, busy_s, now, outcome, base)
+            cores.run(now, self.push_own_s, packed)
         else:
-            self._send(worker, go, busy_s, now, told, base, now + self._push_own_s)
+            self._send(worker, granted, busy_s, now, outcome, base, now + self.push_own_s)
 
     def _send(
         self,
         worker: int,
-        go: LeaseGranted,
+        granted: LeaseGranted,
         busy_s: float,
         computed_s: float,
-        told: StepOutcome,
+        outcome: StepOutcome,
         base: int | None,
         now: float,
     ) -> None:
-        """The gradient leaves."""
-        sent = self._transfer(self._in, worker, now, self._push_bytes)
-        self.bytes_sent += self._push_bytes
-        self.bytes_before += self._before_bytes
-        if not self._overlap:
-            self._players[worker].comm_s += sent - computed_s
-        self._tell(worker, go, sent, computed_s, told, busy_s, base)
+        """Sends the gradient to the servers."""
+        sent = self.transfer(self.inbound, worker, now, self.rules.push_bytes)
+        self.bytes_sent += self.rules.push_bytes
+        self.bytes_before += self.simulator.work.bytes
+        if not self.rules.overlap:
+            self.workers[worker].comm_s += sent - computed_s
+        self._report_push(worker, granted, sent, computed_s, outcome, busy_s, base)
 
-    def _tell(
+    def _report_push(
         self,
         worker: int,
-        go: LeaseGranted,
+        granted: LeaseGranted,
         at_s: float,
         computed_s: float,
-        told: StepOutcome,
+        outcome: StepOutcome,
         busy_s: float = 0.0,
         base: int | None = None,
     ) -> None:
-        """The gradient is on its way to the servers, word of it to the coordinator."""
-        player = self._players[worker]
-        samples = go.lease.samples
+        """Notifies the coordinator of the push, then starts the worker's next lease, if any."""
+        state = self.workers[worker]
+        samples = granted.lease.samples
         if base is None:
-            base = player.base if samples else go.version
+            base = state.base if samples else granted.version
         comm_s = at_s - computed_s
-        self._post(worker, go, at_s, base, told, busy_s, comm_s, gradient=samples > 0)
-        handle = player.handle
+        self.post_push(worker, granted, at_s, base, outcome, busy_s, comm_s, gradient=samples > 0)
+        handle = state.handle
         free_at = at_s
-        if self._overlap and samples:
-            self._exchange_behind(worker, handle, at_s)
+        if self.rules.overlap and samples:
+            self._start_background_pull(worker, handle, at_s)
             free_at = computed_s
-        player.idle_since = free_at
-        player.busy = False
-        if player.queue:
-            self._begin(worker, player, player.queue.pop(0), free_at)
+        state.idle_since = free_at
+        state.busy = False
+        if state.queue:
+            self._begin(worker, state, state.queue.pop(0), free_at)
 
-    def _post(
+    def post_push(
         self,
         worker: int,
-        go: LeaseGranted,
+        granted: LeaseGranted,
         at_s: float,
         base: int,
-        told: StepOutcome,
+        outcome: StepOutcome,
         busy_s: float,
         comm_s: float,
         *,
         gradient: bool,
     ) -> None:
-        """Word of a push to the coordinator, with `gradient` the push itself to the servers."""
-        world, player = self._world, self._players[worker]
-        player.handle += 1
-        step = world.steps_of(worker)
-        world.steps[worker] += 1
-        handle, samples = player.handle, go.lease.samples
+        """Sends `GradientPushed` to the coordinator and, with `gradient`, a push to the servers."""
+        simulator, state = self.simulator, self.workers[worker]
+        state.handle += 1
+        step = simulator.steps_of(worker)
+        simulator.steps[worker] += 1
+        handle, samples = state.handle, granted.lease.samples
         measured = StepStats(
             samples,
-            told.predictions or samples,
-            told.loss_sum,
-            told.correct,
+            outcome.predictions or samples,
+            outcome.loss_sum,
+            outcome.correct,
             busy_s,
             comm_s,
-            told.norms,
+            outcome.norms,
         )
-        message = GradientPushed(worker, handle, go.lease.id, samples, base, step, measured)
+        message = GradientPushed(worker, handle, granted.lease.id, samples, base, step, measured)
 
-        def come(now: float) -> None:
+        def arrived(now: float) -> None:
             actions = self._shard.on_gradient(worker, handle)
             if actions:
-                self._carry_out(actions, now)
+                self._execute(actions, now)
 
         if gradient:
-            world.send_push(worker, message, at_s, come)
+            simulator.send_push(worker, message, at_s, arrived)
         else:
-            world.send(worker, message, at_s)
+            simulator.send(worker, message, at_s)
 
-    def _exchange_behind(self, worker: int, handle: int, sent_s: float) -> None:
-        """Weights come back while the next batch is computed on those at hand."""
-        player = self._players[worker]
-        player.in_flight, player.landing = True, None
+    def _start_background_pull(self, worker: int, handle: int, sent_s: float) -> None:
+        """Pulls new weights while the worker computes its next batch with the current ones."""
+        state = self.workers[worker]
+        state.in_flight, state.landing = True, None
 
         def fetch(now: float) -> None:
-            self._catch_up(now)
-            player.incoming = self._seen
-            self._world.learner.pull(worker)
-            arrive = self._transfer(self._out, worker, now, self._pull_bytes)
-            player.landing = arrive + self._latency[worker] + self._pull_own_s
-            blocked, player.blocked = player.blocked, None
+            self._apply_until(now)
+            state.incoming = self.version
+            self.simulator.weights.pull(worker)
+            arrive = self.transfer(self.outbound, worker, now, self.rules.pull_bytes)
+            state.landing = arrive + self.latency[worker] + self.pull_own_s
+            blocked, state.blocked = state.blocked, None
             if blocked is not None:
-                blocked(player.landing)
+                blocked(state.landing)
 
-        if self._aggregates:
-            # A buffered gradient may wait long for its update: then take what is there.
-            self._world.timeline.schedule(sent_s + self._latency[worker], fetch)
+        if self.rules.aggregates:
+            # A buffered gradient may wait long for its update, so pull whatever is newest.
+            self.simulator.timeline.schedule(sent_s + self.latency[worker], fetch)
         else:
             self._fetching[worker, handle] = fetch
-
-    # ---- groups -------------------------------------------------------------------------------
-
-    def _gather(self, worker: int, go: LeaseGranted, now: float) -> None:
-        """A group steps when all of it has been told to."""
-        unit = self._unit_of[worker]
-        here = self._gathering.setdefault(unit, {})
-        here[worker] = (go, now)
-        if len(here) < len(unit):
-            return
-        del self._gathering[unit]
-        begins = max(at_s for _, at_s in here.values())
-        for member, (_, at_s) in here.items():
-            self._players[member].waited(begins)
-            if self._players[member].idle_since is None:
-                self._players[member].wait_s += begins - at_s
-        version = max(go.version for go, _ in here.values())
-        ended: dict[int, tuple[float, float]] = {}
-
-        def start(at_s: float) -> None:
-            for member in unit:
-                self._compute_member(unit, member, here[member][0], at_s, ended, here)
-
-        self._pull_together(unit, version, begins, start)
-
-    def _compute_member(
-        self,
-        unit: tuple[int, ...],
-        member: int,
-        go: LeaseGranted,
-        now: float,
-        ended: dict[int, tuple[float, float]],
-        here: dict[int, tuple[LeaseGranted, float]],
-    ) -> None:
-        epoch = go.lease.epoch + go.lease.start / self._world.work.samples
-
-        def computed(at_s: float) -> None:
-            self._players[member].busy_s += at_s - now
-            ended[member] = (now, at_s + self._fleet.delay(member, epoch))
-            if len(ended) == len(unit):
-                last = max(end for _, end in ended.values())
-                self._world.timeline.schedule(
-                    last, lambda t: self._sum_in_group(unit, t, ended, here)
-                )
-
-        if go.lease.samples:
-            self._fleet.compute_one(member, go.lease.samples, now, epoch, computed)
-        else:
-            computed(now)
-
-    def _sum_in_group(
-        self,
-        unit: tuple[int, ...],
-        now: float,
-        ended: dict[int, tuple[float, float]],
-        here: dict[int, tuple[LeaseGranted, float]],
-    ) -> None:
-        hosts = [self._fleet.hosts[w] for w in unit]
-        exchange_s = allreduce_s(self._world.pool, hosts, self._world.work.bytes)
-        summed = now + exchange_s
-        chief = unit[0]
-        sent = self._transfer(self._in, chief, summed + self._push_own_s, self._push_bytes)
-        self.bytes_sent += self._push_bytes + self._world.work.bytes * (len(unit) > 1) * len(unit)
-        self.bytes_before = self.bytes_sent
-        parts = []
-        for member in unit:
-            go = here[member][0]
-            began, end = ended[member]
-            self._players[member].wait_s += now - end
-            self._players[member].comm_s += sent - now if member == chief else exchange_s
-            told = StepOutcome(0, 0.0, 0)
-            if go.lease.samples:
-                handle = self._players[member].handle + 1
-                told = self._world.learner.compute(member, go.lease, handle)
-                if told.diverged is not None:
-                    self._world.diverging(member, told, go.lease, now)
-                parts.append((member, handle, go.lease.samples / go.lease.batch))
-            at_s = sent if member == chief else summed
-            player = self._players[member]
-            busy_s = end - began
-            self._post(member, go, at_s, player.base, told, busy_s, 0.0, gradient=member == chief)
-            player.idle_since = at_s
-        if parts and parts[0][0] != chief:
-            parts.insert(0, (chief, self._players[chief].handle, 0.0))
-        self._world.learner.combine_gradients(parts)
 
     # ---- servers ------------------------------------------------------------------------------
 
     def on_order(self, message: Message, now: float) -> None:
         if isinstance(message, ApplyUpdate):
-            self._carry_out(self._shard.on_apply(message), now)
+            self._execute(self._shard.on_apply(message), now)
         else:
             assert isinstance(message, ClipFactor)
-            self._carry_out(self._shard.on_clip(message.version, message.factor), now)
+            self._execute(self._shard.on_clip(message.version, message.factor), now)
 
-    def _carry_out(self, actions: list[ShardAction], now: float) -> None:
+    def _execute(self, actions: list[ShardAction], now: float) -> None:
         for action in actions:
             if isinstance(action, StepOptimizer):
                 self._orders.append((action, now + self._server_latency))
-                self._make_next()
+                self._apply_next()
                 for part in action.order.parts if self._fetching else ():
                     fetch = self._fetching.pop((part.worker, part.handle), None)
                     if fetch is not None:
-                        self._when_made(action.order.version, now, fetch)
+                        self.when_applied(action.order.version, now, fetch)
             elif isinstance(action, SumGradients):
                 self._sum_up(action.order, now)
 
     def _sum_up(self, order: ApplyUpdate, now: float) -> None:
-        square = self._world.learner.grad_sq_norm(order)
-        for server in range(self._servers):
-            # Which part of the norm lies where makes no difference to the whole.
+        square = self.simulator.weights.grad_sq_norm(order)
+        for server in range(self.rules.servers):
+            # How the norm is divided among the servers does not change their sum.
             part = square if server == 0 else 0.0
             message = ShardSqNorm(server, order.version, part)
-            self._world.send(server % self._workers, message, now + self._server_latency)
+            self.simulator.send(server % len(self.workers), message, now + self._server_latency)
 
-    def _make_next(self) -> None:
-        """Updates are made one after another; each is there when its service is over."""
-        while self._orders and not self._at_work and not self._is_gone():
+    def _apply_next(self) -> None:
+        """Applies queued updates one after another."""
+        while self._orders and not self._is_applying and not self._server_is_dead():
             update, at_s = self._orders.popleft()
             seconds = self._apply_s + len(update.order.parts) * self._receive_s
-            begins = max(at_s, self._made[-1])
+            begins = max(at_s, self._applied_at[-1])
             if self._server_cores.crowded:
-                self._at_work = True
-                self._server_cores.run(begins, seconds, partial(self._made_late, update))
+                self._is_applying = True
+                self._server_cores.run(begins, seconds, partial(self._applied_late, update))
             else:
-                self._has_made(update, begins + seconds)
+                self._record_applied(update, begins + seconds)
 
-    def _made_late(self, update: StepOptimizer, ended: float) -> None:
-        self._at_work = False
-        self._has_made(update, ended)
-        self._make_next()
+    def _applied_late(self, update: StepOptimizer, ended: float) -> None:
+        self._is_applying = False
+        self._record_applied(update, ended)
+        self._apply_next()
 
-    def _has_made(self, update: StepOptimizer, ended: float) -> None:
-        self._made.append(ended)
+    def _record_applied(self, update: StepOptimizer, ended: float) -> None:
+        self._applied_at.append(ended)
         self._unapplied.append(update)
         if self._awaiting:
-            for then in self._awaiting.pop(len(self._made) - 1, ()):
-                self._world.timeline.schedule(ended, then)
+            for then in self._awaiting.pop(len(self._applied_at) - 1, ()):
+                self.simulator.timeline.schedule(ended, then)
 
-    def _is_gone(self) -> bool:
-        """A server dies with the machine that it lives on."""
-        dead = self._world.dead
+    def _server_is_dead(self) -> bool:
+        """A server dies with its host."""
+        dead = self.simulator.dead
         if not dead:
             return False
-        return any(s % self._workers in dead for s in range(self._servers))
+        return any(s % len(self.workers) in dead for s in range(self.rules.servers))
 
-    def _when_made(self, version: int, now: float, then: Callable[[float], None]) -> None:
-        """At `now`, or as soon after as the version is there.
+    def when_applied(self, version: int, now: float, then: Callback) -> None:
+        """Calls `then` at `now`, or when the version is applied if that is later.
 
-        Not before its time: what other workers do until then belongs before it.
+        Always through the timeline, so that earlier events of other workers come first.
         """
-        if version < len(self._made):
-            self._world.timeline.schedule(max(now, self._made[version]), then)
+        if version < len(self._applied_at):
+            self.simulator.timeline.schedule(max(now, self._applied_at[version]), then)
         else:
             waiting = self._awaiting.setdefault(version, [])
             waiting.append(lambda at_s: then(max(now, at_s)))
 
-    def _catch_up(self, now: float) -> None:
-        """Let the learner make all updates that have happened by now."""
-        made, seen = self._made, self._seen
+    def _apply_until(self, now: float) -> None:
+        """Applies to the weights all updates that have happened by `now`."""
+        made, seen = self._applied_at, self.version
         while seen + 1 < len(made) and made[seen + 1] <= now:
             seen += 1
             update = self._unapplied.popleft()
-            self._world.learner.apply(update.order, update.factor)
-        self._seen = seen
+            self.simulator.weights.apply(update.order, update.factor)
+        self.version = seen
 
-    def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
-        # What comes now is no waiting for work any more: evaluation, saving, another strategy.
-        player = self._players[worker]
-        player.waited(now)
-        player.idle_since = None
+    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
+        # The time that follows is spent in evaluation or a switch, not waiting for work.
+        state = self.workers[worker]
+        state.add_wait(now)
+        state.idle_since = None
 
         def answer(at_s: float) -> None:
-            self._catch_up(at_s)
-            sent = self._transfer(self._out, worker, at_s, self._world.work.bytes)
-            then(sent + self._latency[worker])
+            self._apply_until(at_s)
+            sent = self.transfer(self.outbound, worker, at_s, self.simulator.work.bytes)
+            then(sent + self.latency[worker])
 
-        self._when_made(version, now + self._latency[worker], answer)
+        self.when_applied(version, now + self.latency[worker], answer)
 
-    def leave(self) -> None:
-        clocks = self._world.clocks
-        for worker, player in enumerate(self._players):
-            clocks.add("wait", worker, player.wait_s)
-            clocks.add("comm_exposed", worker, player.comm_s)
-            clocks.computed(worker, player.busy_s)
+    def close(self) -> None:
+        clocks = self.simulator.clocks
+        for worker, state in enumerate(self.workers):
+            clocks.add("wait", worker, state.wait_s)
+            clocks.add("comm_exposed", worker, state.comm_s)
+            clocks.computed(worker, state.busy_s)
 
-    # ---- ways ---------------------------------------------------------------------------------
+    # ---- links --------------------------------------------------------------------------------
 
-    def _transfer(self, lane: FifoResource, worker: int, now: float, nbytes: float) -> float:
-        """When a message has left; one machine's processes need no network between them."""
-        if self._one_machine:
+    def transfer(self, lane: FifoResource, worker: int, now: float, nbytes: float) -> float:
+        """Returns when a message has been sent; processes on one host need no network."""
+        if self._one_host:
             return now
-        through = lane.reserve(now, nbytes / self._lane_bytes_per_s)
+        through = lane.reserve(now, nbytes / self._server_bytes_per_s)
         own = now + nbytes / self._link_bytes_per_s[worker]
         return through if through > own else own

@@ -1,8 +1,8 @@
-"""One virtual run: the real coordinator, and everybody it talks to as events in virtual time.
+"""One simulated run: the real coordinator, with workers and servers as events in virtual time.
 
-The coordinator and the server's shard are the protocol's own objects. What a message or a share
-of a batch takes comes from the fleet and the cost model; what it does to the weights from the
-learner. Workers of one strategy are played together by a crew.
+The coordinator and the server shard are the protocol's own objects. The duration of messages and
+computation comes from the simulated machines and the cost model, their effect on the weights from
+the weights backend. The active strategy's simulate facet simulates all of its workers.
 """
 
 from __future__ import annotations
@@ -43,65 +43,43 @@ from paceline.protocol.messages import (
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
 from paceline.specs.strategy import Strategy
-from paceline.strategies.grouped.spec import Grouped
-from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.registry import make_pace, make_switch_policy
+from paceline.strategies.registry import make_pace, make_switch_policy, simulation
 from paceline.telemetry.events import PHASES, Event
 from paceline.twin.backend import StepOutcome, WeightsBackend
 from paceline.twin.machines import Floats, SimulatedMachines
+from paceline.twin.simulation import StrategySimulation
 from paceline.twin.timeline import Callback, FifoResource, Timeline
 
 DETECT_S = 1.0
-"""A worker that dies is missed after so many seconds, as its process or its heartbeat is."""
+"""Time until a dead worker is noticed, as by its process or its heartbeat in a real run."""
 
 
 class MessageDelivery(Protocol):
-    """Brings messages in its own way; `deed` is told when one is there.
+    """Decides when messages arrive; calls `callback` on arrival. Used to inject faults.
 
-    Without one everything comes when it is due, and what nobody else can come before at once.
+    Without one, every message arrives when it is due.
     """
 
-    def to_coordinator(self, worker: int, at_s: float, deed: Callback) -> None:
+    def to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
         """From a worker to the coordinator."""
         ...
 
-    def to_worker(self, worker: int, at_s: float, deed: Callback) -> None:
+    def to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
         """From the coordinator to a worker."""
         ...
 
-    def to_servers(self, at_s: float, deed: Callback) -> None:
+    def to_servers(self, at_s: float, callback: Callback) -> None:
         """From the coordinator to the servers."""
         ...
 
-    def push(self, worker: int, at_s: float, gradient: Callback, word: Callback) -> None:
-        """A gradient to the servers, and word of it to the coordinator."""
-        ...
-
-
-class StrategySimulation(Protocol):
-    """Plays all workers while one strategy is in force."""
-
-    bytes_sent: float
-    bytes_before: float
-
-    def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None: ...
-
-    def on_go(self, worker: int, go: LeaseGranted, now: float) -> None: ...
-
-    def on_order(self, message: Message, now: float) -> None: ...
-
-    def settle(self, worker: int, version: int, now: float, then: Callable[[float], None]) -> None:
-        """Bring a worker to the newest weights; `then` is told when it has them."""
-        ...
-
-    def leave(self) -> None:
-        """Another strategy comes, or the end: hand over what was counted."""
+    def push(self, worker: int, at_s: float, gradient: Callback, notification: Callback) -> None:
+        """Delivers a gradient to the servers and its notification to the coordinator."""
         ...
 
 
 @dataclass
 class PhaseTotals:
-    """Where each worker's virtual time goes."""
+    """Virtual seconds per worker and time category."""
 
     workers: int
     seconds: dict[str, Floats] = field(default_factory=dict)
@@ -121,27 +99,27 @@ class PhaseTotals:
 
 
 class Simulator:
-    """Runs a plan to its end; deterministic: the same inputs give the same events."""
+    """Runs a plan to its end. Deterministic: the same inputs give the same events."""
 
     def __init__(
         self,
         plan: RunSpec,
         fleet: SimulatedMachines,
         work: Workload,
-        learner: WeightsBackend,
+        weights: WeightsBackend,
         timeline: Timeline,
         *,
         note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
         memory: CoordinatorMemory | None = None,
         splits: tuple[str, ...] = (),
-        postman: MessageDelivery | None = None,
+        delivery: MessageDelivery | None = None,
     ) -> None:
         self.plan = plan
         self.fleet = fleet
         self.pool = fleet.pool
         self.work = work
-        self.learner = learner
+        self.weights = weights
         self.timeline = timeline
         self.coordinator = Coordinator(
             plan,
@@ -152,25 +130,25 @@ class Simulator:
         )
         self.clocks = PhaseTotals(plan.workers)
         self.steps = [0] * plan.workers
-        """That each worker made by itself."""
+        """Steps of each worker on leases of its own."""
         self.joint_steps = 0
-        """That all made together."""
+        """Steps that all workers took together."""
         self.end: EndRun | None = None
         self.state_bytes = work.bytes * (1 + work.slots)
-        self._delivery = postman
+        self._delivery = delivery
         self._note = note
         self._model_path = model_path
         self._splits = splits
         self._control = FifoResource()
         self._control_s = self.pool.control_ms / 1e3
         self._simulation: StrategySimulation | None = None
-        self._crew_strategy: Strategy = plan.strategy
+        self._active_strategy: Strategy = plan.strategy
         self._entering: set[int] = set()
         self._diverged_workers: set[int] = set()
-        """Workers that have said that their loss diverges."""
+        """Workers that have reported a diverging loss under the active strategy."""
         self.dead: set[int] = set()
         self.observers: list[Callable[[float], None]] = []
-        """Told the time whenever the coordinator has heard something."""
+        """Called with the time after every message that the coordinator has handled."""
         self._entered_at: dict[int, float] = {}
         self._settle_s = [0.0] * plan.workers
         self._sent = self._before = 0.0
@@ -190,12 +168,15 @@ class Simulator:
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
                 self._plan_death(worker, host.fails_at_s)
-        if not self.timeline.run():
-            raise AssertionError(
-                f"everybody waits at {self.timeline.now:.6f} virtual seconds: the run is stuck"
-            )
-        assert self.end is not None
-        self._leave_crew()
+        try:
+            if not self.timeline.run():
+                raise AssertionError(
+                    f"deadlock at {self.timeline.now:.6f} virtual seconds: every process waits"
+                )
+            assert self.end is not None
+            self._close_simulation()
+        finally:
+            self.weights.close()
         return self.end
 
     def _speeds(self) -> list[float]:
@@ -221,7 +202,7 @@ class Simulator:
     # ---- messages -----------------------------------------------------------------------------
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
-        """From a worker to the coordinator, which hears one after another."""
+        """Sends from a worker to the coordinator, which handles one message at a time."""
         if worker in self.dead:
             return
         arrives = at_s + self.fleet.latency[worker]
@@ -233,7 +214,7 @@ class Simulator:
             )
 
     def send_push(self, worker: int, message: Message, at_s: float, gradient: Callback) -> None:
-        """A gradient to the servers, and word of it to the coordinator."""
+        """Delivers a gradient to the servers and its notification to the coordinator."""
         if worker in self.dead:
             return
         arrives = at_s + self.fleet.latency[worker]
@@ -249,19 +230,21 @@ class Simulator:
 
         self.timeline.schedule(arrives, both)
 
-    def diverging(self, worker: int, told: StepOutcome, lease: Lease, at_s: float) -> None:
-        """Said once a strategy, as a worker does before its report."""
+    def report_divergence(
+        self, worker: int, outcome: StepOutcome, lease: Lease, at_s: float
+    ) -> None:
+        """Sent once per strategy, before the worker's report."""
         if worker not in self._diverged_workers:
             self._diverged_workers.add(worker)
-            loss = (told.loss_sum or 0.0) / max(1, lease.samples)
-            message = LossDiverged(worker, self.steps_of(worker), loss, told.diverged or "")
+            loss = (outcome.loss_sum or 0.0) / max(1, lease.samples)
+            message = LossDiverged(worker, self.steps_of(worker), loss, outcome.diverged or "")
             self.send(worker, message, at_s)
 
     def deliver_to_coordinator(self, message: Message, now: float) -> None:
-        heard = self._control.reserve(now, self._control_s)
-        actions = self.coordinator.handle(message, heard)
+        handled_at = self._control.reserve(now, self._control_s)
+        actions = self.coordinator.handle(message, handled_at)
         if actions:
-            self.execute(actions, heard)
+            self.execute(actions, handled_at)
         for watch in self.observers:
             watch(now)
 
@@ -292,12 +275,12 @@ class Simulator:
                 self.timeline.stop()
 
     def _deliver_to_worker(self, worker: int, message: Message, now: float) -> None:
-        """What reaches a worker at `now`, which may lie ahead of the timeline by a message."""
+        """Delivers a message at `now`, which may be ahead of the timeline by one latency."""
         if isinstance(message, LeaseGranted):
             if self._entered_at:
                 self._resumed(worker, now)
             assert self._simulation is not None
-            self._simulation.on_go(worker, message, now)
+            self._simulation.on_lease(worker, message, now)
         elif isinstance(message, PlannedSteps):
             self._resumed(worker, now)
             assert self._simulation is not None
@@ -309,7 +292,7 @@ class Simulator:
         elif isinstance(message, Evaluate):
             self._evaluate(worker, message.split, now)
         elif isinstance(message, SaveCheckpoint):
-            path = self.learner.save(message.name, message.coordinator_state) if worker == 0 else ""
+            path = self.weights.save(message.name, message.coordinator_state) if worker == 0 else ""
             self.send(worker, CheckpointWritten(worker, path), now)
         elif isinstance(message, EpochEnd):
             self.send(worker, EpochEndReply(worker, True), now)
@@ -317,10 +300,10 @@ class Simulator:
             assert isinstance(message, FinishRun)
             self._finish(worker, message, now)
 
-    # ---- between stretches of training --------------------------------------------------------
+    # ---- between phases of training -----------------------------------------------------------
 
     def _enter(self, worker: int, message: EnterPhase, now: float) -> None:
-        """All workers hand over together: the last one to be told begins the new strategy."""
+        """Switches all workers together, when the last one has received the message."""
         self._entering.add(worker)
         if message.switching:
             self._entered_at[worker] = now
@@ -331,31 +314,37 @@ class Simulator:
         strategy = self.plan.strategy.phases[message.phase]
         began = now
         if self._simulation is not None:
-            now += self._handover_s(self._crew_strategy, strategy)
-            self._leave_crew()
-        self._simulation = make_simulation(self, strategy, message.groups)
-        self._crew_strategy = strategy
-        self.learner.enter(strategy, keep=message.snapshot, restore=message.restore)
+            now += self._handover_s(self._active_strategy, strategy)
+            self._close_simulation()
+        self._simulation = simulation(strategy).simulation(strategy, self, message.groups)
+        self._active_strategy = strategy
+        self.weights.enter(strategy, message.groups, keep=message.snapshot, restore=message.restore)
         if message.switching:
             self.clocks.add_all("switch", now - began)
         for each in range(self.plan.workers):
             self.send(each, PhaseEntered(each), now)
 
     def _handover_s(self, before: Strategy, after: Strategy) -> float:
-        """Everybody fetches the state from servers; one sends each server its part."""
-        seconds = 0.0
-        if uses_servers(before):
-            lane = servers_bandwidth(self, before)
-            seconds += max(self.fleet.latency) + self.state_bytes * self.plan.workers / lane
-        if uses_servers(after):
-            seconds += max(self.fleet.latency) + self.state_bytes / servers_bandwidth(self, after)
+        """All workers fetch the state from the old servers; one sends it to the new ones."""
+        seconds, workers = 0.0, self.plan.workers
+        if old := before.servers_for(workers):
+            bandwidth = self.server_bytes_per_s(old)
+            seconds += max(self.fleet.latency) + self.state_bytes * workers / bandwidth
+        if new := after.servers_for(workers):
+            bandwidth = self.server_bytes_per_s(new)
+            seconds += max(self.fleet.latency) + self.state_bytes / bandwidth
         return seconds
 
-    def _leave_crew(self) -> None:
+    def server_bytes_per_s(self, servers: int) -> float:
+        """Joint bandwidth of the servers; server k runs on the host of worker k."""
+        links = [self.fleet.links[s % self.plan.workers] for s in range(servers)]
+        return servers * min(link.bytes_per_s for link in links)
+
+    def _close_simulation(self) -> None:
         if self._simulation is not None:
             self._sent += self._simulation.bytes_sent
             self._before += self._simulation.bytes_before
-            self._simulation.leave()
+            self._simulation.close()
             self._simulation = None
 
     def _quiesce(self, worker: int, message: Quiesce, now: float) -> None:
@@ -365,11 +354,11 @@ class Simulator:
             self._settle_s[worker] = at_s - now
             self.clocks.add("comm_exposed", worker, at_s - now)
             if not self._answered:
-                self._lr = self.learner.settle()
+                self._lr = self.weights.settle()
             self._answered = (self._answered + 1) % self.plan.workers
             self.send(worker, Quiesced(worker, "virtual", self._lr), at_s)
 
-        self._simulation.settle(worker, message.version, now, settled)
+        self._simulation.sync_weights(worker, message.version, now, settled)
 
     def _resumed(self, worker: int, now: float) -> None:
         entered = self._entered_at.pop(worker, None)
@@ -382,20 +371,20 @@ class Simulator:
         self.clocks.add("eval", worker, seconds)
         if worker == 0:
             self._evaluate_s += seconds
-        # One evaluation serves: all hold the same weights, and worker 0 answers for all.
-        loss_sum, correct, count = self.learner.evaluate(split) if worker == 0 else (0.0, None, 0)
+        # All workers hold the same weights, so worker 0 evaluates for all of them.
+        loss_sum, correct, count = self.weights.evaluate(split) if worker == 0 else (0.0, None, 0)
         self.send(worker, Evaluated(worker, loss_sum, correct, count), now + seconds)
 
     def _finish(self, worker: int, message: FinishRun, now: float) -> None:
         if worker == 0:
-            self._leave_crew()
+            self._close_simulation()
             if message.save_model and self._model_path is not None:
-                self.learner.save_model(self._model_path)
+                self.weights.save_model(self._model_path)
         self.send(worker, WorkerFinished(worker, self._totals(worker, now)), now)
 
     def _totals(self, worker: int, now: float) -> dict[str, object]:
         phases = {name: float(s[worker]) for name, s in self.clocks.seconds.items()}
-        # Between two questions of the coordinator a worker waits for the others' answers.
+        # Between two requests of the coordinator, a worker waits for the other workers.
         phases["wait"] += max(0.0, now - sum(phases.values()))
         stages = dict.fromkeys(("start", "read", "prepare", "save"), 0.0)
         stages["evaluate"] = self._evaluate_s
@@ -410,25 +399,3 @@ class Simulator:
             "peak_rss_bytes": None,
             "steps": self.steps_of(worker),
         }
-
-
-def uses_servers(strategy: Strategy) -> bool:
-    return isinstance(strategy, ParameterServer | Grouped)
-
-
-def servers_bandwidth(world: Simulator, strategy: Strategy) -> float:
-    """Of all servers together: each worker's machine holds the servers of its number."""
-    servers = strategy.servers_for(world.plan.workers)
-    links = [world.fleet.links[s % world.plan.workers] for s in range(servers)]
-    return servers * min(link.bytes_per_s for link in links)
-
-
-def make_simulation(
-    world: Simulator, strategy: Strategy, groups: tuple[tuple[int, ...], ...]
-) -> StrategySimulation:
-    from paceline.twin.lockstep import LockstepSimulation
-    from paceline.twin.push_pull import PushPullSimulation
-
-    if uses_servers(strategy):
-        return PushPullSimulation(world, strategy, groups)
-    return LockstepSimulation(world, strategy)

@@ -39,8 +39,8 @@ from paceline.protocol.messages import (
     StepStats,
     TrainingResumed,
     WorkerFinished,
-    split_batch,
 )
+from paceline.protocol.shares import split_batch
 from paceline.specs.strategy import Strategy
 from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner

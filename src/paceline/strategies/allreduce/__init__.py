@@ -13,6 +13,12 @@ RECORD = StrategyRecord(
         "optimizer": "paceline.strategies.allreduce.sharded:ShardedOptimizerRunner",
         "full": "paceline.strategies.allreduce.sharded:FullyShardedRunner",
     },
+    simulate="paceline.strategies.allreduce.simulate:SIMULATE",
+    cost="paceline.strategies.allreduce.cost:COST",
+    candidates=(
+        "allreduce",
+        "allreduce(balance=auto)",
+    ),
     examples=("allreduce", "allreduce(balance=auto)"),
     memory_saving=("allreduce(shard=optimizer)", "allreduce(shard=full)"),
 )

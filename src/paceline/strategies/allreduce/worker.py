@@ -11,13 +11,18 @@ from paceline.state import Section, load_into_model, slots_by_parameter, state_f
 from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.optimizer_traits import optimizer_traits
-from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext, step_optimizer
+from paceline.strategies.runner import (
+    NORMS_EVERY,
+    CommReport,
+    Runner,
+    TrainStep,
+    WorkerContext,
+    step_optimizer,
+)
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 OVERLAP_EVERY_STEPS = 8
 """Steps between two measurements of the overlap of exchange and backward."""
-NORMS_EVERY = 16
-"""Steps between two measurements of gradient norms, for the noise scale."""
 
 
 class AllReduceRunner(Runner):

@@ -9,5 +9,7 @@ RECORD = StrategyRecord(
     spec=DiLoCo,
     pace="paceline.strategies.diloco.pace:make_pace",
     worker="paceline.strategies.diloco.worker:DiLoCoRunner",
+    simulate="paceline.strategies.diloco.simulate:SIMULATE",
+    cost="paceline.strategies.diloco.cost:COST",
     examples=("diloco(h=4)",),
 )

@@ -9,5 +9,7 @@ RECORD = StrategyRecord(
     spec=Grouped,
     pace="paceline.strategies.grouped.pace:make_pace",
     worker="paceline.strategies.grouped.worker:GroupedRunner",
+    simulate="paceline.strategies.grouped.simulate:SIMULATE",
+    cost="paceline.strategies.grouped.cost:COST",
     examples=("grouped(size=2)",),
 )

@@ -9,5 +9,8 @@ RECORD = StrategyRecord(
     spec=LocalSgd,
     pace="paceline.strategies.local_sgd.pace:make_pace",
     worker="paceline.strategies.local_sgd.worker:LocalSgdRunner",
+    simulate="paceline.strategies.local_sgd.simulate:SIMULATE",
+    cost="paceline.strategies.local_sgd.cost:COST",
+    candidates=("local_sgd(h=8)",),
     examples=("local_sgd(h=3)",),
 )

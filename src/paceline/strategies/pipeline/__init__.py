@@ -9,6 +9,8 @@ RECORD = StrategyRecord(
     spec=PipelineParallel,
     pace="paceline.strategies.pipeline.pace:make_pace",
     worker="paceline.strategies.pipeline.worker:PipelineRunner",
+    simulate="paceline.strategies.pipeline.simulate:SIMULATE",
+    cost="paceline.strategies.pipeline.cost:COST",
     examples=("pipeline(stages=2)",),
     memory_saving=("pipeline(stages={workers})",),
 )

@@ -9,6 +9,12 @@ RECORD = StrategyRecord(
     spec=ParameterServer,
     pace="paceline.strategies.ps.pace:make_pace",
     worker="paceline.strategies.ps.worker:ParameterServerRunner",
+    simulate="paceline.strategies.ps.simulate:SIMULATE",
+    cost="paceline.strategies.ps.cost:COST",
+    candidates=(
+        "ps",
+        "ps(servers=8)",
+    ),
     examples=(
         "ps",
         "ps(sync=bsp)",

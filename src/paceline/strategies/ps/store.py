@@ -74,7 +74,8 @@ class PendingGradient:
 class ParameterStore:
     """Tensors of a shard: weights, optimizer state, and gradients not yet applied."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_shared_memory: bool = True) -> None:
+        self._use_shared_memory = use_shared_memory
         self.slices: list[StoredSlice] = []
         self.weights = torch.zeros(0, dtype=torch.uint8)
         self.shared_weights: SharedWeightsOwner | None = None
@@ -98,7 +99,7 @@ class ParameterStore:
         self.close()
         self._allocated = nbytes
         self.weights = torch.zeros(0, dtype=torch.uint8)
-        if shm_domain_id() is not None:
+        if self._use_shared_memory and shm_domain_id() is not None:
             try:
                 self.shared_weights = SharedWeightsOwner(nbytes)
             except OSError:

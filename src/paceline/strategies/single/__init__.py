@@ -9,5 +9,7 @@ RECORD = StrategyRecord(
     spec=Single,
     pace="paceline.strategies.single.pace:make_pace",
     worker="paceline.strategies.single.worker:SingleRunner",
+    simulate="paceline.strategies.single.simulate:SIMULATE",
+    cost="paceline.strategies.single.cost:COST",
     examples=("single",),
 )

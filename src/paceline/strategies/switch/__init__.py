@@ -8,6 +8,7 @@ from paceline.strategies.switch.spec import Switch
 RECORD = StrategyRecord(
     spec=Switch,
     policy="paceline.strategies.switch.policy:make_policy",
+    cost="paceline.strategies.switch.cost:COST",
     examples=(
         "switch(allreduce, ps, at=50%)",
         "switch(ps, allreduce, at=samples(13))",

@@ -9,6 +9,8 @@ RECORD = StrategyRecord(
     spec=TensorParallel,
     pace="paceline.strategies.tensor.pace:make_pace",
     worker="paceline.strategies.tensor.worker:TensorRunner",
+    simulate="paceline.strategies.tensor.simulate:SIMULATE",
+    cost="paceline.strategies.tensor.cost:COST",
     examples=("tensor(size=2)",),
     memory_saving=("tensor(size={workers})",),
 )

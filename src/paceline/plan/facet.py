@@ -1,0 +1,64 @@
+"""Interface of a strategy's cost facet: what a step on some hosts would take."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from paceline.plan.pool_arrays import Floats, Ints, PoolArrays
+from paceline.specs.strategy import Strategy
+
+StrategyT = TypeVar("StrategyT", bound=Strategy)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Expected cost of one global batch (or the same number of samples)."""
+
+    step_s: float
+    busy: Floats
+    """Seconds that each host computes during the step."""
+    staleness: float = 0.0
+    """Mean staleness of a gradient, in updates."""
+    doubt: float = 0.0
+    """Relative uncertainty beyond that of the machines, for example of a switch point."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Timings of one worker's step in a recorded run."""
+
+    busy_s: float
+    comm_s: float
+    """Communication that was not overlapped with computation."""
+
+
+class CostFacet(ABC, Generic[StrategyT]):
+    """What the planner needs to know about a strategy. Times are means over many steps."""
+
+    @abstractmethod
+    def step(self, arrays: PoolArrays, hosts: Ints, spec: StrategyT) -> StepEstimate:
+        """Estimates a step with one worker on each of these hosts."""
+
+    def fits(self, arrays: PoolArrays, hosts: Ints, spec: StrategyT) -> bool:
+        """Whether the model fits in memory. By default every host holds all of it."""
+        return bool(arrays.fits[hosts].all())
+
+    def on_hosts(self, spec: StrategyT, count: int) -> StrategyT:
+        """The same strategy for another number of hosts. By default it does not depend on it."""
+        return spec
+
+    def splits(self, arrays: PoolArrays, count: int) -> Iterator[StrategyT]:
+        """Strategies that spread a model that fits on no single host over `count` hosts."""
+        return iter(())
+
+    def calibrate(
+        self, spec: StrategyT, steps: Sequence[Sequence[RecordedStep]], nbytes: float
+    ) -> dict[str, float]:
+        """Pool fields that describe the measured exchange, from recorded steps per worker.
+
+        Empty by default: the recorded steps do not show what an exchange costs.
+        """
+        return {}

@@ -1,0 +1,65 @@
+"""Simulation of all-reduce: buckets overlap with backward, and all workers wait for the slowest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.plan.cost_model import (
+    allreduce_s,
+    exposed_s,
+    exposed_without_layers_s,
+    fill_buckets,
+)
+from paceline.strategies.allreduce.cost import bucket_bytes, exchange_bytes
+from paceline.strategies.allreduce.spec import AllReduce
+from paceline.twin.lockstep import LockstepSimulation
+from paceline.twin.machines import Floats
+from paceline.twin.simulation import Groups, SimulateFacet
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+    from paceline.twin.simulator import Simulator
+    from paceline.twin.updates import WeightUpdates
+
+
+class AllReduceSimulation(LockstepSimulation):
+    def __init__(self, spec: AllReduce, simulator: Simulator) -> None:
+        pool, hosts = simulator.pool, simulator.fleet.hosts
+        nbytes = exchange_bytes(spec, simulator.work) if simulator.plan.workers > 1 else 0.0
+        super().__init__(
+            simulator, exchange_s=allreduce_s(pool, hosts, nbytes), exchange_bytes=nbytes
+        )
+        self._bucket_bytes = bucket_bytes(spec)
+        self._buckets: list[tuple[float, float]] = []
+        """Fraction of the compute time when a bucket is ready, and seconds of its exchange."""
+        if self.workers > 1:
+            self._buckets = [
+                (b.ready, allreduce_s(pool, hosts, b.share * nbytes))
+                for b in fill_buckets(simulator.work, self._bucket_bytes)
+            ]
+
+    def finish_step(self, ends: Floats, busy: Floats) -> None:
+        longest = float(busy.max())
+        if self._buckets:
+            exposed = exposed_s(longest, self._buckets)
+        else:
+            exposed = exposed_without_layers_s(
+                self.exchange_s, longest, self.exchange_bytes, self._bucket_bytes
+            )
+        self.wait_for_all(ends, exposed)
+        self.update_weights()
+
+
+class AllReduceSimulate(SimulateFacet[AllReduce]):
+    def simulation(
+        self, spec: AllReduce, simulator: Simulator, groups: Groups
+    ) -> AllReduceSimulation:
+        return AllReduceSimulation(spec, simulator)
+
+    def updates(self, spec: AllReduce, backend: GradientBackend, groups: Groups) -> WeightUpdates:
+        from paceline.twin.exact import ExactUpdate
+
+        return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(bucket_bytes(spec)))
+
+
+SIMULATE = AllReduceSimulate()

@@ -1,0 +1,50 @@
+"""Simulation of strategies whose workers take several local steps between two averages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.plan.cost_model import allreduce_s
+from paceline.twin.lockstep import LockstepSimulation
+from paceline.twin.machines import Floats
+from paceline.twin.timeline import Callback
+
+if TYPE_CHECKING:
+    from paceline.twin.simulator import Simulator
+
+
+class LocalStepsSimulation(LockstepSimulation):
+    """`steps_between_syncs` is None if the weights decide (drift) when replicas are averaged."""
+
+    def __init__(self, simulator: Simulator, steps_between_syncs: int | None) -> None:
+        nbytes = float(simulator.work.bytes) if simulator.plan.workers > 1 else 0.0
+        super().__init__(
+            simulator,
+            exchange_s=allreduce_s(simulator.pool, simulator.fleet.hosts, nbytes),
+            exchange_bytes=nbytes,
+        )
+        self._steps_between_syncs = steps_between_syncs
+        self._steps_since_sync = 0
+
+    def finish_step(self, ends: Floats, busy: Floats) -> None:
+        self.free = ends
+        self.update_weights()
+        self._steps_since_sync += 1
+        if self._is_due():
+            self._steps_since_sync = 0
+            self.simulator.weights.average_replicas()
+            self.wait_for_all(self.free, self.exchange_s)
+
+    def _is_due(self) -> bool:
+        if self._steps_between_syncs is None:
+            return self.simulator.weights.is_average_due()
+        return self._steps_since_sync >= self._steps_between_syncs
+
+    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
+        """A quiesce averages the replicas, if they took steps since the last average."""
+        if worker == 0 and self._steps_since_sync:
+            self._steps_since_sync = 0
+            self.simulator.weights.average_replicas()
+            self.count_exchange()
+            now += self.exchange_s
+        then(now)

@@ -1,0 +1,44 @@
+"""Simulation of the parameter server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.plan.cost_model import encoded_bytes
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.twin.push_pull import PushPullRules, PushPullSimulation
+from paceline.twin.simulation import Groups, SimulateFacet
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+    from paceline.twin.simulator import Simulator
+    from paceline.twin.updates import WeightUpdates
+
+
+class ParameterServerSimulate(SimulateFacet[ParameterServer]):
+    def simulation(
+        self, spec: ParameterServer, simulator: Simulator, groups: Groups
+    ) -> PushPullSimulation:
+        work, codec = simulator.work, spec.codec
+        push_bytes = encoded_bytes(codec, work)
+        rules = PushPullRules(
+            push_bytes=push_bytes,
+            pull_bytes=push_bytes if codec is not None and codec.suits_weights else work.bytes,
+            servers=spec.servers_for(simulator.plan.workers),
+            overlap=spec.overlap,
+            aggregates=spec.sync.aggregates,
+        )
+        return PushPullSimulation(simulator, rules)
+
+    def updates(
+        self, spec: ParameterServer, backend: GradientBackend, groups: Groups
+    ) -> WeightUpdates:
+        from paceline.strategies.ps.simulated import ServedReplicas
+        from paceline.strategies.ps.worker import ParameterServerRunner
+
+        return ServedReplicas(
+            backend, lambda context, connect: ParameterServerRunner(spec, context, connect)
+        )
+
+
+SIMULATE = ParameterServerSimulate()

@@ -1,0 +1,244 @@
+"""The parameter server inside one process: real runners and a real store, in virtual-time order.
+
+`SimulatedTransport` connects a runner to the store without messages or threads. A pull returns the
+weights that were current when the simulation pinned them for the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from paceline.codecs.compressor import Compressor
+from paceline.protocol.messages import ApplyUpdate, Lease
+from paceline.protocol.shard import Handle
+from paceline.state import Section
+from paceline.strategies.ps.connect import Connect, ConnectRequest
+from paceline.strategies.ps.messages import PushHeader
+from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
+from paceline.strategies.ps.transport import Connected, Pulled
+from paceline.strategies.runner import (
+    CommReport,
+    PhaseContext,
+    Runner,
+    TrainStep,
+    WorkerContext,
+)
+from paceline.twin.backend import StepOutcome
+from paceline.twin.replicas import RunnerGroup
+from paceline.twin.simulation import Groups
+from paceline.twin.updates import PushPullUpdates
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+
+ONE_SERVER = (("simulated", 0),)
+"""A single shard holds the whole model: several shards would compute the same."""
+
+
+class SimulatedServers:
+    """The store, and the weights that each worker has pulled but not yet read."""
+
+    def __init__(self, workers: int) -> None:
+        self.store = ParameterStore(use_shared_memory=False)
+        self.version = 0
+        self.handles = [0] * workers
+        """Number of each worker's next push, as the coordinator knows it."""
+        self._snapshot: tuple[int, torch.Tensor] | None = None
+        self._pinned: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def connect(self, request: ConnectRequest) -> Connected:
+        compressor = request.compressors[0] if request.compressors else None
+        return Connected(
+            transports=(SimulatedTransport(self, request.rank, compressor),),
+            send_buffer=request.layout.new_buffer(),
+            report=CommReport(backend="simulated", reason=""),
+            exchanges=DeferredExchanges() if request.spec.overlap else None,
+        )
+
+    def pin(self, worker: int) -> None:
+        """Fixes the weights that the worker's next pull returns; copied once per version."""
+        if self._snapshot is None or self._snapshot[0] != self.version:
+            weights = self.store.weights.clone()
+            coder = self.store.weight_coder
+            if coder is not None:
+                values = weights.view(self.store.slices[0].parameter.dtype)
+                coder.decode(coder.encode(values), values)
+            self._snapshot = (self.version, weights)
+        self._pinned[worker] = self._snapshot
+
+    def read(self, worker: int, *, exact: bool) -> tuple[int, torch.Tensor]:
+        """The pinned weights; with `exact` the newest ones, which no codec has changed."""
+        if exact:
+            return self.version, self.store.weights
+        return self._pinned[worker]
+
+    def load(self, state: ShardState) -> None:
+        self.store.load(state)
+        self.version, self._snapshot = 0, None
+
+    def apply(self, order: ApplyUpdate, factor: float) -> None:
+        if len(order.parts) == 1 and order.parts[0].weight == 1.0:
+            self.store.use_single_gradient(order)
+        else:
+            # Summed again even if its norm was computed: other updates may have used the buffer.
+            self.store.sum_up(order)
+        self.store.step(order, factor)
+        self.store.release_gradients(order)
+        self.version += 1
+
+
+class SimulatedTransport:
+    """A runner's link to `SimulatedServers`; never blocks."""
+
+    kind: Literal["simulated"] = "simulated"
+
+    def __init__(
+        self, servers: SimulatedServers, worker: int, compressor: Compressor | None
+    ) -> None:
+        self._servers = servers
+        self._worker = worker
+        self._compressor = compressor
+        self._exact = False
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def push(self, header: PushHeader, gradient: torch.Tensor) -> None:
+        store = self._servers.store
+        buffer = store.borrow_buffer()
+        if self._compressor is None:
+            buffer.copy_(gradient)
+        else:
+            dtype = store.slices[0].parameter.dtype
+            payload = self._compressor.encode(gradient.view(dtype))
+            self._compressor.coder.decode(payload, buffer.view(dtype))
+        store.gradients[self._worker, self._servers.handles[self._worker]] = PendingGradient(
+            buffer, frozenset(header.missing), header.options
+        )
+        self.bytes_sent += gradient.numel()
+
+    def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
+        self._exact = exact
+
+    def receive(self, out: torch.Tensor) -> Pulled:
+        version, weights = self._servers.read(self._worker, exact=self._exact)
+        out.copy_(weights)
+        self.bytes_received += out.numel()
+        return Pulled(version, 0)
+
+    def load(self, state: ShardState) -> None:
+        self._servers.load(state)
+
+    def request_slots(self, at_least: int) -> None:
+        return
+
+    def receive_slots(self) -> list[Slot]:
+        return [Slot(i, name, value.clone()) for i, name, value in self._servers.store.slots()]
+
+    def close(self) -> None:
+        return
+
+
+class DeferredExchanges:
+    """Exchanges of `overlap=true` without threads: the pull happens when it is waited for."""
+
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> DeferredPull:
+        push()
+        return DeferredPull(pull)
+
+    def close(self) -> None:
+        return
+
+
+class DeferredPull:
+    def __init__(self, pull: Callable[[], None]) -> None:
+        self._pull = pull
+
+    def wait(self, timeout_s: float) -> float:
+        start = time.perf_counter()
+        self._pull()
+        return time.perf_counter() - start
+
+
+class ServedReplicas(PushPullUpdates):
+    """Runners of all workers on one simulated server."""
+
+    def __init__(
+        self,
+        backend: GradientBackend,
+        make: Callable[[WorkerContext, Connect], Runner],
+        groups: Groups = (),
+    ) -> None:
+        self._backend = backend
+        self._servers = SimulatedServers(backend.workers)
+        self._group = RunnerGroup(
+            backend,
+            lambda context: make(context, self._servers.connect),
+            PhaseContext(servers=ONE_SERVER, groups=groups),
+        )
+        self._steps = [TrainStep(_NO_LEASE, -1) for _ in self._group.runners]
+        for worker, kept in enumerate(backend.residuals):
+            residuals = {f"residual/{name}": value for name, value in kept.items()}
+            self._group.runners[worker].import_local_state(Section(residuals))
+
+    def pull(self, worker: int) -> None:
+        self._servers.pin(worker)
+
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
+        step = self._next_step(worker, lease)
+        self._group.runners[worker].begin_step(step)
+        return self._group.forward_backward(worker, step)
+
+    def push(self, worker: int, lease: Lease, handle: int) -> None:
+        self._servers.handles[worker] = handle
+        self._group.runners[worker].finish_step(self._steps[worker])
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        group = self._group
+        self._servers.handles[members[0]] = handle
+        for worker, lease in zip(members, leases, strict=True):
+            self._next_step(worker, lease)
+        group.call(members, lambda worker, runner: runner.begin_step(self._steps[worker]))
+        outcomes = [group.forward_backward(worker, self._steps[worker]) for worker in members]
+        group.call(members, lambda worker, runner: runner.finish_step(self._steps[worker]))
+        return outcomes
+
+    def _next_step(self, worker: int, lease: Lease) -> TrainStep:
+        self._group.set_lr(worker, lease)
+        self._backend.set_lr(lease)
+        step = TrainStep(lease, self._steps[worker].step + 1, self._servers.version)
+        self._steps[worker] = step
+        return step
+
+    def grad_sq_norm(self, order: ApplyUpdate) -> float:
+        return self._servers.store.sum_up(order)
+
+    def apply(self, order: ApplyUpdate, factor: float) -> None:
+        self._servers.apply(order, factor)
+
+    def sync(self) -> None:
+        self._group.sync(self._servers.version)
+
+    def export(self) -> None:
+        self.sync()
+        self._group.export()
+        for runner, kept in zip(self._group.runners, self._backend.residuals, strict=True):
+            own = runner.export_local_state().tensors
+            kept.update(
+                {
+                    key.removeprefix("residual/"): value.clone()
+                    for key, value in own.items()
+                    if key.startswith("residual/")
+                }
+            )
+
+    def close(self) -> None:
+        self._group.close()
+
+
+_NO_LEASE = Lease(0, 0, 0, 0, 0, 0)

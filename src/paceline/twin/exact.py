@@ -1,0 +1,160 @@
+"""Weights of exact strategies: one model, one optimizer step on the weighted mean gradient.
+
+"Exact" means equal to one process on the global batch, so this is the definition, not a copy, of
+what those strategies compute. With a codec, gradients are summed as the workers would sum them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.codecs.compressor import Compressor
+from paceline.codecs.reference import reference_sum
+from paceline.codecs.spec import Codec
+from paceline.comm.buckets import plan_layout
+from paceline.protocol.messages import Lease
+from paceline.strategies.runner import NORMS_EVERY, step_optimizer
+from paceline.twin.backend import StepOutcome
+from paceline.twin.updates import EMPTY, LockstepUpdates
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+
+
+class ExactUpdate(LockstepUpdates):
+    """All workers compute on the same weights; their weighted sum is one update."""
+
+    def __init__(
+        self, backend: GradientBackend, *, codec: Codec | None = None, bucket_bytes: int = 0
+    ) -> None:
+        self._backend = backend
+        self._replica = backend.replica
+        self._steps = 0
+        self._coded: _CompressedSum | None = None
+        if codec is not None:
+            self._coded = _CompressedSum(
+                codec, self._replica.trained, bucket_bytes, backend.residuals
+            )
+
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
+        backend, parameters = self._backend, [p for _, p in self._replica.trained]
+        backend.set_lr(leases[0])
+        measure = self._steps % NORMS_EVERY == 0 and len(leases) > 1
+        squares: list[float] = []
+        outcomes: list[StepOutcome] = []
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for worker, lease in enumerate(leases):
+            if not lease.samples:
+                outcomes.append(EMPTY)
+                squares.append(0.0)
+                continue
+            outcomes.append(backend.forward_backward(worker, lease))
+            if measure:
+                grads = [p.grad for p in parameters if p.grad is not None]
+                squares.append(sum(float(g.square().sum()) for g in grads))
+            weight = lease.samples / lease.batch
+            if self._coded is not None:
+                self._coded.add(worker, weight)
+            elif lease.samples < lease.batch:
+                _accumulate(sums, parameters, weight)
+            else:
+                sums = [p.grad for p in parameters]
+        if self._coded is not None:
+            self._coded.finish()
+        else:
+            for parameter, total in zip(parameters, sums, strict=True):
+                parameter.grad = total
+        if measure:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            whole = sum(float(g.square().sum()) for g in grads)
+            outcomes = [
+                dataclasses.replace(t, norms=(le.samples, square, le.batch, whole))
+                if le.samples
+                else t
+                for t, le, square in zip(outcomes, leases, squares, strict=True)
+            ]
+        step_optimizer(self._replica)
+        self._steps += 1
+        return outcomes
+
+    def sync(self) -> None:
+        return
+
+    def export(self) -> None:
+        if self._coded is not None:
+            self._coded.store_residuals()
+
+
+def _accumulate(
+    sums: list[torch.Tensor | None], parameters: list[torch.nn.Parameter], weight: float
+) -> None:
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            continue
+        before = sums[index]
+        if before is None:
+            sums[index] = parameter.grad * weight
+        else:
+            before.add_(parameter.grad, alpha=weight)
+
+
+class _CompressedSum:
+    """Compresses and sums every worker's gradients, in the buckets of a real exchange.
+
+    `residuals`: per worker and parameter, what the codec has not sent yet; kept across switches.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        trained: list[tuple[str, torch.nn.Parameter]],
+        bucket_bytes: int,
+        residuals: list[dict[str, torch.Tensor]],
+    ) -> None:
+        by_name = dict(trained)
+        layout = plan_layout(trained, bucket_bytes)
+        self._buckets = [[by_name[name] for name in names] for names in layout]
+        self._compressors = [
+            [
+                Compressor(codec, [p.shape for p in bucket], bucket[0].dtype)
+                for bucket in self._buckets
+            ]
+            for _ in residuals
+        ]
+        self._flats: list[list[tuple[Compressor, torch.Tensor]]] = [[] for _ in self._buckets]
+        self._names, self._residuals = layout, residuals
+        for mine, kept in zip(self._compressors, self._residuals, strict=True):
+            for compressor, names, bucket in zip(mine, layout, self._buckets, strict=True):
+                if compressor.feedback is not None and all(n in kept for n in names):
+                    flat = [kept[n].reshape(-1) for n in names]
+                    compressor.feedback.load(torch.cat(flat).to(bucket[0].dtype))
+
+    def store_residuals(self) -> None:
+        """Writes back what was not sent yet, for the next strategy."""
+        for mine, kept in zip(self._compressors, self._residuals, strict=True):
+            for compressor, names, bucket in zip(mine, self._names, self._buckets, strict=True):
+                if compressor.feedback is not None:
+                    parts = torch.split(compressor.feedback.residual, [p.numel() for p in bucket])
+                    for name, parameter, part in zip(names, bucket, parts, strict=True):
+                        kept[name] = part.view_as(parameter).clone()
+
+    def add(self, worker: int, weight: float) -> None:
+        for index, bucket in enumerate(self._buckets):
+            parts = [
+                torch.zeros(p.numel(), dtype=p.dtype) if p.grad is None else p.grad.reshape(-1)
+                for p in bucket
+            ]
+            flat = torch.cat(parts).mul_(weight)
+            self._flats[index].append((self._compressors[worker][index], flat))
+
+    def finish(self) -> None:
+        for index, bucket in enumerate(self._buckets):
+            given, self._flats[index] = self._flats[index], []
+            total = reference_sum(given)
+            parts = torch.split(total, [p.numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad = part.view_as(parameter).clone()

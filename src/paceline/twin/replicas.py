@@ -1,0 +1,187 @@
+"""Real runners in one process: each simulated worker has a replica of the model and its runner.
+
+Gradients are computed one worker after another, so results are deterministic. Calls that may
+communicate run in one thread per worker, over an `InProcessGroup`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from paceline.comm.in_process_group import InProcessGroup
+from paceline.protocol.messages import Lease, Message
+from paceline.specs.strategy import Strategy
+from paceline.state import load_into_model, state_from_model
+from paceline.strategies.registry import make_runner
+from paceline.strategies.runner import (
+    PhaseContext,
+    Replica,
+    Runner,
+    TrainStep,
+    WorkerContext,
+)
+from paceline.telemetry.phase_clock import PhaseClock
+from paceline.twin.backend import StepOutcome
+from paceline.twin.updates import EMPTY, LockstepUpdates
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+
+T = TypeVar("T")
+MakeRunner = Callable[[WorkerContext], Runner]
+TIMEOUT_S = 300.0
+
+
+class RunnerGroup:
+    """The runners of all simulated workers, and the calls that concern all of them."""
+
+    def __init__(
+        self,
+        backend: GradientBackend,
+        make: MakeRunner,
+        phase: PhaseContext,
+    ) -> None:
+        self._backend = backend
+        source = backend.replica
+        self._groups = InProcessGroup.create(backend.workers, TIMEOUT_S)
+        self.runners: list[Runner] = []
+        for group in self._groups:
+            model, optimizer = copy.deepcopy((source.model, source.optimizer))
+            replica = Replica(model, optimizer, clip=source.clip, reduce_in_backward=True)
+            self.runners.append(make(_make_context(replica, group, phase)))
+        self._losses = [backend.build_loss(runner.replica.model) for runner in self.runners]
+        self._samples = [0] * backend.workers
+        self._pool = ThreadPoolExecutor(backend.workers, "simulated-worker")
+        state = state_from_model(source.model, source.optimizer)
+        self.call_all(lambda worker, runner: runner.import_state(state))
+
+    def call_all(self, call: Callable[[int, Runner], T]) -> list[T]:
+        return self.call(range(len(self.runners)), call)
+
+    def call(self, workers: Sequence[int], call: Callable[[int, Runner], T]) -> list[T]:
+        """Calls these workers' runners concurrently; raises the first error of any of them."""
+
+        def guarded(worker: int) -> T:
+            try:
+                return call(worker, self.runners[worker])
+            except BaseException:
+                self._groups[worker].abort()
+                raise
+
+        if len(workers) == 1:
+            return [guarded(workers[0])]
+        return list(self._pool.map(guarded, workers))
+
+    def forward_backward(self, worker: int, step: TrainStep) -> StepOutcome:
+        """Computes a worker's share on its own replica, after `begin_step`."""
+        if not step.lease.samples:
+            return EMPTY
+        backend, runner = self._backend, self.runners[worker]
+        for parameter in runner.replica.model.parameters():
+            parameter.grad = None
+        with backend.per_worker.random_state(worker):
+            batch = backend.loader.batch(step.lease)
+            step.measured = runner.forward_backward(step, batch, self._losses[worker])
+        self._samples[worker] += step.lease.samples
+        return backend.outcome(worker, step.measured)
+
+    def set_lr(self, worker: int, lease: Lease) -> None:
+        self._backend.set_lr(lease, self.runners[worker].replica.optimizer)
+
+    def sync(self, version: int) -> None:
+        """Settles all runners as a quiesce does, and copies the result to the backend's model."""
+        self.call_all(lambda _, runner: runner.sync_weights(version))
+        self.call_all(lambda worker, runner: runner.average_buffers(self._samples[worker]))
+        self._samples = [0] * len(self.runners)
+        source, target = self.runners[0].replica.model, self._backend.replica.model
+        with torch.no_grad():
+            for ours, theirs in zip(_tensors(target), _tensors(source), strict=True):
+                ours.copy_(theirs)
+
+    def export(self) -> None:
+        """Copies the global state to the backend. Call `sync` first."""
+        section = self.call_all(lambda _, runner: runner.export_state())[0]
+        replica = self._backend.replica
+        load_into_model(section, replica.model, replica.optimizer)
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+        self._pool.shutdown()
+
+
+class LocalReplicas(LockstepUpdates):
+    """Strategies whose workers take local steps and average their replicas by themselves."""
+
+    def __init__(self, backend: GradientBackend, spec: Strategy) -> None:
+        self._backend = backend
+        phase = PhaseContext()
+        self._group = RunnerGroup(backend, lambda context: make_runner(spec, context, phase), phase)
+        self._steps = 0
+        self._bytes_sent = 0
+        self._averaged = False
+
+    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
+        steps = [TrainStep(lease, self._steps) for lease in leases]
+        self._group.call_all(lambda worker, runner: runner.begin_step(steps[worker]))
+        outcomes = []
+        for worker, step in enumerate(steps):
+            self._group.set_lr(worker, step.lease)
+            outcomes.append(self._group.forward_backward(worker, step))
+        self._backend.set_lr(leases[0])
+        self._group.call_all(lambda worker, runner: runner.finish_step(steps[worker]))
+        self._steps += 1
+        sent = self._group.runners[0].bytes_sent
+        self._averaged, self._bytes_sent = sent > self._bytes_sent, sent
+        return outcomes
+
+    def is_average_due(self) -> bool:
+        return self._averaged
+
+    def average_replicas(self) -> None:
+        """Runners average by themselves in `step`; at a quiesce they average what is left."""
+        self._group.call_all(lambda _, runner: runner.sync_weights(0))
+        self._bytes_sent = self._group.runners[0].bytes_sent
+
+    def sync(self) -> None:
+        self._group.sync(0)
+
+    def export(self) -> None:
+        self.sync()
+        self._group.export()
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _make_context(replica: Replica, group: InProcessGroup, phase: PhaseContext) -> WorkerContext:
+    return WorkerContext(
+        rank=group.rank,
+        size=group.size,
+        replica=replica,
+        group=group,
+        control=_NoCoordinator(),
+        clock=PhaseClock(0.0),
+        token="",
+        timeout_s=TIMEOUT_S,
+        phase=phase,
+    )
+
+
+class _NoCoordinator:
+    """Discards what a runner reports: the simulation reports for it, at the simulated time."""
+
+    def send(self, message: Message) -> None:
+        return
+
+    def receive(self) -> Message:
+        raise AssertionError("a simulated worker receives no messages")

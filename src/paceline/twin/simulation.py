@@ -1,0 +1,56 @@
+"""Interface of a strategy's simulate facet: the time its workers take, and what they compute."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from paceline.protocol.messages import LeaseGranted, Message, PlannedSteps
+from paceline.specs.strategy import Strategy
+from paceline.twin.timeline import Callback
+
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+    from paceline.twin.simulator import Simulator
+    from paceline.twin.updates import WeightUpdates
+
+Groups = tuple[tuple[int, ...], ...]
+StrategyT = TypeVar("StrategyT", bound=Strategy)
+
+
+class StrategySimulation(Protocol):
+    """Simulates all workers (and servers) while one strategy is active."""
+
+    bytes_sent: float
+    bytes_before: float
+    """What it would have been without a codec."""
+
+    def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None: ...
+
+    def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None: ...
+
+    def on_order(self, message: Message, now: float) -> None:
+        """A message from the coordinator to the servers."""
+        ...
+
+    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
+        """Brings a worker to the newest weights, then calls `then` with the time."""
+        ...
+
+    def close(self) -> None:
+        """Called before the next strategy, or at the end; adds up the times."""
+        ...
+
+
+class SimulateFacet(ABC, Generic[StrategyT]):
+    """How a strategy behaves in the twin. Time and weights are separate: both depths share time."""
+
+    @abstractmethod
+    def simulation(
+        self, spec: StrategyT, simulator: Simulator, groups: Groups
+    ) -> StrategySimulation:
+        """Simulates the time that workers and servers take."""
+
+    @abstractmethod
+    def updates(self, spec: StrategyT, backend: GradientBackend, groups: Groups) -> WeightUpdates:
+        """Computes the weights at depth `learn`, in virtual-time order."""
