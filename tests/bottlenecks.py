@@ -1,7 +1,7 @@
-"""Runs with something wrong on purpose, each by the means that would make it wrong in earnest.
+"""Runs with injected bottlenecks, each produced by a real cause.
 
-A quota is a control group's, a slow disk a throttled block device, a thin link a traffic shaper's
-in a network namespace of its own. What cannot be made here is said by `why_not`.
+A CPU quota is that of a control group, a slow disk is a throttled block device, and a slow link is
+shaped in a separate network namespace. `why_not` gives the reason if one cannot be produced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who reads which rows: each exactly once an epoch, whatever the blocks, workers and troubles."""
+"""Assignment of rows to workers: each exactly once per epoch, for any blocks and failures."""
 
 from __future__ import annotations
 

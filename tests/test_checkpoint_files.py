@@ -1,4 +1,4 @@
-"""Training state on disk: what is written is read back, and what is damaged is refused."""
+"""Training state on disk: round trips, and errors for damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does when something breaks: it ends soon, says who and why, and leaves nothing."""
+"""Failures during a run: it ends soon, names the process and the cause, and cleans up."""
 
 from __future__ import annotations
 

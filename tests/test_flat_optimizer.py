@@ -1,4 +1,4 @@
-"""Rows in place of pieces: the same numbers, whatever the optimizer, with fewer calls."""
+"""FlatOptimizer: the same results as per-parameter updates, with fewer calls."""
 
 from __future__ import annotations
 

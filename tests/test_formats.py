@@ -1,4 +1,4 @@
-"""Formats other than Parquet: what is read, what is written, and what is refused."""
+"""Formats other than Parquet: reading, writing and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local steps: replicas that do not start equal are refused, on every worker."""
+"""Local steps: replicas that start from different weights are an error on every worker."""
 
 from __future__ import annotations
 

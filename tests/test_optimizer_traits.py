@@ -1,4 +1,4 @@
-"""How an optimizer's work may be divided is decided by its type, never by its class name."""
+"""Optimizer traits are decided by type, never by class name."""
 
 from __future__ import annotations
 

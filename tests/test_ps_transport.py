@@ -1,4 +1,4 @@
-"""The worker side of the parameter server over a transport of its own, in one process."""
+"""The worker side of the parameter server over an in-process transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thousands of schedules of trouble against the protocol, in virtual time; a bug is found."""
+"""Thousands of fault schedules against the protocol, in virtual time; an injected bug is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spark: a real standalone cluster trains, predicts, saves, loads, and fails in words."""
+"""Spark: training, prediction, saving, loading and clear errors on a standalone cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded: clocks, vitals beside the kernel's own counters, files cut anywhere."""
+"""Telemetry: clocks, metrics compared with the kernel's counters, and truncated files."""
 
 from __future__ import annotations
 

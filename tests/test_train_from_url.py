@@ -1,4 +1,4 @@
-"""Runs on data by URL: every sample once, resumed in mid-epoch, and what is told of the input."""
+"""Runs on data at a URL: every sample once, resumed mid-epoch, with input statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes in processes of its own; ends when its standard input does.
+"""A Ray cluster of two nodes in separate processes; ends when its standard input does.
 
 Prints its address; the word "remove" on its input takes the second node away.
 """

@@ -1,6 +1,6 @@
-"""What a TensorFlow program does with TF_CONFIG, without TensorFlow: it reads nothing else.
+"""Imitates a TensorFlow program that is configured by TF_CONFIG only, without TensorFlow.
 
-A ps keeps a number and never ends by itself. Workers add to it. The chief waits until all workers
+A ps stores a number and never exits. Workers add to it. The chief waits until all workers
 have added, and prints the sum. An evaluator looks at the cluster and leaves.
 """
 
