@@ -16,27 +16,27 @@ Payload = list[Tensor]
 Shape = tuple[int, ...]
 
 BLOCK = 1 << 16
-"""Elements worked on at a time, so that intermediate results stay in the processor's cache."""
+"""Elements processed at a time, so that intermediate results stay in the CPU cache."""
 SAMPLE = 1 << 15
-"""Elements from which topk guesses where its limit lies."""
+"""Number of elements from which topk estimates its threshold."""
 MAX_INDEX = 2**31 - 1
 RESIDUAL = "residual"
-"""The name of the residual in exported state; the same for all codecs, so it outlives a change."""
+"""Name of the residual in exported state, the same for all codecs, so it survives a change."""
 
 
 class NonFiniteGradient(PacelineError):
-    """A gradient that holds NaN or infinity, or is too large for the codec's number format."""
+    """A gradient that contains NaN or infinity, or exceeds the range of the codec's format."""
 
 
 class Coder(ABC):
-    """Makes payloads of flat tensors of one dtype, and tensors of payloads."""
+    """Encodes flat tensors of one dtype to payloads, and decodes payloads."""
 
     reduction: ClassVar[Literal["sum", "gather", "low_rank"]] = "gather"
     """Reduction of messages: as plain numbers in an all-reduce, by gathering all payloads, or as
     sums of low-rank factors."""
 
     fixed_size = True
-    """The sizes of a payload follow from the number of elements alone."""
+    """True if the sizes of a payload depend only on the number of elements."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, torch.float64):
@@ -53,7 +53,7 @@ class Coder(ABC):
         """The coder for a spec of its codec; `shapes` of the parameters in the flat tensor."""
 
     def encode(self, flat: Tensor) -> Payload:
-        """The message for a flat contiguous tensor; raises NotFinite for NaN and infinity."""
+        """Encodes a flat contiguous tensor. Raises NonFiniteGradient for NaN and infinity."""
         if flat.dtype != self.dtype or flat.dim() != 1 or flat.numel() > MAX_INDEX:
             raise UsageError(
                 f"a codec for flat {dtype_name(self.dtype)} tensors of at most {MAX_INDEX} "
@@ -63,12 +63,12 @@ class Coder(ABC):
         return self._encode(flat)
 
     def decode(self, payload: Payload, out: Tensor) -> None:
-        """Write what a payload says into `out`; raises WireError when it does not fit."""
+        """Decodes a payload into `out`. Raises WireError if it does not match."""
         self._check(payload, out.numel())
         self._decode(payload, out)
 
     def add(self, payload: Payload, out: Tensor) -> None:
-        """Add what a payload says to `out`; raises WireError when it does not fit."""
+        """Decodes a payload and adds it to `out`. Raises WireError if it does not match."""
         decoded = torch.empty_like(out)
         self.decode(payload, decoded)
         out.add_(decoded)
@@ -91,13 +91,13 @@ class Coder(ABC):
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state` gave; raises StateError when it is of another coder."""
+        """Restores `state`. Raises StateError if it belongs to another coder."""
         if state:
             raise StateError(f"codec state of another codec: {sorted(state)[0]} is not known here")
 
 
 class ScratchBuffer:
-    """Memory for intermediate results, taken once and used for every block."""
+    """Memory for intermediate results, allocated once and reused for every block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._flat = torch.empty(0, dtype=dtype)
@@ -109,7 +109,7 @@ class ScratchBuffer:
 
 
 def check_finite(flat: Tensor, short: torch.dtype | None = None) -> None:
-    """Raise NotFinite for NaN, infinity, and what the shorter type cannot hold."""
+    """Raises NonFiniteGradient for NaN, infinity, and values out of range of the shorter type."""
     if not flat.numel():
         return
     low, high = (float(x) for x in torch.aminmax(flat))

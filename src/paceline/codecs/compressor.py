@@ -24,7 +24,7 @@ def make_coder(spec: Codec, dtype: torch.dtype, shapes: Sequence[Shape] = ()) ->
 
 
 class Compressor:
-    """A coder with the error feedback that its codec needs: what a sender keeps for a buffer."""
+    """A sender's coder for one buffer, with error feedback if the codec needs it."""
 
     def __init__(self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
         self.numel = sum(math.prod(shape) for shape in shapes)
@@ -32,8 +32,10 @@ class Compressor:
         self.feedback = ErrorFeedback(self.numel, dtype) if spec.uses_error_feedback else None
 
     def encode(self, flat: Tensor) -> Payload:
-        """The message for a gradient, which becomes what was meant to be sent (gradient and
-        residual). Raises NotFinite, and then leaves the residual as it was."""
+        """Encodes a gradient and adds the residual to it in place.
+
+        Raises NonFiniteGradient and then leaves the residual unchanged.
+        """
         if self.feedback is None:
             return self.coder.encode(flat)
         self.feedback.compensate(flat)
@@ -51,7 +53,7 @@ class Compressor:
         return kept
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take back `state()`; raises StateError for that of another model or codec."""
+        """Restores `state()`. Raises StateError for the state of another model or codec."""
         rest = dict(state)
         if self.feedback is not None:
             if RESIDUAL not in rest:

@@ -15,11 +15,11 @@ class ErrorFeedback:
         self.residual = torch.zeros(numel, dtype=dtype)
 
     def compensate(self, flat: Tensor) -> None:
-        """Add to a gradient what the earlier messages lacked."""
+        """Adds the residual of earlier messages to a gradient."""
         flat.add_(self.residual)
 
     def update(self, flat: Tensor, decoded: Tensor) -> None:
-        """Keep the difference between what was meant and what the message says.
+        """Stores the difference between the gradient and the decoded message.
 
         `decoded` may be the residual itself, which is then overwritten.
         """
@@ -29,6 +29,6 @@ class ErrorFeedback:
         return self.residual.clone()
 
     def load(self, residual: Tensor) -> None:
-        """Take back an exported residual; raises StateError when it is of another buffer."""
+        """Restores an exported residual. Raises StateError if it belongs to another buffer."""
         check_tensor(residual, self.residual, "the residual")
         self.residual.copy_(residual)

@@ -1,4 +1,4 @@
-"""PowerSGD: matrices as products of two thin ones."""
+"""PowerSGD: matrices as products of two low-rank factors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.errors import StateError, UsageError, WireError
 
 @dataclass
 class _MatrixFactors:
-    """A parameter at `start` of the flat buffer, seen as rows x columns, and its warm start."""
+    """A parameter at `start` of the flat buffer as rows x columns, and its warm start."""
 
     start: int
     rows: int
@@ -62,7 +62,7 @@ class PowerSgdCoder(Coder):
         super().__init__(dtype)
         self.rank = rank
         self._segments: list[_MatrixFactors | tuple[int, int]] = []
-        """Matrices, and stretches [start, stop) that are sent as they are."""
+        """Matrices, and ranges [start, stop) that are sent uncompressed."""
         self.numel = 0
         for shape in shapes:
             self._append(shape)
@@ -112,7 +112,7 @@ class PowerSgdCoder(Coder):
         return payload
 
     def _check(self, payload: Payload, numel: int) -> None:
-        """A payload says itself what is a factor: a receiver need not know the shapes."""
+        """Checks a payload, which marks its factors itself, so the receiver needs no shapes."""
         total, parts = 0, iter(payload)
         for part in parts:
             size = part.numel()
@@ -151,7 +151,7 @@ class PowerSgdCoder(Coder):
         return torch.cat(parts) if parts else flat.clone()
 
     def p_matrices(self, first: Tensor) -> Tensor:
-        """The part of the first sum that holds every P; `orthogonalize` works on it."""
+        """Returns the part of the first sum that contains every P, for `orthogonalize`."""
         return first[sum(stop - start for start, stop in self._plain) :]
 
     def orthogonalize(self, first: Tensor) -> None:
@@ -172,7 +172,7 @@ class PowerSgdCoder(Coder):
             torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
 
     def decompress(self, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """The sum, from both exchanges; the second one is the next step's start."""
+        """Computes the sum from both exchanges; the second one is the next warm start."""
         at = 0
         for start, stop in self._plain:
             out[start:stop].copy_(first[at : at + stop - start])
@@ -194,7 +194,7 @@ class PowerSgdCoder(Coder):
         Factorizations differ in the last bits between processors and thread counts: all workers
         take the first one's P, or their sums would drift apart.
         """
-        if not self._matrices:  # All was sent as it is, and the first sum is the whole one.
+        if not self._matrices:  # Everything was sent uncompressed: the first sum is complete.
             flat.copy_(first)
             return
         self.orthogonalize(first)
@@ -232,16 +232,16 @@ class PowerSgdCoder(Coder):
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of as many columns, also where the columns depend on each other.
+    """Returns an orthonormal basis with the same number of columns, also for dependent columns.
 
-    A factor of zeros becomes unit vectors, so the power method never gets stuck at zero.
+    A zero factor becomes unit vectors, so that the power method never gets stuck at zero.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 def deterministic_matmul(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """P Q, bit for bit the same everywhere, which a matrix product of the libraries is not."""
+    """Computes P Q with bitwise equal results on all machines, unlike BLAS."""
     if not p.shape[1]:
         out.zero_()
     room = ScratchBuffer(out.dtype)

@@ -1,4 +1,4 @@
-"""Codecs that send a few elements whole: topk, threshold."""
+"""Codecs that send a few elements with full precision: topk, threshold."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from paceline.errors import WireError
 
 
 class SparseCoder(Coder):
-    """Some elements as they are, each with its place; the others are zero.
+    """Selected elements with their indices; the others are zero.
 
-    Where places and values together would be larger than all elements, these are sent, those
-    not selected as zero: a payload is never larger than the gradient.
+    If indices and values together would exceed the dense gradient, the dense gradient is sent with
+    zeros for the other elements, so a payload is never larger than the gradient.
     """
 
     def max_payload_bytes(self, numel: int) -> int:
@@ -99,11 +99,11 @@ class TopKCoder(SparseCoder):
 
 
 class ThresholdCoder(SparseCoder):
-    """threshold: every element of at least that magnitude, with its value.
+    """threshold: all elements with at least this magnitude, with their values.
 
-    The values are sent as they are, not as plus or minus the threshold: what stays behind is then
-    always below the threshold, for every element, while steps of a fixed size let the residual
-    of an element with large gradients grow without bound and arrive long after its time.
+    The exact values are sent, not plus or minus the threshold, so that the residual of every
+    element stays below the threshold. With steps of a fixed size, the residual of an element with
+    large gradients would grow without bound and be applied much too late.
     """
 
     fixed_size = False
@@ -121,7 +121,7 @@ class ThresholdCoder(SparseCoder):
 
 
 def indices_at_least(flat: Tensor, limit: float) -> Tensor:
-    """Places of all elements of at least this magnitude, in order."""
+    """Returns the indices of all elements with at least this magnitude, in order."""
     room = ScratchBuffer(flat.dtype)
     found = []
     for start in range(0, flat.numel(), BLOCK):
@@ -133,10 +133,10 @@ def indices_at_least(flat: Tensor, limit: float) -> Tensor:
 
 
 def topk_indices(flat: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest magnitudes, in order; of equal ones the first.
+    """Returns the indices of the `count` largest magnitudes, in order; ties go to the first.
 
-    Sorting out a few candidates is several times faster than partly sorting everything: a sample
-    tells above which magnitude they lie. A sample that misleads costs time, not exactness.
+    Selecting candidates above an estimated threshold is several times faster than a partial sort of
+    everything. The estimate comes from a sample; a bad sample costs time, not exactness.
     """
     places = _find_candidates(flat, count)
     magnitude = flat.index_select(0, places).abs_() if places is not None else flat.abs()

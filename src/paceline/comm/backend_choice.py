@@ -14,11 +14,11 @@ from paceline.errors import UsageError
 
 ROUNDS = 4
 MAX_BENCHMARK_NUMEL = 1 << 20
-"""Numbers that are summed to compare the ways; a larger model only makes the difference larger."""
+"""Number of elements summed in the benchmark; larger models only increase the difference."""
 
 
 class BackendChoice:
-    """A way, and why it was taken."""
+    """The chosen backend and the reason."""
 
     def __init__(self, shared: SharedMemoryGroup | None, why: str) -> None:
         self.shared = shared
@@ -67,7 +67,7 @@ def choose_backend(
 def benchmark_backends(
     shared: SharedMemoryGroup, counts: list[int], dtypes: list[torch.dtype], group: CollectiveGroup
 ) -> BackendChoice:
-    """Time both on buckets such as these; worker 0's clock decides for all."""
+    """Benchmarks both backends on buckets of these sizes; worker 0's timings decide."""
     sums = SharedMemoryAllReduce(shared, [min(c, MAX_BENCHMARK_NUMEL) for c in counts], dtypes)
     plain = [
         torch.zeros(min(c, MAX_BENCHMARK_NUMEL), dtype=d)

@@ -1,7 +1,7 @@
 """Gradients grouped into buckets, each summed over all workers while backward continues.
 
-The layout is fixed from the first step (and kept in checkpoints), because another grouping adds
-the same numbers in another order and so differs in the last bits.
+The layout is fixed from the first step (and stored in checkpoints), because another grouping adds
+the same numbers in another order and differs in the last bits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from paceline.comm.shm.allreduce import SharedMemoryAllReduce
 from paceline.errors import StateError, UsageError
 
 FIRST_BUCKET_BYTES = 1 << 20
-"""A small first bucket, so that the exchange begins early in the backward pass."""
+"""A small first bucket, so that the exchange starts early in the backward pass."""
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 
 def plan_layout(parameters: NamedParameters, bucket_bytes: int) -> list[list[str]]:
-    """Names bucket by bucket, in the order in which backward is likely to reach them."""
+    """Returns the parameter names of each bucket, in the likely order of the backward pass."""
     layout: list[list[str]] = []
     room, dtype = 0, None
     for name, parameter in reversed(parameters):
-        # A bucket is full once it has reached its size: what tips it over still goes in, because
-        # one larger exchange is cheaper than a further small one.
+        # The parameter that exceeds the size of a bucket is still added to it, because one larger
+        # exchange is cheaper than an additional small one.
         if room <= 0 or parameter.dtype != dtype:
             room = FIRST_BUCKET_BYTES if not layout else bucket_bytes
             layout.append([])
@@ -42,15 +42,15 @@ def plan_layout(parameters: NamedParameters, bucket_bytes: int) -> list[list[str
 
 
 def bucket_numel(parameters: NamedParameters) -> int:
-    """Numbers in a bucket of these."""
+    """Returns the number of elements in a bucket of these parameters."""
     return sum(p.numel() for _, p in parameters) + len(parameters)
 
 
 class GradientBucket:
-    """One flat buffer: the gradients of its parameters, then one flag a parameter.
+    """A flat buffer with the gradients of its parameters, then one flag per parameter.
 
-    The flags are summed along with the gradients: a parameter that no worker used keeps no
-    gradient at all, as in plain training, where the optimizer then leaves it alone.
+    The flags are summed along with the gradients, so that a parameter that no worker used has no
+    gradient and is skipped by the optimizer, as in single-process training.
     """
 
     def __init__(self, parameters: NamedParameters, flat: torch.Tensor | None = None) -> None:
@@ -83,13 +83,13 @@ class GradientBucket:
                 "allreduce needs dense ones (Embedding(sparse=False))"
             )
         torch.mul(gradient, weight, out=self.views[index])
-        # The optimizer and the user read the sum from here; the local gradient is let go.
+        # The optimizer and the user read the sum from here; the local gradient is released.
         parameter.grad = self.views[index]
         self.filled[index] = True
         self.left -= 1
 
     def finalize(self) -> None:
-        """Nothing more will be filled: what is missing counts as zero."""
+        """Marks missing gradients as zero; called when no more gradients will be added."""
         if self.left == 0:
             self.flags.fill_(1)
             return
@@ -109,7 +109,7 @@ class GradientBucket:
 
 
 def overlapped_ns(spans: list[list[int]], until: int) -> int:
-    """Length of the union of spans before `until`; a span without an end reaches beyond it."""
+    """Returns the length of the union of spans before `until`; open spans extend beyond it."""
     total = reached = 0
     for began, *ended in sorted(spans):
         stop = min(ended[0] if ended else until, until)
@@ -184,10 +184,10 @@ class GradientExchange:
         self.uncompressed_bytes = 0
 
     def begin(self, weight: float, *, measure: bool = False, timed: bool = False) -> None:
-        """Gradients computed from now on belong to one step and count with this weight.
+        """Starts a step; its gradients are multiplied by `weight`.
 
-        `measure` asks for the squared norms of the own gradient and of the sum (`squares`),
-        `timed` for `hidden_us`.
+        `measure` enables the squared norms of the local gradient and of the sum, `timed` enables
+        `hidden_us`.
         """
         self._timed = timed
         self._spans = []
@@ -224,7 +224,7 @@ class GradientExchange:
         return on_gradient
 
     def _launch_ready(self) -> None:
-        # In the order of the layout on every worker: collectives must be begun alike everywhere.
+        # All workers must start collectives in the same order, that of the layout.
         while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
             self._launch_next()
 
@@ -238,7 +238,7 @@ class GradientExchange:
             self._shared.mark_filled()
             self._works.append(None)
         elif self._compressed:
-            # The flags must arrive exactly, whatever the codec does to the gradients.
+            # The flags must be exact, unlike the encoded gradients.
             self._works.append(self._group.all_reduce_async(bucket.flags))
             self._compressed[self._launched].begin(bucket.values)
         else:
@@ -248,7 +248,7 @@ class GradientExchange:
         self._launched += 1
 
     def _time(self, work: dist.Work) -> None:
-        """Note when an exchange began, and when it is done."""
+        """Records the start and end of an exchange."""
         span = [time.perf_counter_ns()]
         self._spans.append(span)
 
@@ -258,7 +258,7 @@ class GradientExchange:
         work.get_future().add_done_callback(note)
 
     def finish(self) -> None:
-        """Wait for all sums; afterwards every parameter's `grad` is the weighted sum."""
+        """Waits for all sums; afterwards every parameter's `grad` is the weighted sum."""
         if not self._armed:
             return
         self._armed = False
@@ -285,13 +285,13 @@ class GradientExchange:
         return self._own_square
 
     def grad_sq_norms(self) -> tuple[float, float]:
-        """Squared norms of the own gradient and of the sum, for a step that was measured."""
+        """Returns the squared norms of the local gradient and of the sum of a measured step."""
         whole = sum(float(v.square().sum()) for bucket in self.buckets for v in bucket.views)
         return self._own_square, whole
 
     @property
     def bytes_sent(self) -> int:
-        """Payload handed to the collectives (their own traffic depends on the algorithm)."""
+        """Payload bytes passed to the collectives (their traffic depends on the algorithm)."""
         if not self._compressed:
             return self.uncompressed_bytes
         return sum(c.bytes_sent for c in self._compressed)

@@ -1,8 +1,8 @@
-"""Sums of gradients over all workers, with a codec between: what each sends is made smaller.
+"""All-reduce of gradients that are compressed by a codec.
 
-torch's own communication hooks (torch.distributed.algorithms.ddp_comm_hooks) are not used: they
-work on the buckets of DistributedDataParallel only, average with equal weights where workers here
-have shares of unequal size, and keep residuals inside the hook, out of reach of checkpoints.
+torch's communication hooks (torch.distributed.algorithms.ddp_comm_hooks) are not used: they require
+DistributedDataParallel, average with equal weights although shares may differ in size, and keep
+residuals inside the hook, where checkpoints cannot save them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paceline.errors import UsageError
 
 
 class CompressedAllReduce:
-    """Sums the flat gradients of one bucket over a group; a group of one compresses as well.
+    """Sums the flat gradients of one bucket over a group, also compressing in a group of one.
 
-    Every worker ends with bitwise the same tensor. `begin` starts the exchange and `finish` ends
-    it; between them the buffer belongs to the sum. All workers must begin their buckets in one
-    order, and finish them in one order. A worker that raises (NotFinite for NaN or infinity) has
-    to end: the others learn of it when its connections close.
+    The result is bitwise equal on all workers. `begin` starts the exchange and `finish` completes
+    it; the buffer must not be used in between. All workers must begin and finish their buckets in
+    the same order. A worker that raises (NonFiniteGradient) must exit, so that the others notice
+    its closed connections.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class CompressedAllReduce:
         return self._reduction.bytes_sent
 
     def run(self, flat: Tensor) -> None:
-        """In place: this worker's weighted gradient becomes the sum of what all sent."""
+        """Replaces this worker's weighted gradient with the sum over all workers."""
         self.begin(flat)
         self.finish()
 
     def begin(self, flat: Tensor) -> None:
-        """Compress and start sending; raises NotFinite before anything is sent."""
+        """Compresses and starts sending. Raises NonFiniteGradient before anything is sent."""
         numel = self._compressor.numel
         if flat.shape != (numel,) or not flat.is_contiguous():
             raise UsageError(f"a compressed sum of {numel} elements was given {tuple(flat.shape)}")
@@ -65,14 +65,14 @@ class CompressedAllReduce:
         self.bytes_before += flat.numel() * flat.element_size()
 
     def finish(self) -> None:
-        """Wait for the others and write the sum; raises RuntimeError when one of them is lost."""
+        """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
         if self._flat is None:
             raise UsageError("a compressed sum was finished before it was begun")
         flat, self._flat = self._flat, None
         self._reduction.finish(flat)
 
     def state(self) -> dict[str, Tensor]:
-        """Residual and warm start as named tensors (copies); call it between two sums."""
+        """Returns copies of residual and warm start; must be called between two sums."""
         return self._compressor.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -81,7 +81,7 @@ class CompressedAllReduce:
 
 
 class _Reduction(ABC):
-    """One way to sum payloads over a group."""
+    """Algorithm that sums payloads over a group."""
 
     def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
         self.compressor = compressor
@@ -122,7 +122,7 @@ class _Reduction(ABC):
 
 
 class _SumReduction(_Reduction):
-    """Shorter numbers, added by the all-reduce itself (Gloo knows fp16 and bf16)."""
+    """Half-precision numbers, added by the all-reduce itself (Gloo supports fp16 and bf16)."""
 
     def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
         super().__init__(compressor, group)
@@ -135,7 +135,7 @@ class _SumReduction(_Reduction):
     def finish(self, flat: Tensor) -> None:
         self._wait()
         flat.copy_(self._short)
-        # The sum can leave fp16's range though no part did; all workers see it alike.
+        # The sum may exceed fp16's range although no part did; all workers detect it equally.
         check_finite(flat)
 
 
@@ -183,7 +183,7 @@ class _GatherReduction(_Reduction):
 
 
 class _LowRankReduction(_Reduction):
-    """PowerSGD: two sums, of thin matrices."""
+    """PowerSGD: two sums of low-rank factors."""
 
     def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
         super().__init__(compressor, group)
@@ -219,7 +219,7 @@ def _join(payload: Payload) -> Tensor:
 
 
 def _resize(table: list[list[object]], counts: list[int]) -> list[tuple[str, list[int], int]]:
-    """The table of a payload of the same types with other lengths."""
+    """Returns the table of a payload with the same types and other lengths."""
     sized = []
     for (name, _, _), count in zip(table, counts, strict=True):
         item = getattr(torch, str(name)).itemsize

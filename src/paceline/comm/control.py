@@ -1,4 +1,4 @@
-"""A worker's or server's control connection to the coordinator."""
+"""Control connection of a worker or server to the coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CoordinatorLink(Protocol):
 
 
 class ControlConnection:
-    """Messages to and from the coordinator; sending is safe from several threads."""
+    """Messages to and from the coordinator; sending is thread-safe."""
 
     def __init__(
         self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
@@ -32,7 +32,7 @@ class ControlConnection:
 
     @property
     def local_address(self) -> str:
-        """This machine's address on the way to the coordinator, as its routes choose it."""
+        """Local address of the route to the coordinator."""
         return self._channel.local_address
 
     def send(self, message: Message) -> None:
@@ -40,9 +40,9 @@ class ControlConnection:
             self._channel.send(message_to_wire(message))
 
     def receive(self) -> Message:
-        """Wait for the next message; raises PeerLost when the coordinator is gone.
+        """Waits for the next message. Raises PeerLost if the coordinator is gone.
 
-        There is no deadline here: who keeps others waiting is the supervisor's to say.
+        There is no deadline here, because the supervisor detects workers without progress.
         """
         head, _ = self._channel.receive(patient=True)
         return message_from_wire(head)

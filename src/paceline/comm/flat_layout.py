@@ -17,7 +17,7 @@ MIN_SHARD_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements [start, stop) of a parameter, at byte `offset` of the whole buffer."""
+    """Elements [start, stop) of a parameter, at byte `offset` of the buffer."""
 
     parameter: int
     start: int
@@ -28,7 +28,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The bytes [lo, hi) of the whole buffer, made of these slices."""
+    """Bytes [lo, hi) of the buffer, consisting of these slices."""
 
     lo: int
     hi: int
@@ -36,7 +36,7 @@ class ShardLayout:
 
 
 def as_byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes, without a copy."""
+    """Returns a view of a contiguous tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

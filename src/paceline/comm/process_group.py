@@ -1,4 +1,4 @@
-"""The process group of all workers: torch.distributed, met through the coordinator."""
+"""Process group of all workers: torch.distributed, with rendezvous through the coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
-    """torch's rendezvous store, kept by the coordinator behind the run's token."""
+    """torch rendezvous store, backed by the coordinator and authenticated by the run's token."""
 
     def __init__(self, client: StoreClient, timeout_s: float) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
 
 
 def find_interface(address: str) -> str:
-    """The network interface that has this address: Gloo wants its name."""
+    """Returns the name of the network interface with this address, which Gloo requires."""
     for name, addresses in psutil.net_if_addrs().items():
-        # A link-local address of IPv6 comes with its interface behind a percent sign.
+        # Link-local IPv6 addresses have the interface after a percent sign.
         if any(found.address.split("%")[0] == address.split("%")[0] for found in addresses):
             return name
     raise UsageError(f"no network interface here has the address {address}")
@@ -76,7 +76,7 @@ _LIVE_STORES: list[CoordinatorStore] = []
 
 @dataclass(frozen=True)
 class SharedMemoryGroup:
-    """Memory of this machine's workers; the firsts of several machines form a group."""
+    """Shared memory of this machine's workers; the first workers of all machines form a group."""
 
     region: SharedRegion
     leaders: dist.ProcessGroup | None
@@ -84,7 +84,7 @@ class SharedMemoryGroup:
 
 
 class CollectiveGroup:
-    """Collectives among all workers; a group of one does nothing, exactly."""
+    """Collectives among workers; no-ops in a group of one."""
 
     def __init__(self, rank: int, size: int, members: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -97,9 +97,9 @@ class CollectiveGroup:
         self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
 
     def new_subgroup(self, groups: tuple[tuple[int, ...], ...]) -> CollectiveGroup:
-        """This worker's part of a division into groups; every worker must ask for the same."""
+        """Returns this worker's group of a partition; all workers must pass the same one."""
         if groups not in self._divided:
-            # torch wants every process to take part in making every group, in one order.
+            # torch requires all processes to create all groups in the same order.
             made = [
                 dist.new_group(list(g), timeout=self._timeout) if len(g) > 1 else None
                 for g in groups
@@ -112,13 +112,13 @@ class CollectiveGroup:
     def init(
         cls, store: StoreClient | None, *, rank: int, size: int, address: str, timeout_s: float
     ) -> CollectiveGroup:
-        """Meet the others; Gloo listens on that address's interface, and knows no token."""
+        """Joins the other workers; Gloo listens on the address's interface, unauthenticated."""
         if size > 1:
             assert store is not None
             os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
             meeting = CoordinatorStore(store, timeout_s)
-            # torch keeps only the C++ half: without this the Python half, which does the work,
-            # would be gone when a further group is made.
+            # torch keeps only the C++ object; without this reference the Python object would be
+            # deleted before the next group is created.
             _LIVE_STORES.append(meeting)
             dist.init_process_group(
                 "gloo",
@@ -182,7 +182,7 @@ class CollectiveGroup:
         assert arena is not None
         leaders = None
         if len(together) > 1:
-            # torch wants every process to take part in making a group.
+            # torch requires all processes to take part in creating a group.
             leaders = dist.new_group([m[0] for m in together.values()], timeout=self._timeout)
         return SharedMemoryGroup(arena, leaders, len(together))
 
@@ -193,7 +193,7 @@ class CollectiveGroup:
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
 
     def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin summing in place over all workers; `wait()` on what comes back."""
+        """Starts an in-place sum over all workers; call `wait()` on the result."""
         if self.size == 1:
             return None
         work: dist.Work = dist.all_reduce(tensor, group=self._members, async_op=True)
@@ -220,7 +220,7 @@ class CollectiveGroup:
             dist.broadcast(tensor, source, group=self._members)
 
     def broadcast_any_layout(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """The same for a tensor of any layout."""
+        """Like `broadcast`, for a tensor of any layout."""
         if self.size > 1:
             flat = tensor.detach().contiguous()
             dist.broadcast(flat, source, group=self._members)
@@ -236,13 +236,13 @@ class CollectiveGroup:
         return pieces
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """Begin sending to a worker (by its rank among all), who receives with the same tag."""
+        """Starts sending to a worker (global rank), which receives with the same tag."""
         work = dist.isend(tensor, rank, tag=tag)
         assert work is not None
         return work
 
     def irecv(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """Be ready for what a worker sends with this tag: it passes as soon as it is sent."""
+        """Posts a receive for a worker's message with this tag."""
         work = dist.irecv(tensor, rank, tag=tag)
         assert work is not None
         return work
