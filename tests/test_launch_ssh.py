@@ -47,12 +47,12 @@ def run_cli(run_process: RunCli) -> RunCli:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("boss=1", "'boss' is unknown"),
+        ("boss=1", "unknown role 'boss'"),
         ("worker", "'worker' must be worker=NUMBER"),
         ("worker=two", "must be worker=NUMBER"),
-        ("worker=1,worker=2", "worker is there twice"),
+        ("worker=1,worker=2", "worker is listed twice"),
         ("chief=2,worker=1", "chief=2: there can be only one chief"),
-        ("ps=2", "at least one chief or worker is needed"),
+        ("ps=2", "at least one chief or worker is required"),
     ],
 )
 def test_roles_that_cannot_be(text: str, told: str) -> None:
@@ -195,7 +195,7 @@ def test_project_is_found_around_the_script(tmp_path: Path) -> None:
 
 def test_too_large_a_project_is_refused(tmp_path: Path) -> None:
     folder = fill(tmp_path / "p", {"train.py": "x" * 100})
-    with pytest.raises(UsageError, match=r"name data in \.pacelineignore"):
+    with pytest.raises(UsageError, match=r"list data in \.pacelineignore"):
         read_project(folder, limit=50)
 
 

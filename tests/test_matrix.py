@@ -119,7 +119,7 @@ def test_shipped_matrices_are_whole(path: Path, scale: str) -> None:
         ({"job": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"batches": [1]}, "smaller than --workers"),
         ({"batches": [32, 32]}, "twice"),
-        ({"models": []}, "names no work"),
+        ({"models": []}, "has no work"),
         ({"batch_is": "local"}, "batch_is is 'local'"),
     ],
 )

@@ -518,7 +518,7 @@ def test_a_port_that_is_taken_is_told_and_leaves_nothing(run_cli: RunCli, tmp_pa
         port = taken.getsockname()[1]
         done = run_cli("train", "--out", "run", "--metrics-port", port)
     assert done.code == 2
-    assert f"--metrics-port {port} cannot be listened on" in done.last_line
+    assert f"--metrics-port {port} is not available" in done.last_line
     assert not (tmp_path / "run").exists()
 
 

@@ -108,7 +108,7 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
         (["--venv"], "--venv requires --pool or --engine: without them"),
         (["--pool", "POOL", "--servers-on", "x"], "--servers-on x: the pool has no such machine"),
         (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine in the pool has a GPU"),
-        (["--pool", "POOL", "--venv"], "--venv needs --project"),
+        (["--pool", "POOL", "--venv"], "--venv requires --project"),
         (
             ["--pool", "POOL", "--select", "auto", "--batch-per-worker", "8"],
             "--select auto and --batch-per-worker cannot be combined",

@@ -1,4 +1,4 @@
-"""Several strategies, several seeds, one comparison."""
+"""Compares several strategies with several seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compare(
     force: bool = False,
     progress: bool = False,
 ) -> Comparison:
-    """Run every strategy with every seed; returns what `comparison.json` holds.
+    """Runs every strategy with every seed; returns the contents of `comparison.json`.
 
     A run that fails or diverges is kept and counted; the others still run. `single` always runs
     on one worker.
@@ -73,12 +73,12 @@ def compare_strategies(
             f"--out {folder} already contains a comparison; choose a new directory, or use "
             "--force to overwrite it"
         )
-    # Every worker of every strategy gets the same threads, the only one of `single` too.
+    # All workers of all strategies get the same threads, including the one of `single`.
     options = dataclasses.replace(options, threads=options.threads_each)
     clear_runs(folder)
     fork_client.warm_up()
     results: list[RunResult] = []
-    # Seed by seed, so that a slow hour of the machine falls on all strategies alike.
+    # Seed by seed, so that a slow period of the machine affects all strategies equally.
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(chosen):
             mine = dataclasses.replace(
@@ -103,7 +103,7 @@ def label_as_given(given: Strategy | str, strategy: Strategy) -> dict[str, str]:
 
 
 def clear_runs(folder: Path) -> None:
-    """Runs of the comparison that is replaced must not be taken for runs of this one."""
+    """Removes the runs of the replaced comparison."""
     for old in folder.glob("*-seed*"):
         if (old / "run.json").exists():
             RunFolder(old).clear()

@@ -33,8 +33,8 @@ from paceline.telemetry.run_folder import (
 
 GIVE_BYTES = 1 << 20
 SYNC_BYTES = 32 << 20
-"""Written through piece by piece: one long wait for the disk at the end would keep the event loop
-from telling the machines that it is still there."""
+"""Data is synced in chunks: one long sync at the end would block the event loop and its heartbeats.
+"""
 FILE = re.compile(r"state\.json|state\.safetensors|worker-\d{1,6}\.safetensors")
 MODELS = {"model": "model.safetensors", KERAS: KERAS}
 """Files that belong to a model, and their names in the run folder."""
@@ -42,7 +42,7 @@ CHECKPOINT = re.compile(r"\d{1,20}")
 
 
 class FolderService:
-    """Takes and gives files for one run."""
+    """Receives and sends files of one run."""
 
     def __init__(self, folder: RunFolder, checkpoint: str | None) -> None:
         self._folder = folder
@@ -88,12 +88,12 @@ class FolderService:
             return target.with_name(target.name + ".partial")
         name, _, file = path.partition("/")
         if not CHECKPOINT.fullmatch(name) or not FILE.fullmatch(file):
-            raise WireError(f"a file {path!r} that belongs to no run")
+            raise WireError(f"file {path!r} does not belong to a run")
         return partial_checkpoint_path(self._folder.checkpoints, name) / file
 
     def _finish(self, done: FilesComplete) -> None:
         if done.path not in MODELS and not CHECKPOINT.fullmatch(done.path):
-            raise WireError(f"a checkpoint {done.path!r} that belongs to no run")
+            raise WireError(f"checkpoint {done.path!r} does not belong to a run")
         for path in [p for p in self._open if p.split("/")[0] == done.path]:
             self._open.pop(path).close()
         if done.path in MODELS:
@@ -103,7 +103,7 @@ class FolderService:
 
     def _read_chunk(self, asked: FileRequest) -> FileResponse:
         if not FILE.fullmatch(asked.name):
-            raise WireError(f"a file {asked.name!r} of no checkpoint")
+            raise WireError(f"file {asked.name!r} does not belong to a checkpoint")
         try:
             assert self._checkpoint is not None
             with (self._checkpoint / asked.name).open("rb") as file:

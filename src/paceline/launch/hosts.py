@@ -1,4 +1,4 @@
-"""Machines made ready for a script: reached, looked at, given the project and its environment."""
+"""Prepares machines for a script: connects, probes, and copies the project and environment."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from paceline.launch.script_tasks import ScriptTask
 ASK_S = 30.0
 CHUNK = 1 << 18
 CHUNK_S = 60.0
-"""A machine that takes no more of the project for so long is given up."""
+"""Timeout of sending a chunk of the project to a machine."""
 BEAT_S = 2.0
 SILENT_S = 10.0
-"""A keeper that receives nothing for this long ends its program."""
+"""A watchdog that receives no heartbeat for this long ends its program."""
 GRACE_S = 3.0
-"""From asking a process to end to making it."""
+"""Time between terminating a process and killing it."""
 KEEPER_END_S = 10.0
-"""Time for a keeper to exit: GRACE_S and the time to kill its program."""
+"""Time for a watchdog to exit: GRACE_S and the time to kill its program."""
 
 
 @dataclass
 class RemoteHost:
-    """One machine, and where things are on it."""
+    """A machine and the paths on it."""
 
     host: Host
     shell: Shell
     facts: dict[str, Any] = field(default_factory=dict)
     address: str = "127.0.0.1"
     interface: str | None = "lo"
-    """Towards the other machines; on a single one they are the machine's own."""
+    """Address and interface towards the other machines; local ones for a single machine."""
     ports: list[int] = field(default_factory=list)
     copy_root: str | None = None
     """Directory of the project on the host; None if it runs in place."""
@@ -49,7 +49,7 @@ class RemoteHost:
     python: str = "python3"
     node: str = ""
     agent_index: int | None = None
-    """Several places on one machine keep their files apart by number."""
+    """Distinguishes the files of several slots on one machine."""
 
     @property
     def title(self) -> str:
@@ -70,7 +70,7 @@ class RemoteHost:
 async def connect_hosts(
     hosts: Sequence[Host], patience: SshTimeouts, stack: AsyncExitStack
 ) -> list[RemoteHost]:
-    """Reach all machines at once; if some cannot be, all of those are named."""
+    """Connects to all machines concurrently. Raises HostError with all that failed."""
     shells = await run_on_all(list(hosts), lambda host: open_shell(host, patience))
     for shell in shells:
         if not isinstance(shell, HostError):
@@ -80,7 +80,7 @@ async def connect_hosts(
 
 
 def find_python(shell: Shell) -> str:
-    """The interpreter that the pool names; else python3 on another machine, and ours here."""
+    """Returns the pool's interpreter; else python3 remotely, or this interpreter locally."""
     return shell.host.python or ("python3" if shell.address else sys.executable)
 
 
@@ -102,7 +102,7 @@ def raise_host_errors(results: list[Found | HostError]) -> list[Found]:
 
 
 async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
-    """Ask each for its facts, the way to the others and free ports."""
+    """Queries facts, routes to the others and free ports of each machine."""
     reached = {id(site): site.shell.address for site in sites}
 
     async def one(site: RemoteHost) -> None:
@@ -112,7 +112,7 @@ async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> N
             site.facts = await probe.ask({"do": "facts", "packages": []}, ASK_S)
             asked = {"do": "routes", "peers": others}
             routes = list((await probe.ask(asked, ASK_S))["routes"].values())
-            # One for each task, and one to meet at.
+            # One port per task, and one for the rendezvous.
             ports = await probe.ask({"do": "ports", "count": len(mine) + 1}, ASK_S)
         site.ports = ports["ports"]
         if len(sites) > 1:
@@ -122,7 +122,7 @@ async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> N
             names = [r["interface"] for r in routes if r["source"] == site.address]
             site.interface = names[0] if names else None
 
-    # Where the machine that we sit at is reached shows from its own routes: it comes first.
+    # The local machine comes first: its address follows from its routes to the others.
     here = [site for site in sites if site.shell.address is None]
     elsewhere = [site for site in sites if site.shell.address is not None]
     raise_host_errors(await run_on_all(here, one))
@@ -132,7 +132,7 @@ async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> N
 async def copy_project(
     sites: list[RemoteHost], project: Project, inner: str, tell: Callable[[str], None]
 ) -> None:
-    """Make every other machine's copy equal to ours; here the project runs where it lies."""
+    """Synchronizes the project to all other machines; locally it runs in place."""
 
     async def one(site: RemoteHost) -> tuple[int, int]:
         if site.host.is_local:
@@ -179,7 +179,7 @@ async def create_venvs(
     timeout_s: float,
     on_line: Callable[[str, str], None],
 ) -> None:
-    """A virtual environment on each machine from the project's requirements, made once."""
+    """Creates a virtual environment on each machine from the project's requirements, once."""
     text = requirements.read_bytes()
 
     async def one(site: RemoteHost) -> None:
@@ -200,7 +200,7 @@ async def create_venvs(
             raise HostError(site.host.host, "venv", problem) from None
         if status != 0:
             why = errors or f"exit status {status}, see logs/{label}.log"
-            raise HostError(site.host.host, "venv", f"its environment cannot be made: {why}")
+            raise HostError(site.host.host, "venv", f"cannot create its environment: {why}")
         site.python = f"{folder}/bin/python"
 
     raise_host_errors(await run_on_all(sites, one))
@@ -209,7 +209,7 @@ async def create_venvs(
 def watchdog_command(
     argv: list[str], env: dict[str, str], cwd: str, lock: str | None, **defaults: str
 ) -> dict[str, Any]:
-    """The configuration of a keeper."""
+    """Returns the configuration of a watchdog."""
     return {
         "argv": argv,
         "env": env,
@@ -227,7 +227,7 @@ async def run_guarded(
     on_line: Callable[[str], None],
     on_start: Callable[[RemoteProgram], None] = lambda keeper: None,
 ) -> tuple[int | None, str]:
-    """Run a command under a keeper to its end: status (None: the machine was lost), and its word.
+    """Runs a command under a watchdog; returns its status (None if lost) and last message.
 
     Cancelling this ends the command there, and waits for that.
     """

@@ -14,7 +14,7 @@ from typing import Protocol
 from paceline.worker.assignment import Assignment
 
 OnLine = Callable[[str, str], None]
-"""Gets who printed, and a line of what it printed."""
+"""Receives the name of a process and a line of its output."""
 
 
 class LaunchedProcess(Protocol):
@@ -31,7 +31,7 @@ class LaunchedProcess(Protocol):
     def request_stacks(self) -> None: ...
 
     def kill(self) -> None:
-        """End it and all that it started; `wait` tells when that is done."""
+        """Ends it and all its descendants; `wait` returns when that is done."""
         ...
 
 
@@ -50,14 +50,14 @@ class Launcher(Protocol):
         ...
 
     async def open(self, on_line: OnLine) -> None:
-        """Make everything ready to start processes; raises HostError or UsageError if it cannot.
+        """Prepares the start of processes. Raises HostError or UsageError on failure.
 
         `on_line` gets what preparing prints, for the run's logs.
         """
         ...
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
-        """The parent worker of each server; None for a separate process."""
+        """Returns the parent worker of each server; None for a separate process."""
         ...
 
     async def start(
@@ -68,5 +68,5 @@ class Launcher(Protocol):
 
 
 def round_robin_parents(servers: int, workers: int) -> list[int | None]:
-    """Servers go round the workers."""
+    """Assigns servers to workers round-robin."""
     return [server % workers for server in range(servers)]

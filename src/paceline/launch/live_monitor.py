@@ -1,4 +1,4 @@
-"""Watching a run live: its processes' vitals, verdicts, and metrics for those who ask."""
+"""Live monitoring of a run: process metrics, verdicts, and the metrics endpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LiveMonitor:
         self._sampler.start()
 
     def _tell(self, event: Event) -> None:
-        """Comes from the sampler's thread; the live record belongs to the event loop's."""
+        """Called from the sampler's thread; forwards to the event loop, which owns the record."""
         assert isinstance(event, ProcessMetrics | HostMetrics)
         assert self._loop is not None
         self._thinner(event)
@@ -62,7 +62,7 @@ class LiveMonitor:
             self.live.add(who, event)
 
     def sample_now(self) -> None:
-        """Take this process's vitals now: a connection is about to be closed."""
+        """Samples this process now, because a connection is about to be closed."""
         if self._sampler is not None:
             self._sampler.sample()
 

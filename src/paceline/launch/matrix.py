@@ -1,4 +1,4 @@
-"""A matrix of runs from the first to the last: resumable, interleaved, failures kept."""
+"""Executes a matrix of runs: resumable and interleaved; failures are kept."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from paceline.telemetry.schema import RunResult
 Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
 AGAIN = ("cancelled",)
-"""Ends that say nothing about the run: it is made again without being asked for."""
+"""Statuses after which a run is repeated automatically."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixOptions(ProcessSettings):
-    """Options of running a matrix, apart from its content."""
+    """Options of running a matrix, except its contents."""
 
     out: Path
     given: JobFields
-    """Fields of every job that replace the file's, `data_dir` above all."""
+    """Job fields that replace those of the file, such as `data_dir`."""
     retry: bool = False
-    """Make runs again that failed or diverged before."""
+    """Repeat runs that failed or diverged."""
     force: bool = False
     progress: bool = False
 
@@ -57,7 +57,7 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
     for job in iterate_jobs(cells):
         job.check()
     if options.out.exists() and not options.out.is_dir():
-        raise UsageError(f"--out {options.out} is a file: name a folder")
+        raise UsageError(f"--out {options.out} is a file; use a directory")
     if not options.force:
         check_folder(options.out, cells)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -67,13 +67,13 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
 
 @contextlib.contextmanager
 def lock_matrix_folder(out: Path) -> Iterator[None]:
-    """Two commands must not make the same runs in the same folder; the end of one frees it."""
+    """Locks the folder, so that only one command executes its runs."""
     with (out / "matrix.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(
-                f"another command is at work on the matrix in {out}: wait for it, or end it"
+                f"another command is running the matrix in {out}; wait for it, or stop it"
             ) from None
         yield
 
@@ -139,7 +139,7 @@ def run_cell(
 
 
 def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:
-    """The result of a run that need not be made again."""
+    """Returns the result of a run that does not need to be repeated."""
     folder = RunFolder(path)
     if not folder.result.exists():
         return None
@@ -155,13 +155,15 @@ def check_folder(out: Path, cells: list[MatrixCell]) -> None:
     known = out / "matrix.json"
     if not known.exists():
         if (out / "comparison.json").exists():
-            raise UsageError(f"--out {out} holds another comparison: name a new folder")
+            raise UsageError(
+                f"--out {out} already contains another comparison; choose a new directory"
+            )
         return
     try:
         before = {row["name"]: row for row in json.loads(known.read_text(encoding="utf-8"))["runs"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
-            f"{known} cannot be read: name a new folder, or start over with --force"
+            f"cannot read {known}; choose a new directory, or start over with --force"
         ) from None
     for cell in cells:
         now, then = cell.model_dump(mode="json"), before.get(cell.name)
@@ -172,11 +174,11 @@ def check_folder(out: Path, cells: list[MatrixCell]) -> None:
         ):
             continue
         raise UsageError(
-            f"--out {out} holds {cell.name} of another matrix: name a new folder, or start over "
-            "with --force"
+            f"--out {out} contains {cell.name} of another matrix; choose a new directory, or start "
+            "over with --force"
         )
 
 
 def without_data_location(row: Mapping[str, Any]) -> dict[str, object]:
-    """A run without where its data lies, which may have moved since."""
+    """Returns the facts of a run without the location of its data, which may have moved."""
     return {**row, "job": {k: v for k, v in row.get("job", {}).items() if k != "data_dir"}}

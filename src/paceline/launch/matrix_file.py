@@ -1,4 +1,4 @@
-"""A matrix file: models x data x strategies x batches x workers x seeds, written down once."""
+"""Matrix files: models x data x strategies x batches x workers x seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy
 
 AXES = ("model", "data", "batch", "seed")
-"""Fields of a job that a matrix varies; the others are the same in every run."""
+"""Job fields that a matrix varies; the others are equal in all runs."""
 
 SCALES = ("full", "small")
 
@@ -28,7 +28,7 @@ JobFields = dict[str, Any]
 
 
 class MatrixArm(BaseModel):
-    """One strategy of a matrix, with what it alone does differently."""
+    """A strategy of a matrix, with its own settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class MatrixArm(BaseModel):
 
 
 class ModelAndData(BaseModel):
-    """A model with its data, and what this pair does differently from the others."""
+    """A model with its data, and the settings of this pair."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class ModelAndData(BaseModel):
 
 
 class Matrix(BaseModel):
-    """The file as it is written; `list_cells` makes the runs of it."""
+    """Contents of the file; `list_cells` expands it to runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -88,7 +88,7 @@ class Matrix(BaseModel):
     @classmethod
     def _check_distinct(cls, value: list[Any]) -> list[Any]:
         if any(part in value[:i] for i, part in enumerate(value)):
-            raise ValueError("an entry is there twice: every run of a matrix happens once")
+            raise ValueError("an entry is listed twice; every run of a matrix must be unique")
         return value
 
     @property
@@ -127,9 +127,9 @@ class MatrixCell(BaseModel):
 
 
 def read_matrix(name: str, *, scale: str = "full") -> Matrix:
-    """The matrix in a file, or one that is shipped by name; `small` applies its `small:` part."""
+    """Reads a matrix file, or a built-in one by name; `small` applies its `small:` part."""
     if scale not in SCALES:
-        raise UsageError(f"--scale is {scale!r}: known: {', '.join(SCALES)}")
+        raise UsageError(f"--scale {scale!r}: must be one of {', '.join(SCALES)}")
     path = find_matrix(name)
     try:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
     except yaml.YAMLError as error:
         raise UsageError(f"matrix {path} is not YAML: {error}".replace("\n", " ")) from None
     if not isinstance(plain, dict):
-        raise UsageError(f"matrix {path}: a mapping with strategies, work and so on is needed")
+        raise UsageError(f"matrix {path}: must be a mapping with strategies, work and so on")
     if scale == "small":
         plain = apply_small(plain, path)
     try:
@@ -148,10 +148,10 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
 
 
 def apply_small(plain: JobFields, path: Path) -> JobFields:
-    """The matrix with what its `small:` part replaces; fields of `job` one by one."""
+    """Applies the `small:` part of a matrix; fields of `job` are merged."""
     small = plain.get("small")
     if not isinstance(small, dict) or not small:
-        raise UsageError(f"matrix {path} has no part 'small:': leave --scale out, or write one")
+        raise UsageError(f"matrix {path} has no part 'small:'; remove --scale, or add one")
     mixed = {**plain, **small}
     if isinstance(plain.get("job"), dict) and isinstance(small.get("job"), dict):
         mixed["job"] = {**plain["job"], **small["job"]}
@@ -166,7 +166,9 @@ def find_matrix(name: str) -> Path:
     if name in shipped:
         return shipped[name]
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UsageError(f"matrix {name} does not exist: name a file, or {', '.join(shipped)}")
+        raise UsageError(
+            f"matrix {name} does not exist; use a file, or one of {', '.join(shipped)}"
+        )
     raise UsageError(f"unknown matrix {name!r}: {suggest_name(name, shipped)}")
 
 
@@ -186,13 +188,13 @@ def explain_matrix_error(error: ValidationError) -> str:
 
 
 def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
-    """Every run, in the order they are made; `given` replaces fields of every job.
+    """Returns all runs in order of execution; `given` replaces fields of every job.
 
     Seed by seed and strategies innermost, so that a slow hour of the machine falls on all
     strategies alike, and a matrix that is cut off has whole comparisons rather than one column.
     """
     if not matrix.pairs:
-        raise UsageError("the matrix names no work: write 'work:', or 'models:' and 'data:'")
+        raise UsageError("the matrix has no work; add 'work:', or 'models:' and 'data:'")
     for name in AXES:
         if name in matrix.job:
             raise UsageError(
@@ -207,7 +209,7 @@ def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
         for workers in matrix.workers
         for arm in matrix.strategies
     ]
-    # An arm with its own number of workers comes once, however many the axis has.
+    # An arm with its own number of workers occurs once, regardless of the axis.
     distinct = {cell.name: cell for cell in cells}
     for cell in distinct.values():
         check_cell(cell)
@@ -250,7 +252,7 @@ def make_cell(
 
 
 def scale_count(count: Any, times: float) -> Any:
-    """An integer of at least 1; the job refuses other values."""
+    """Returns an integer of at least 1; the job rejects other values."""
     return max(1, round(count * times)) if times != 1 and isinstance(count, int) else count
 
 
@@ -259,7 +261,7 @@ def make_slug(text: str) -> str:
 
 
 def check_cell(cell: MatrixCell) -> None:
-    """All that can be wrong with a run, before the first one starts; data is looked for later."""
+    """Validates all runs before the first one starts; data is located later."""
     try:
         job = build_job(**cell.job)
         check_sizes(job.batch, cell.spec, cell.workers)
@@ -268,7 +270,7 @@ def check_cell(cell: MatrixCell) -> None:
 
 
 def iterate_jobs(cells: list[MatrixCell]) -> Iterator[Job]:
-    """One job for each model and data set."""
+    """Returns one job per model and dataset."""
     seen = set()
     for cell in cells:
         key = cell.job["model"], cell.job["data"]

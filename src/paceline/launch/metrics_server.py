@@ -19,7 +19,7 @@ MAX_REQUEST = 16 << 10
 
 
 class MetricsServer:
-    """Answers GET /metrics to bearers of its token; writes where and with which into a file."""
+    """Serves GET /metrics to clients with its token; writes address and token to a file."""
 
     def __init__(self, port: int, path: Path, expose: Callable[[], str]) -> None:
         self._port = port
@@ -35,8 +35,8 @@ class MetricsServer:
             )
         except OSError as error:
             raise UsageError(
-                f"--metrics-port {self._port} cannot be listened on ({error.strerror}): "
-                "name another, or 0 for any"
+                f"--metrics-port {self._port} is not available ({error.strerror}); "
+                "choose another, or 0 for any"
             ) from None
         port = self._server.sockets[0].getsockname()[1]
         about = {"url": f"http://{HOST}:{port}/metrics", "token": self._token}
@@ -64,7 +64,7 @@ class MetricsServer:
                 writer.write(text)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # A client that does not speak HTTP, or went away.
+            pass  # The client does not use HTTP, or has disconnected.
         finally:
             writer.close()
 

@@ -28,19 +28,19 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A folder, and what of it is copied."""
+    """A project folder and the files to copy."""
 
     folder: Path
     files: dict[str, tuple[int, int, str]]
-    """By path inside the folder: size, mode and SHA-256."""
+    """Size, mode and SHA-256 by path inside the folder."""
 
     @property
     def nbytes(self) -> int:
         return sum(size for size, _, _ in self.files.values())
 
     def root_on(self, host: str) -> str:
-        """One place a project and machine of origin, so that two of one name do not mix; and one
-        a machine, because homes may be shared between them."""
+        """Remote directory: one per project and origin, so that equal names do not clash, and one
+        per machine, because home directories may be shared."""
         origin = f"{os.uname().nodename}:{self.folder}"
         word = "".join(c if c.isalnum() else "-" for c in self.folder.name).strip("-")[:40]
         name = f"{word or 'project'}-{_hash(origin.encode())[:8]}"
@@ -48,7 +48,7 @@ class Project:
 
 
 def find_project(script: Path, folder: Path | None) -> Path:
-    """The folder to copy: as given, else the nearest project folder around the script."""
+    """Returns the folder to copy: as given, else the project that contains the script."""
     if not script.is_file():
         raise UsageError(f"script {script} was not found; use the path of a Python file")
     script = script.resolve()
@@ -61,14 +61,14 @@ def find_project(script: Path, folder: Path | None) -> Path:
     home = Path.home()
     for above in script.parents:
         if above in (home, Path("/")):
-            break  # a stray file there must not send everything that one has
+            break  # a stray marker file in the home directory must not copy all of it
         if any((above / mark).exists() for mark in ROOT_MARKS):
             return above
     return script.parent
 
 
 def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_BYTES) -> Project:
-    """List and hash what goes along; `leave_out` is our own output folder.
+    """Lists and hashes the files to copy; `leave_out` is the output folder.
 
     Raises UsageError for a folder that is too large to be meant, and for files that cannot be read.
     """
@@ -81,14 +81,14 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
             total += found.st_size
             if total > limit:
                 raise UsageError(
-                    f"project {folder} holds more than {limit / 2**30:g} GB to copy: name data in "
-                    ".pacelineignore, or another folder with --project"
+                    f"project {folder} holds more than {limit / 2**30:g} GB to copy; list data in "
+                    ".pacelineignore, or choose another folder with --project"
                 )
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UsageError(
-                f"{path} cannot be read ({error.strerror}): name it in "
+                f"cannot read {path} ({error.strerror}); add it to "
                 ".pacelineignore if it is not needed"
             ) from None
         mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
@@ -105,7 +105,7 @@ def _walk(
             path = Path(entry.path)
             if entry.name in NEVER or path == skip:
                 continue
-            # A link to a file is sent as the file; one to a folder could lead anywhere, or round.
+            # A link to a file is sent as the file; a link to a folder could be cyclic.
             is_folder = entry.is_dir(follow_symlinks=False)
             if _is_ignored(path, is_folder, rules):
                 continue
@@ -129,7 +129,7 @@ def _load_pathspec() -> Any:
         import pathspec
     except ImportError:
         raise UsageError(
-            "copying a project with ignore files needs the package pathspec: install paceline[ssh]"
+            "ignore files require the package pathspec; install paceline[ssh]"
         ) from None
     return pathspec
 

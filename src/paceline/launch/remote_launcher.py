@@ -1,4 +1,4 @@
-"""Workers on other machines: the same processes, started under keepers through shells.
+"""Starts workers on other machines: the same processes, under watchdogs, through shells.
 
 A machine is whatever gives a `Shell` (`cluster/shell.py`): one behind SSH, or a place on an engine
 that has called back (`outposts.py`). A kind of machines says only how they are reached; looking at
@@ -37,7 +37,7 @@ from paceline.plugins import Plugin
 from paceline.worker.assignment import Assignment, pack_assignment
 
 PACKAGES = ("paceline", "torch")
-"""Must be the same everywhere: messages and gradients have the form of one version."""
+"""Packages whose versions must match on all machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ def bundle_project(
     venv: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> ProjectBundle:
-    """The project around a job file; a job of names needs none, unless a folder is said."""
+    """Bundles the project of a job file; other jobs need none, unless a folder is given."""
     if job_file is None and folder is None:
         if venv:
-            raise UsageError("--venv needs --project: the folder that holds requirements.txt")
+            raise UsageError("--venv requires --project, the folder with requirements.txt")
         return ProjectBundle(on_progress=tell)
     if job_file is not None:
         found = find_project(job_file, folder)
@@ -83,7 +83,7 @@ def bundle_project(
 
 
 class RemoteLauncher:
-    """A launcher for machines that are reached as `reach` says."""
+    """A launcher for machines to which `reach` connects."""
 
     engine = "distant"
     supports_live_objects = False
@@ -103,7 +103,7 @@ class RemoteLauncher:
             )
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
-        """Reach the machines; what is opened is closed with the stack."""
+        """Connects to the machines; connections are closed with the stack."""
         raise NotImplementedError
 
     @property
@@ -152,12 +152,15 @@ class RemoteLauncher:
             site.folder or "~",
             site.lock,
         )
-        # Over standard input, as everything: arguments and environment can be read by others.
+        # Sent over stdin, because other users can read arguments and environment.
         spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
         return RemoteProcess(placed.process_name, site, spec, on_line)
 
     def _threads_on(self, site: RemoteHost, assignment: Assignment) -> int:
-        """Cores divided by the workers there, where the user has not said how many."""
+        """Returns the threads per worker.
+
+        As given, else cores divided by the workers of the machine.
+        """
         if assignment.threads > 0 or self.threads > 0:
             return assignment.threads or self.threads
         _, here = self._local_rank(site, assignment)
@@ -175,7 +178,7 @@ class RemoteLauncher:
         return here.index(assignment.index) if assignment.index in here else 0, max(1, len(here))
 
     def _move_job(self, assignment: Assignment) -> Any:
-        """The job file as the machine finds it: inside the project, where the process starts."""
+        """Returns the job reference with the path of the job file on the machine."""
         job, project = assignment.job, self.project_bundle.project
         if job is None or job.file is None:
             return job
@@ -202,7 +205,7 @@ class RemoteLauncher:
 
 
 class RemoteProcess:
-    """A process under a keeper; ending the conversation ends it, and all that it started."""
+    """A process under a watchdog; closing the connection ends it and its descendants."""
 
     def __init__(self, who: str, site: RemoteHost, spec: dict[str, Any], on_line: OnLine) -> None:
         self.process_name = who
@@ -241,7 +244,7 @@ class RemoteProcess:
 
 
 async def check_packages(sites: Sequence[RemoteHost]) -> None:
-    """Paceline and torch must be there, in our versions; each machine that lacks one is named."""
+    """Checks that packages have the local versions. Raises HostError with all that differ."""
     ours = {name: _find_version(name) for name in PACKAGES}
 
     async def one(site: RemoteHost) -> None:
@@ -270,12 +273,12 @@ def _find_version(name: str) -> str:
 
 
 def own_address_towards(sites: Sequence[RemoteHost]) -> str:
-    """Our address as the others reach it: by this machine's routes to them, never by its name."""
+    """Returns the local address of the routes to the other machines."""
     elsewhere = [site for site in sites if site.shell.address is not None]
     if not elsewhere:
         return "127.0.0.1"
     sources = [source_address_for(site.shell.address or "") for site in elsewhere]
     found = most_common([source for source in sources if source])
     if found is None:
-        raise HostError(elsewhere[0].host.host, "route", "there is no route to it from here")
+        raise HostError(elsewhere[0].host.host, "route", "no route to it from this machine")
     return found

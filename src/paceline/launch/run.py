@@ -44,7 +44,7 @@ def train(
     progress: bool = False,
     launcher: RemoteLauncher | None = None,
 ) -> RunResult:
-    """Train a job and return its result (what `result.json` holds).
+    """Trains a job and returns its result (the contents of `result.json`).
 
     Uses local processes, two by default, or the workers that a launcher places on other machines.
 
@@ -56,7 +56,7 @@ def train(
     if launcher is not None:
         if workers not in (None, launcher.workers):
             raise UsageError(
-                f"workers is {workers}, the launcher places {launcher.workers}: say it once"
+                f"workers={workers}, but the launcher has {launcher.workers} workers; set it once"
             )
         workers = launcher.workers
     folder = Path(out) if out is not None else Path("runs") / new_run_name(str(strategy))
@@ -92,8 +92,8 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
         )
     if options.profile_epoch is not None and options.profile_epoch > resolved.epochs:
         raise UsageError(
-            f"--profile epoch={options.profile_epoch}: the run has {resolved.epochs} epochs, "
-            "name one of them"
+            f"--profile epoch={options.profile_epoch}: the run has {resolved.epochs} epochs; "
+            "choose one of them"
         )
     live = None
     reference = job_reference(job, resolved)
@@ -155,7 +155,7 @@ def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
 def run_local_script(
     script: Path, args: list[str], strategy: Strategy, options: RunOptions
 ) -> RunResult:
-    """Run a user's own loop on local processes."""
+    """Runs a custom training loop on local processes."""
     started_wall_s = time.time()
     if not script.is_file():
         raise UsageError(f"script {script} was not found; use the path of a Python file")

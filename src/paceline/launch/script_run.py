@@ -63,7 +63,7 @@ class ScriptRun:
     tell: Callable[[str], None] = field(default=lambda line: None)
     """Receives progress messages for the user."""
     on_line: Callable[[str, str], None] = field(default=lambda label, line: None)
-    """Gets what the script prints, with the name of the task."""
+    """Receives the output of the script, with the name of the task."""
 
 
 @dataclass
@@ -107,15 +107,15 @@ class PreparedScript:
 
     project: Project
     script: str
-    """Its path as seen from the folder it starts in."""
+    """Path relative to the working directory."""
     inner: str
-    """The folder to start in, inside the project."""
+    """Working directory inside the project."""
     tasks: list[ScriptTask]
     requirements: Path | None
 
 
 def prepare_script(run: ScriptRun) -> PreparedScript:
-    """Check everything that can be checked from here; raises UsageError before anything starts."""
+    """Validates everything that can be checked locally. Raises UsageError before the start."""
     folder = find_project(run.script, run.project)
     script = run.script.resolve()
     here = Path.cwd().resolve()
@@ -140,7 +140,7 @@ def prepare_script(run: ScriptRun) -> PreparedScript:
 
 
 def describe_launch(run: ScriptRun, ready: PreparedScript) -> str:
-    """`--dry-run`: what would run where. Addresses and ports are the machines' to choose."""
+    """Describes what would run where (`--dry-run`); ports are chosen by the machines."""
     project = ready.project
     lines = [f"project {project.folder}: {len(project.files)} files, {project.nbytes} bytes"]
     for host in run.hosts:
@@ -171,7 +171,7 @@ def describe_launch(run: ScriptRun, ready: PreparedScript) -> str:
 
 
 def launch_script(run: ScriptRun) -> dict[str, Any]:
-    """Run a script to its end and return its result; raises ScriptFailed, HostError, UsageError.
+    """Runs a script and returns its result. Raises ScriptFailed, HostError or UsageError.
 
     The run folder keeps `result.json` and every task's output in logs/, whatever happens.
     """
@@ -239,7 +239,7 @@ class _ScriptLaunch:
     async def _main(self) -> None:
         task = asyncio.current_task()
         if task is not None and threading.current_thread() is threading.main_thread():
-            # A batch system ends a job by SIGTERM: the same as Ctrl-C.
+            # Batch systems end a job with SIGTERM, which is handled like Ctrl-C.
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         run, ready = self._run, self._ready
         used = sorted({t.site for t in ready.tasks})
@@ -256,7 +256,7 @@ class _ScriptLaunch:
             await self._watch(sites, tasks)
 
     async def _watch(self, sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
-        """Until all who end have ended, or one failed; then everything else is ended."""
+        """Waits until all finite tasks have ended or one has failed, then ends the others."""
         places = [
             TaskAddress(
                 address=sites[t.site].address,
@@ -327,7 +327,7 @@ class _ScriptLaunch:
         self._logs[name].flush()
 
     def _chief(self) -> TaskResult | None:
-        """The failure that explains the others: the heaviest, of equals the first."""
+        """Returns the failure that explains the others: the most severe, then the first."""
         failed = [ended for ended in self._ended if ended.status != 0]
         return max(failed, key=lambda ended: ended.weight, default=None)
 
@@ -336,5 +336,5 @@ class _ScriptLaunch:
         if not path.exists():
             return ""
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [f"last lines of {chief.task.label} ({path}):", *lines[-LAST_LINES:]]
-        return "\n  ".join(said) if lines else ""
+        shown = [f"last lines of {chief.task.label} ({path}):", *lines[-LAST_LINES:]]
+        return "\n  ".join(shown) if lines else ""

@@ -14,10 +14,10 @@ from paceline.cluster.pool import Host
 from paceline.errors import UsageError, suggest_name
 
 ROLES = ("chief", "worker", "ps", "evaluator")
-"""In the order of their ranks."""
+"""Roles in the order of ranks."""
 AT_MOST_ONE = ("chief", "evaluator")
 UNENDING = ("ps",)
-"""Serve until they are stopped: the job is done without them."""
+"""Roles that run until they are stopped; the job is done without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ScriptTask:
     index: int
     rank: int
     site: int
-    """Place of its machine in the list of machines."""
+    """Index of its machine."""
     host: Host
     local_rank: int
     local_size: int
@@ -53,23 +53,23 @@ class TaskAddress:
 
 
 def read_roles(text: str | None) -> dict[str, int] | None:
-    """`chief=1,worker=6,ps=2`; raises UsageError for what TensorFlow would not accept."""
+    """Parses `chief=1,worker=6,ps=2`. Raises UsageError for roles that TensorFlow rejects."""
     if text is None:
         return None
     counts: dict[str, int] = {}
     for part in text.split(","):
         role, equals, number = part.strip().partition("=")
         if role not in ROLES:
-            raise UsageError(f"--roles: {role!r} is unknown: {suggest_name(role, ROLES)}")
+            raise UsageError(f"--roles: unknown role {role!r}: {suggest_name(role, ROLES)}")
         if not equals or not number.strip().isdigit():
             raise UsageError(f"--roles: {part.strip()!r} must be {role}=NUMBER")
         if role in counts:
-            raise UsageError(f"--roles: {role} is there twice")
+            raise UsageError(f"--roles: {role} is listed twice")
         counts[role] = int(number)
         if role in AT_MOST_ONE and counts[role] > 1:
             raise UsageError(f"--roles: {role}={counts[role]}: there can be only one {role}")
     if not counts.get("chief") and not counts.get("worker"):
-        raise UsageError(f"--roles {text}: at least one chief or worker is needed")
+        raise UsageError(f"--roles {text}: at least one chief or worker is required")
     return counts
 
 
@@ -123,7 +123,7 @@ def make_environment(
         "PYTHONUNBUFFERED": "1",
     }
     if place.interface is not None:
-        # By route: what a library would choose by name or by host name is often the wrong one.
+        # By route: libraries that choose by host name often pick the wrong interface.
         for library in ("GLOO", "NCCL", "TP"):
             environment[f"{library}_SOCKET_IFNAME"] = place.interface
     return environment
@@ -132,7 +132,7 @@ def make_environment(
 def make_tf_config(
     tasks: Sequence[ScriptTask], places: Sequence[TaskAddress], task: ScriptTask
 ) -> str:
-    """An evaluator knows the cluster but is not part of it, as in TensorFlow."""
+    """Returns TF_CONFIG; an evaluator is not part of the cluster, as in TensorFlow."""
     cluster: dict[str, list[str]] = {}
     for other in tasks:
         if other.role != "evaluator":
