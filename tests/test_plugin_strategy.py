@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import paceline
 import test_contract as contract
+from conftest import RunCli
 from jobs import Plain, largest_difference, read_weights, synthetic_job, train_plainly
 from paceline.errors import PacelineError, SpecError, UsageError
 from paceline.job import JobRef
@@ -18,10 +20,13 @@ from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.remote_launcher import bundle_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
+from paceline.plan.estimate import estimate
+from paceline.plan.pool_arrays import PoolArrays
 from paceline.plugins import load_plugin_file, plugin_for
 from paceline.strategies import registry
 from paceline.strategies.registry import parse_strategies, parse_strategy, plugins_of, records
 from process_engine import Places
+from test_facets import POOL, WORK
 
 TOY = Path(__file__).with_name("toy_strategy.py")
 
@@ -77,6 +82,19 @@ def test_a_missing_facet_is_named() -> None:
     with pytest.raises(UsageError) as caught:
         registry.cost(spec)
     assert str(caught.value) == "mean cannot be planned: it has no cost facet"
+
+
+def test_twin_and_planner_refuse_it_before_anything_is_written(
+    tmp_path: Path, run_cli: RunCli
+) -> None:
+    options = ("--model", "mlp-128", "--data", "digits", "--epochs", "1", "--out", "run")
+    for text in ("mean", "switch(allreduce, mean, at=50%)"):
+        done = run_cli("twin", *options, "--cluster", "2", "--strategy", f"{TOY}:{text}")
+        assert done.code == 2
+        assert done.stderr == "paceline: mean cannot be simulated: it has no simulate facet\n"
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(UsageError, match=r"^mean cannot be planned: it has no cost facet$"):
+            estimate(PoolArrays(POOL, WORK), np.arange(3), parse_strategy(text))
 
 
 def test_names_are_taken_once() -> None:

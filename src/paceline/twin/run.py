@@ -26,7 +26,7 @@ from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.strategies.registry import make_switch_policy
+from paceline.strategies.registry import make_switch_policy, simulation
 from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
@@ -84,6 +84,8 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     workers = strategy.worker_count(options.count)
     check_sizes(resolved.batch, strategy, workers)
     check_servers(strategy, workers)
+    for phase in strategy.phases:
+        simulation(phase)  # Raises UsageError where a strategy has no simulate facet.
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
     memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
