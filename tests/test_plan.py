@@ -1,4 +1,4 @@
-"""The planner: its choices beside brute force, beside the twin, and in words."""
+"""The planner: its choices compared with brute force and with the twin, and explanations."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_machine_too_small_is_left_out_and_named() -> None:
     plain = plan_to_json(machines, search(machines, wish), wish)
     assert plain["chosen"]["machines"] == ["large"]
     assert plain["left_out"] == [{"host": "small", "why": "the model needs 12.4 GB, it has 2"}]
-    with pytest.raises(UsageError, match=r"no machine fits the model: it needs 12\.4 GB"):
+    with pytest.raises(UsageError, match=r"the model fits on no machine: it needs 12\.4 GB"):
         search(PoolArrays(Pool(hosts=hosts[1:]), big), wish)
 
 

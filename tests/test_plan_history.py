@@ -1,4 +1,4 @@
-"""What past runs teach a plan: machines and strategies as they were, not as the pool says."""
+"""Corrections of plans by past runs: measured machines and strategies."""
 
 from __future__ import annotations
 

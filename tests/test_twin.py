@@ -1,4 +1,4 @@
-"""The twin: virtual runs beside real ones, and what must hold of every virtual run."""
+"""The twin: simulated runs compared with real ones, and invariants of simulated runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TIMEOUT_S = 300.0
 
 
 class _Rendezvous:
-    """Where the members of a group exchange their tensors, one collective at a time."""
+    """Exchange of tensors between the members of a group, one collective at a time."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = tuple(ranks)
@@ -41,7 +41,7 @@ class _Rendezvous:
         try:
             self._barrier.wait()
             result = combine([self._tensors[r] for r in self.ranks])
-            # Nobody may change its tensor before all members have read it.
+            # No member may change its tensor before all members have read it.
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise PeerLost(f"worker {rank}: another member left a collective") from None

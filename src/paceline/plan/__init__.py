@@ -1,1 +1,1 @@
-"""What a job would cost on a pool: the model of time that the planner and the twin share."""
+"""The planner: predicts time, energy and cost of a job on a pool."""

@@ -1,7 +1,7 @@
-"""Seconds of computing and of exchanging, from a workload and a pool; no clocks, no events.
+"""Cost model: seconds of computation and communication from a workload and a pool.
 
-The formulas are those of docs/cost-model.md. The twin plays them step by step with jitter and
-queues; the planner adds them up.
+The formulas are documented in docs/cost-model.md. The twin simulates them step by step with jitter
+and queues; the planner sums them up.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.codecs.spec import Codec
 
 FIXED_S = 0.0005
-"""A step's cost that does not grow with its samples, where it was not measured."""
+"""Fixed cost of a step in seconds, if it was not measured."""
 FIRST_BUCKET_BYTES = 1 << 20
 FORWARD_FRACTION = 1 / 3
-"""Forward alone, beside forward and backward."""
+"""Fraction of the forward pass in forward and backward."""
 BACKWARD_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What has to be computed and sent, whoever does it."""
+    """Computation and communication of a job, independent of the machines."""
 
     model: str
     data: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of the trained parameters."""
+    """Shapes of the trained parameters."""
     item_bytes: int
     flops_per_sample: float
-    """Forward and backward."""
+    """Operations of forward and backward per sample."""
     samples: int
     batch: int
     epochs: int
     evaluated: dict[str, int]
-    """Samples of val and test, where there are such."""
+    """Samples of val and test, if they exist."""
     slots: int
-    """Numbers that the optimizer keeps for each parameter."""
+    """Values that the optimizer stores per parameter element."""
     gradient_ready: tuple[float, ...] = ()
-    """For each shape the share of a step's operations done when its gradient is there, if known."""
+    """Fraction of a step's operations done when the gradient of each shape is ready, if known."""
     input_bytes_per_sample: tuple[float, ...] = ()
-    """For each shape the bytes of a sample that enter its layer, if known."""
+    """Bytes per sample that enter the layer of each shape, if known."""
 
     @property
     def parameters(self) -> int:
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds on one machine for this workload, its speed counted in."""
+    """Step time of this workload on one machine, in seconds."""
 
     fixed_s: float
     per_sample_s: float
@@ -71,7 +71,7 @@ def find_measured(host: Host, model: str) -> StepCost | None:
 
 
 def with_measured_gradient_size(work: Workload, host: Host) -> Workload:
-    """The workload as the pool's figures have it, where they stand for another model."""
+    """Returns the workload with the pool's gradient size, if it represents another model."""
     measured = find_measured(host, work.model)
     if measured is None or measured.gradient_mb is None:
         return work
@@ -82,7 +82,7 @@ def with_measured_gradient_size(work: Workload, host: Host) -> Workload:
 
 
 def step_time_on(host: Host, work: Workload, pool: Pool) -> StepTime:
-    """Measured where it was measured, else by floating-point operations."""
+    """Returns the measured step time, or an estimate from floating-point operations."""
     measured = find_measured(host, work.model)
     if measured is None:
         measured = StepCost(
@@ -104,14 +104,14 @@ def ring_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) ->
 
 
 def tree_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Reduce to a root and broadcast from it, a level at a time."""
+    """Returns the seconds of a reduce to a root and a broadcast, level by level."""
     if members < 2:
         return 0.0
     return 2 * math.ceil(math.log2(members)) * (latency_s + nbytes / bytes_per_s)
 
 
 def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
-    """One all-reduce among these workers' machines: the network's part and the processes' own."""
+    """Returns the seconds of an all-reduce: the network's part and that of the processes."""
     members = len(hosts)
     if members < 2 or not nbytes:
         return 0.0
@@ -121,7 +121,7 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
     links = [pool.link_of(h) for h in hosts]
     latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
     if len(names) == 1:
-        # All on one machine: nothing crosses a network, but every hop is a hand-over.
+        # On one machine nothing crosses a network, but every hop is a context switch.
         return own + 2 * (members - 1) * latency_s
     slowest = min(link.bytes_per_s for link in links)
     return network_s(pool, members, nbytes, latency_s, slowest) + own
@@ -130,35 +130,34 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
 def network_s(
     pool: Pool, members: int, nbytes: float, latency_s: float, bytes_per_s: float
 ) -> float:
-    """The network's part of an all-reduce, by the way that the pool names."""
+    """Returns the network's part of an all-reduce, with the pool's algorithm."""
     ring = ring_s(members, nbytes, latency_s, bytes_per_s)
     tree = tree_s(members, nbytes, latency_s, bytes_per_s)
     return {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective]
 
 
 def endpoint_s(pool: Pool, members: int, nbytes: float) -> float:
-    """What each process sends, receives and adds itself in an all-reduce."""
+    """Returns the time that each process sends, receives and adds in an all-reduce."""
     return 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9)
 
 
 def _crowding(host: Host) -> float:
-    """Processes for each core, where there are more than cores."""
+    """Returns processes per core, at least 1."""
     return max(1.0, host.workers / host.cores)
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """Gradients that are exchanged together."""
+    """Timing of one gradient bucket."""
 
     ready: float
-    """The share of a step's computing that is done when they are there."""
+    """Fraction of a step's computation that is done when the bucket is ready."""
     share: float
-    """Of all bytes."""
+    """Fraction of all bytes."""
 
 
 def fill_buckets(work: Workload, bucket_bytes: float) -> list[BucketTiming]:
-    """Filled as `comm.buckets.plan_layout` fills them: from the last layer on, a small first one,
-    and what tips one over still goes in. Empty where the layers are not known."""
+    """Returns buckets like those of `comm.buckets.plan_layout`; empty if the layers are unknown."""
     if len(work.gradient_ready) != len(work.shapes):
         return []
     buckets: list[BucketTiming] = []
@@ -175,8 +174,11 @@ def fill_buckets(work: Workload, bucket_bytes: float) -> list[BucketTiming]:
 
 
 def exposed_s(compute_s: float, exchanges: Sequence[tuple[float, float]]) -> float:
-    """What goes on after computing, if each exchange of so many seconds begins when its share of
-    computing is done, and the one before it is over."""
+    """Returns the communication that remains after the computation.
+
+    Each exchange (fraction of the computation, seconds) starts when its fraction is done and the
+    previous exchange is over.
+    """
     ends = 0.0
     for ready, seconds in exchanges:
         ends = max(ends, ready * compute_s) + seconds
@@ -186,14 +188,14 @@ def exposed_s(compute_s: float, exchanges: Sequence[tuple[float, float]]) -> flo
 def exposed_without_layers_s(
     exchange_s: float, compute_s: float, nbytes: float, bucket_bytes: float
 ) -> float:
-    """The same where the layers are not known: all but the last of equal buckets can be hidden."""
+    """Like `exposed_s` for unknown layers: all but the last of equal buckets can be hidden."""
     buckets = 1 + math.ceil(max(0.0, nbytes - FIRST_BUCKET_BYTES) / bucket_bytes)
     hidden = min(exchange_s * (buckets - 1) / buckets, BACKWARD_SHARE * compute_s)
     return exchange_s - hidden
 
 
 def encoded_bytes(codec: Codec | None, work: Workload) -> float:
-    """Bytes of one gradient after its codec."""
+    """Returns the bytes of one encoded gradient."""
     if codec is None:
         return work.bytes
     return codec.encoded_bytes(work.shapes, work.item_bytes)

@@ -11,11 +11,11 @@ from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.search import Objective, SearchResult
 from paceline.strategies.registry import cost, parse_strategy
 
-MOST_REASONS = 20
+MAX_REASONS = 20
 
 
 def plan_to_json(machines: PoolArrays, found: SearchResult, wish: Objective) -> dict[str, Any]:
-    """Everything that `--json` prints and `plan.json` holds."""
+    """Returns the output of `--json` and the contents of `plan.json`."""
     return {
         "job": {
             "model": machines.work.model,
@@ -93,13 +93,13 @@ def _amount(one: Estimate, objective: str) -> str:
 
 
 def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> list[dict[str, str]]:
-    """Why each machine is not in the plan: it does not fit, or with it things would be worse."""
+    """Returns why each excluded machine is not in the plan: memory, or a worse objective."""
     spec = parse_strategy(chosen.strategy if len(chosen.machines) > 1 else "allreduce")
     inside = set(chosen.machines)
     objective = max(wish.weights, key=lambda o: wish.weights[o])
     reasons = []
     outside = [i for i in range(len(machines.hosts)) if i not in inside]
-    for index in outside[:MOST_REASONS]:
+    for index in outside[:MAX_REASONS]:
         host = machines.hosts[index]
         wider = np.array(sorted([*inside, index]))
         facet = cost(spec)
@@ -118,6 +118,6 @@ def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> l
             if not wish.is_met_by(more):
                 why += ", beyond the limit"
         reasons.append({"host": host.host, "why": why})
-    if len(outside) > MOST_REASONS:
-        reasons.append({"host": f"{len(outside) - MOST_REASONS} more", "why": "likewise"})
+    if len(outside) > MAX_REASONS:
+        reasons.append({"host": f"{len(outside) - MAX_REASONS} more", "why": "likewise"})
     return reasons

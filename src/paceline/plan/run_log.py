@@ -1,9 +1,8 @@
-"""What runs on a pool really took, kept beside the pool; later plans are corrected by it.
+"""Log of measured runs next to the pool file, used to correct later plans.
 
-One line of JSON a run in `<pool>.history.jsonl`. Two things are learnt from it, each from the last
-few runs of the same model: how long a machine computes for its share of a batch, beside what the
-cost model says; and how long a step takes under a strategy once that is corrected. Medians, so that
-one odd run does not decide.
+One line of JSON per run in `<pool>.history.jsonl`. Two corrections are derived from the last few
+runs of the same model: the compute time of a machine relative to the cost model, and then the step
+time of a strategy. Both are medians, so that a single outlier has no effect.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from paceline.plan.estimate import correction_key, estimate
 from paceline.plan.pool_arrays import Correction, PoolArrays
 from paceline.strategies.registry import parse_strategy
 
-LAST = 5
-"""Runs that count: machines change, and old figures with them."""
-CERTAIN = 3
-"""From so many runs on the spread of past errors is the interval of a new prediction."""
-LEAST_DOUBT = 0.05
+MAX_RUNS = 5
+"""Number of recent runs that are used, because machines change."""
+MIN_RUNS_FOR_SPREAD = 3
+"""With at least this many runs, the spread of past errors is used as the interval."""
+MIN_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
 class WorkerTiming:
-    """One worker's part of a run: its usual share of a batch and the seconds it computed."""
+    """A worker's mean share of a batch and its compute time in seconds."""
 
     host: str
     samples: float
@@ -43,7 +42,7 @@ class WorkerTiming:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One run, as a line of the history has it."""
+    """One run of the log."""
 
     model: str
     batch: int
@@ -59,12 +58,12 @@ class LoggedRun:
 
 
 def history_path(pool: Path) -> Path:
-    """Beside the pool, so that whoever copies or shares the pool can take it along."""
+    """Returns the path of the log, next to the pool file, so that they can be copied together."""
     return pool.with_name(f"{pool.stem}.history.jsonl")
 
 
 def read_history(path: Path) -> list[LoggedRun]:
-    """All runs, oldest first; raises UsageError for a line that is none of ours."""
+    """Returns all runs, oldest first. Raises UsageError for an invalid line."""
     if not path.exists():
         return []
     records = []
@@ -78,7 +77,7 @@ def read_history(path: Path) -> list[LoggedRun]:
             records.append(record)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
-                f"{path}, line {number} is no record of a run ({error}): remove the line"
+                f"{path}, line {number} is not a run record ({error}); remove the line"
             ) from None
     return records
 
@@ -89,7 +88,7 @@ def add_record(path: Path, record: LoggedRun) -> None:
 
 
 def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> PoolArrays:
-    """The pool's machines for this job, with what past runs of its model have taught."""
+    """Returns the pool's machines for this job, corrected by past runs of its model."""
     mine = [r for r in records if r.model == work.model]
     hosts = tuple(_correct(host, pool, work, mine) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
@@ -103,7 +102,7 @@ def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun])
 
 
 def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> Host:
-    """Scale what the model says of this machine to what it took, at the shares it had."""
+    """Scales the modeled step time of a machine to the measured one."""
     if not any(done.host == host.host for record in records for done in record.work):
         return host
     base = step_time_on(host, work, pool)
@@ -112,7 +111,7 @@ def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun
         for record in records
         for done in record.work
         if done.host == host.host
-    ][-LAST:]
+    ][-MAX_RUNS:]
     factor = statistics.median(ratios) * host.speed
     cost = StepCost(
         fixed_s=base.fixed_s * factor,
@@ -129,7 +128,7 @@ def _gradient_mb(host: Host, work: Workload) -> float | None:
 
 
 def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> Correction | None:
-    """Steps as they were beside steps as the corrected machines would have them."""
+    """Compares measured step times with those predicted for the corrected machines."""
     places = {host.host: place for place, host in enumerate(machines.hosts)}
     ratios = []
     for record in records:
@@ -139,18 +138,18 @@ def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> C
         chosen = np.array(sorted(places[name] for name in record.machines))
         said = estimate(then, chosen, parse_strategy(record.strategy))
         ratios.append(record.step_s / said.step_s)
-    ratios = ratios[-LAST:]
+    ratios = ratios[-MAX_RUNS:]
     if not ratios:
         return None
     middle = statistics.median(ratios)
     doubt = None
-    if len(ratios) >= CERTAIN:
-        doubt = max(LEAST_DOUBT, max(abs(r / middle - 1) for r in ratios))
+    if len(ratios) >= MIN_RUNS_FOR_SPREAD:
+        doubt = max(MIN_SPREAD, max(abs(r / middle - 1) for r in ratios))
     return Correction(factor=middle, relative_error=doubt)
 
 
 def _kind(record: LoggedRun) -> str | None:
-    """None for a strategy that this process does not know: its file was not named today."""
+    """Returns the strategy; None if it is not registered in this process."""
     try:
         strategy = parse_strategy(record.strategy)
     except SpecError:
@@ -161,14 +160,14 @@ def _kind(record: LoggedRun) -> str | None:
 def describe_prediction_error(
     predicted: Mapping[str, Any], result: Mapping[str, Any]
 ) -> str | None:
-    """Predicted beside actual, in one line; nothing for a run that was not measured."""
+    """Compares prediction and measurement in one line; None for a run without measurements."""
     actual = result["predicted"]
     if not actual or actual["actual_step_s"] is None:
         return None
     step = 100 * (actual["actual_step_s"] / predicted["step_s"] - 1)
     whole = 100 * (actual["actual_seconds"] / predicted["seconds"] - 1)
     return (
-        f"predicted {predicted['step_s']:.4g} s a step, actual {actual['actual_step_s']:.4g} s "
-        f"({step:+.1f} %); predicted {predicted['seconds']:.4g} s of training and evaluating, "
-        f"actual {actual['actual_seconds']:.4g} s ({whole:+.1f} %)"
+        f"predicted {predicted['step_s']:.4g} s per step, actual {actual['actual_step_s']:.4g} s "
+        f"({step:+.1f}%); predicted {predicted['seconds']:.4g} s of training and evaluation, "
+        f"actual {actual['actual_seconds']:.4g} s ({whole:+.1f}%)"
     )

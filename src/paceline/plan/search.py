@@ -34,7 +34,7 @@ def candidates() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What to make small, and what must not be exceeded."""
+    """What the planner minimizes, and limits that must not be exceeded."""
 
     weights: Mapping[str, float]
     deadline_s: float | None = None
@@ -46,26 +46,28 @@ class Objective:
         return not (late or dear)
 
     def score(self, found: Estimate, best: Mapping[str, float]) -> float:
-        """A mix is weighed by how many times worse than the best of its kind each part is."""
+        """Returns the weighted sum of the ratios to the best value of each objective."""
         return sum(w * found.value(o) / max(best[o], 1e-12) for o, w in self.weights.items())
 
 
 def parse_objective(text: str, deadline_s: float | None, budget: float | None) -> Objective:
-    """`time`, or `time=0.7,energy=0.3`; raises UsageError."""
+    """Parses `time`, or a mix such as `time=0.7,energy=0.3`. Raises UsageError."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
         if name not in OBJECTIVES:
-            raise UsageError(f"--objective {text!r}: {name!r} is none of {', '.join(OBJECTIVES)}")
+            raise UsageError(
+                f"--objective {text!r}: {name!r} must be one of {', '.join(OBJECTIVES)}"
+            )
         try:
             weights[name] = float(value) if sign else 1.0
         except ValueError:
-            raise UsageError(f"--objective {text!r}: {value!r} is not a number") from None
+            raise UsageError(f"--objective {text!r}: {value!r} must be a number") from None
         if not weights[name] > 0:
-            raise UsageError(f"--objective {text!r}: a weight must be above 0")
+            raise UsageError(f"--objective {text!r}: a weight must be greater than 0")
     for name, limit in (("--deadline", deadline_s), ("--budget", budget)):
         if limit is not None and not limit > 0:
-            raise UsageError(f"{name} is {limit:g}: a number above 0 is needed")
+            raise UsageError(f"{name} {limit:g}: must be greater than 0")
     return Objective(weights, deadline_s, budget)
 
 
@@ -73,11 +75,11 @@ def parse_objective(text: str, deadline_s: float | None, budget: float | None) -
 class SearchResult:
     chosen: Estimate
     runners_up: list[Estimate]
-    """Runners-up: the best of each other strategy, and on one machine."""
+    """Result of a search: the choice, and the best of each other strategy."""
     frontier: list[Estimate]
-    """Choices that no other beats in time, energy and cost at once."""
+    """Pareto-optimal choices in time, energy and cost."""
     best_single: Estimate | None
-    """The best single machine; None where the model fits on none."""
+    """The best single machine; None if the model fits on none."""
 
 
 def search(
@@ -87,16 +89,17 @@ def search(
     *,
     may_be_alone: bool = True,
 ) -> SearchResult:
-    """Raises UsageError when no machine fits the model, or nothing keeps within the limits.
+    """Searches hosts and strategy. Raises UsageError if the model fits on no machine or no plan
+    meets the limits.
 
-    `may_be_alone`: whether one machine is an answer, where there are several to choose from.
+    `may_be_alone`: whether a single machine is a valid result.
     """
     usable = np.flatnonzero(machines.fits)
     if "cost" in wish.weights or wish.budget is not None:
         unpriced = [h.host for h in machines.hosts if h.price_per_hour is None]
         if unpriced:
             raise UsageError(
-                f"machine {unpriced[0]} has no price_per_hour: a plan by cost needs one of each"
+                f"machine {unpriced[0]} has no price_per_hour, which a plan by cost requires"
             )
     if not len(usable):
         return _search_split(machines, wish)
@@ -123,7 +126,7 @@ def search(
             mine = [e for (text, _), e in tried.items() if text == str(spec)]
             if mine:
                 mine.sort(key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
-                # The best start may lead to the top of a smaller hill.
+                # The best start may lead to a local optimum.
                 for start in mine[:CLIMB_STARTS]:
                     _hill_climb(machines, usable, spec, start, wish, best, look)
     allowed = [
@@ -135,7 +138,7 @@ def search(
         quickest = min(tried.values(), key=lambda e: e.seconds)
         cheapest = min(tried.values(), key=lambda e: e.price)
         raise UsageError(
-            f"nothing keeps within the limits: the quickest choice takes {quickest.seconds:.0f} s, "
+            f"no plan meets the limits; the fastest takes {quickest.seconds:.0f} s, "
             f"the cheapest costs {cheapest.price:.2f}"
         )
     ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
@@ -148,7 +151,7 @@ def search(
 
 
 def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
-    """The model fits on no single host: the best strategy that splits it over several.
+    """Searches the best strategy that splits a model that fits on no single host.
 
     Raises UsageError if it does not fit on all of them together either.
     """
@@ -167,18 +170,18 @@ def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
                 if facet.fits(machines, hosts, spec)
             ]
         if tried and len(order) > MAX_HOSTS_ALL_SPLITS:
-            break  # more parts only help where fewer do not fit
+            break  # more parts only help if fewer do not fit
     if not tried:
         largest = max(h.memory_gb or 0.0 for h in machines.hosts)
         raise UsageError(
-            f"no machine fits the model: it needs {machines.needed_gb:.1f} GB, the largest has "
-            f"{largest:g} GB, and no pipeline over {len(order)} of them has room for it either"
+            f"the model fits on no machine: it needs {machines.needed_gb:.1f} GB, the largest has "
+            f"{largest:g} GB, and no pipeline over {len(order)} of them fits either"
         )
     allowed = [e for e in tried if wish.is_met_by(e)]
     if not allowed:
         quickest = min(tried, key=lambda e: e.seconds)
         raise UsageError(
-            f"nothing keeps within the limits: the quickest choice takes {quickest.seconds:.0f} s, "
+            f"no plan meets the limits; the fastest takes {quickest.seconds:.0f} s, "
             f"the cheapest costs {min(e.price for e in tried):.2f}"
         )
     best = {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
@@ -187,14 +190,14 @@ def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
 
 
 def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
-    """The best strategy on all of these machines; raises UsageError as `search` does."""
+    """Returns the best strategy on all of these machines. Raises UsageError like `search`."""
     everybody = np.arange(len(machines.hosts))
     unfit = np.flatnonzero(~machines.fits)
     if len(unfit):
         host = machines.hosts[int(unfit[0])]
         raise UsageError(
-            f"machine {host.host} does not fit the model: it needs {machines.needed_gb:.1f} GB, "
-            f"the machine has {host.memory_gb:g} GB; --select auto leaves such machines out"
+            f"the model does not fit on machine {host.host}: it needs {machines.needed_gb:.1f} GB, "
+            f"the machine has {host.memory_gb:g} GB; use --select auto to exclude such machines"
         )
     alone = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in everybody]
     tried = [
@@ -216,11 +219,10 @@ def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
 
 
 def choose_hosts_by_speed(pool: Pool) -> tuple[list[Host], str]:
-    """Machines for a program of which nothing is known but that its processes keep in step.
+    """Selects machines for an unknown program whose processes run synchronously.
 
-    Each computes as much as the slowest, so a machine is worth having only if all together are then
-    faster than the others alone. What exchanging costs is not known, and left out. The second value
-    says why.
+    Each process computes as much as the slowest, so a machine is included only if it increases the
+    total rate. Communication costs are unknown and ignored. The second value is the reason.
     """
     speed = {h.host: h.gflops * h.speed / h.workers for h in pool.hosts}
     order = sorted(pool.hosts, key=lambda h: -speed[h.host])
@@ -236,16 +238,16 @@ def choose_hosts_by_speed(pool: Pool) -> tuple[list[Host], str]:
     if size < len(order):
         next_best = order[size]
         why += (
-            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s a process) all would "
+            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s per process) all would "
             f"compute {totals[size]:.4g}"
         )
     return chosen, why
 
 
 def choose_server_hosts(machines: PoolArrays, chosen: Sequence[int], servers: int) -> list[int]:
-    """Which machines serve parameters: those with the best links, as the cost model has it.
+    """Returns the machines for parameter servers: those with the best links.
 
-    Empty where all links are alike: then servers go round the machines.
+    Empty if all links are equal; servers are then assigned round-robin.
     """
     links = machines.bandwidth[list(chosen)]
     if not servers or len(set(links.tolist())) == 1:
@@ -259,7 +261,7 @@ def _possible(spec: Strategy, size: int, batch: int) -> bool:
 
 
 def _orders(machines: PoolArrays, usable: Ints) -> Iterator[Ints]:
-    """Ways to line machines up, so that the best few of them come first."""
+    """Yields orders of the machines in which good candidates come first."""
     speed = machines.speed[usable]
     yield usable[np.argsort(-speed, kind="stable")]
     yield usable[np.argsort(machines.busy_w[usable] / speed, kind="stable")]
@@ -277,7 +279,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def _extremes(machines: PoolArrays, usable: Ints) -> Ints:
-    """Of very many machines, those that can be the best one alone."""
+    """Returns candidates for the best single machine out of many."""
     speed = machines.speed[usable]
     keys = (-speed, machines.busy_w[usable] / speed, machines.price[usable] / speed)
     found: Ints = np.unique(np.concatenate([usable[np.argsort(k)[:8]] for k in keys]))
@@ -296,7 +298,7 @@ def _hill_climb(
     best: Mapping[str, float],
     look: Look,
 ) -> None:
-    """Add, leave out or exchange one machine at a time, as long as it helps."""
+    """Adds, removes or swaps single machines as long as the score improves."""
     now = start
     while True:
         inside = set(now.machines)
@@ -321,7 +323,7 @@ def _hill_climb(
 
 
 def _runners_up(ranked: list[Estimate]) -> list[Estimate]:
-    """The best of each strategy, the chosen one apart."""
+    """Returns the best of each strategy except the chosen one."""
     seen, found = {(ranked[0].strategy, len(ranked[0].machines) > 1)}, []
     for candidate in ranked[1:]:
         key = (candidate.strategy, len(candidate.machines) > 1)

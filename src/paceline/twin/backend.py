@@ -14,7 +14,7 @@ from paceline.twin.simulation import Groups
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a worker reports about a computed share."""
+    """A worker's report about a computed share."""
 
     predictions: int
     loss_sum: float | None
@@ -28,7 +28,7 @@ class WeightsBackend(Protocol):
     """Called in virtual-time order; one call for what one process would do."""
 
     uses_leases: bool
-    """Whether `step` looks at the leases."""
+    """True if `step` uses the leases."""
 
     def enter(self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool) -> None:
         """Activates a strategy; all replicas are equal now."""
@@ -39,7 +39,7 @@ class WeightsBackend(Protocol):
         ...
 
     def is_average_due(self) -> bool:
-        """Whether the replicas are averaged after the last step."""
+        """Returns whether the replicas are averaged after the last step."""
         ...
 
     def average_replicas(self) -> None:

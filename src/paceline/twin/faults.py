@@ -37,7 +37,7 @@ from paceline.twin.timeline import Timeline
 
 FAULTS = ("delay", "repeat", "lose", "die")
 MAX_LIVES = 6
-"""After so many failures a run is left in peace, so that it can end."""
+"""After this many failures, no more faults are injected, so that the run can end."""
 
 STRATEGIES = (
     "single",

@@ -131,7 +131,7 @@ class GradientBackend:
         self.per_worker = PerWorkerState(model, workers, job.seed)
         self._losses = [DivergenceDetector() for _ in range(workers)]
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
-        """What each worker's codec has not sent yet, by parameter; kept across a switch."""
+        """Codec residuals per worker and parameter; kept across a switch."""
         self._updates: WeightUpdates | None = None
         self._fallback: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
@@ -154,7 +154,7 @@ class GradientBackend:
         return self.outcome(worker, stats, loss=loss.item())
 
     def outcome(self, worker: int, stats: StepStats, loss: float | None = None) -> StepOutcome:
-        """What a worker reports about a share, including whether its loss diverges."""
+        """Returns a worker's report about a share, including whether its loss diverges."""
         if loss is None:
             loss = (stats.loss_sum or 0.0) / max(1, stats.samples)
         reason = self._losses[worker].check(loss)

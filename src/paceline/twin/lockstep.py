@@ -44,7 +44,7 @@ class LockstepSimulation(ABC):
         self.exchange_bytes = exchange_bytes
         """Bytes that each worker contributes to it."""
         self.free = np.zeros(self.workers)
-        """When each worker can start its next step."""
+        """Time at which each worker can start its next step."""
         self.bytes_sent = self.bytes_before = 0.0
         self._plans: deque[PlannedSteps] = deque()
         self._running = False
@@ -76,7 +76,7 @@ class LockstepSimulation(ABC):
         clocks = self.simulator.clocks
         clocks.add_all("wait", last - arrived)
         clocks.add_all("comm_exposed", exchange_s)
-        # A worker that arrives early waits inside the collective and cannot tell the two apart.
+        # A worker that arrives early waits inside the collective and cannot distinguish the two.
         self._comm += last - arrived + exchange_s
         self.count_exchange()
         self.free = np.full(self.workers, last + exchange_s)

@@ -164,8 +164,8 @@ class SimulatedMachines:
         if not late:
             return None
         seconds = np.zeros(len(self.hosts))
-        for trouble in late:
-            seconds[trouble.worker] += trouble.delay_s
+        for slowdown in late:
+            seconds[slowdown.worker] += slowdown.delay_s
         return seconds
 
     def delay(self, worker: int, epoch: float) -> float:

@@ -40,7 +40,7 @@ class SimulatedWorker:
     in_flight: bool = False
     """With overlap: an exchange is in progress while the worker computes."""
     landing: float | None = None
-    """When that exchange ends, once that is known."""
+    """End of that exchange, once it is known."""
     incoming: int = 0
     """Version of the weights that it brings."""
     blocked: Callback | None = None
@@ -53,7 +53,7 @@ class SimulatedWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class PushPullRules:
-    """What the simulation needs to know about a push/pull strategy."""
+    """Properties of a push/pull strategy for the simulation."""
 
     push_bytes: float
     pull_bytes: float
@@ -94,7 +94,7 @@ class PushPullSimulation:
         self._orders: deque[tuple[StepOptimizer, float]] = deque()
         self._is_applying = False
         self._applied_at = array("d", [simulator.timeline.now])
-        """When each version was applied."""
+        """Time at which each version was applied."""
         self.version = 0
         """The newest version that the weights backend has applied."""
         self._unapplied: deque[StepOptimizer] = deque()

@@ -23,7 +23,7 @@ class StrategySimulation(Protocol):
 
     bytes_sent: float
     bytes_before: float
-    """What it would have been without a codec."""
+    """Bytes without a codec."""
 
     def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None: ...
 
@@ -43,7 +43,7 @@ class StrategySimulation(Protocol):
 
 
 class SimulateFacet(ABC, Generic[StrategyT]):
-    """How a strategy behaves in the twin. Time and weights are separate: both depths share time."""
+    """Behavior of a strategy in the twin. Time and weights are separate: both depths share time."""
 
     @abstractmethod
     def simulation(

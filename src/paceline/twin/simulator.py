@@ -130,7 +130,7 @@ class Simulator:
         )
         self.clocks = PhaseTotals(plan.workers)
         self.steps = [0] * plan.workers
-        """Steps of each worker on leases of its own."""
+        """Steps of each worker on its individual leases."""
         self.joint_steps = 0
         """Steps that all workers took together."""
         self.end: EndRun | None = None

@@ -36,7 +36,7 @@ class LockstepUpdates(WeightUpdates):
         """Computes all shares of one batch and updates the weights."""
 
     def is_average_due(self) -> bool:
-        """Whether the replicas were averaged after the last step."""
+        """Returns whether the replicas were averaged after the last step."""
         return False
 
     def average_replicas(self) -> None:

@@ -26,7 +26,7 @@ class GroupStep:
     leases: dict[int, tuple[LeaseGranted, float]] = field(default_factory=dict)
     """Lease of each member, and when it arrived."""
     computed: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """When each member started and finished computing."""
+    """Start and end of each member's computation."""
 
     @property
     def leader(self) -> int:

@@ -34,9 +34,9 @@ class PipelineEstimate:
     """A partition of the model, and what a step of it takes."""
 
     seconds: tuple[float, ...]
-    """Of each stage per micro-batch, including communication with its neighbours."""
+    """Seconds of each stage per micro-batch, including communication with adjacent stages."""
     computing: tuple[float, ...]
-    """Of each stage per step, without communication."""
+    """Seconds of each stage per step, without communication."""
     step_s: float
     state_bytes: tuple[float, ...]
 
@@ -130,7 +130,7 @@ class PipelineParallelCost(CostFacet[PipelineParallel]):
         return model_parallel_step(arrays, hosts, spec.model_parts, replica_step)
 
     def fits(self, arrays: PoolArrays, hosts: Ints, spec: PipelineParallel) -> bool:
-        """Whether some partition leaves every stage within its host's memory."""
+        """Returns whether some partition fits every stage into its host's memory."""
         places = stage_hosts(arrays, hosts)
         return estimate_pipeline(arrays.work, spec, places, arrays.work.batch) is not None
 
