@@ -297,7 +297,7 @@ def test_keeper_ends_what_detached_itself() -> None:
     assert is_gone(int(lines[0]))
 
 
-def test_keeper_ends_all_when_nothing_is_heard() -> None:
+def test_watchdog_ends_all_without_heartbeats() -> None:
     async def silent() -> tuple[int | None, str, list[str]]:
         host = Host(host="localhost")
         async with run_program(LocalShell(host), "watchdog", grace_s=10.0) as keeper:
@@ -310,7 +310,7 @@ def test_keeper_ends_all_when_nothing_is_heard() -> None:
 
     status, words, lines = asyncio.run(silent())
     assert status == 128 + signal.SIGTERM
-    assert words == "nothing was heard from the launcher for 1 s: stopped"
+    assert words == "no heartbeat from the launcher for 1 s: stopped"
     assert is_gone(int(lines[0]))
 
 

@@ -15,7 +15,7 @@ from paceline.plan.cost_model import Workload
 from paceline.plan.estimate import estimate
 from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.run_log import (
-    LAST,
+    MAX_RUNS,
     LoggedRun,
     WorkerTiming,
     add_record,
@@ -137,7 +137,7 @@ def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
     import dataclasses
 
     old = [play(slow, "allreduce", ("h0", "h1"))] * 10
-    new = [play(said, "allreduce", ("h0", "h1"))] * LAST
+    new = [play(said, "allreduce", ("h0", "h1"))] * MAX_RUNS
     other = dataclasses.replace(old[0], model="another")
     expected = predict(calibrate_from_log(said, WORK, []), [0, 1], "allreduce")
     for records in ([other], [*old, *new]):
@@ -180,7 +180,7 @@ def test_damaged_history_names_the_line(tmp_path: Path, line: str) -> None:
     add_record(path, play(make_pool(1e-3, 2e-3), "ps", ("h0", "h1")))
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(UsageError, match=r"p\.history\.jsonl, line 2 is no record of a run"):
+    with pytest.raises(UsageError, match=r"p\.history\.jsonl, line 2 is not a run record"):
         read_history(path)
 
 

@@ -91,7 +91,7 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "pool.history.jsonl").write_text("{}\n")
     done = run_cli("train", "--pool", pool, "--strategy", "auto", "--out", tmp_path / "run")
     assert done.code == 2
-    assert "pool.history.jsonl, line 1 is no record of a run" in done.stderr
+    assert "pool.history.jsonl, line 1 is not a run record" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
 """Checks the prose of the repository for phrases that do not read as standard technical English.
 
-Every rule has a name, a pattern and a replacement to suggest. `PENDING` holds the number of matches
-that a package may still have: a package with more fails, and the number is lowered, never raised.
-`ALLOWED` lists correct uses that a pattern cannot tell apart, each with a reason. Identifiers are
-checked like prose. In tests/ only module docstrings are checked.
+Every rule has a name, a pattern and a suggestion. `ALLOWED` lists correct uses of a phrase by file
+and rule, each with a reason. Identifiers are checked like prose. In tests/ only module docstrings
+are checked.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -99,27 +97,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("docs/speed.md", "parted by"): "names of result files",
 }
 
-# Matches that remain to be rewritten. Lower the numbers as packages are converted.
-PENDING: dict[str, int] = {
-    "src/paceline/comm": 49,
-    "src/paceline/dashboard": 0,
-    "src/paceline/launch": 30,
-    "src/paceline/plan": 54,
-    "src/paceline/protocol": 110,
-    "src/paceline/report": 2,
-    "src/paceline/specs": 11,
-    "src/paceline/strategies": 152,
-    "src/paceline/telemetry": 2,
-    "src/paceline/twin": 161,
-    "src/paceline/worker": 19,
-    "tests": 27,
-}
-
 
 class Finding(NamedTuple):
     """One match of a rule."""
 
-    package: str
     path: str
     line: int
     rule: str
@@ -138,14 +119,6 @@ def list_files() -> Iterator[Path]:
                 yield path
 
 
-def find_package(relative: str) -> str:
-    """Returns the key of `PENDING` under which the matches of a file are counted."""
-    parts = relative.split("/")
-    if parts[:2] == ["src", "paceline"]:
-        return "/".join(parts[:3])
-    return "/".join(parts[:2]) if parts[0] == "docs" and len(parts) > 2 else parts[0]
-
-
 def read_prose(path: Path, relative: str) -> str:
     """Returns the text to check, with the same number of lines before each match as in the file."""
     text = path.read_text(encoding="utf-8")
@@ -158,7 +131,6 @@ def read_prose(path: Path, relative: str) -> str:
 def check_text(text: str, relative: str) -> Iterator[Finding]:
     """Yields the matches of all rules; a phrase may span two lines of a paragraph or comment."""
     flat = re.sub(r"\n[ \t]*(?:#:? )?", "\n", text)
-    package = find_package(relative)
     joined = flat.replace("\n", " ")
     for match in COMBINED.finditer(joined):
         rule = match.lastgroup or ""
@@ -166,7 +138,7 @@ def check_text(text: str, relative: str) -> Iterator[Finding]:
         if (relative, name) in ALLOWED or (relative, "*") in ALLOWED:
             continue
         line = flat.count("\n", 0, match.start()) + 1
-        yield Finding(package, relative, line, name, match.group())
+        yield Finding(relative, line, name, match.group())
 
 
 NAMES = {f"r{index}": name for index, name in enumerate(RULES)}
@@ -176,41 +148,17 @@ COMBINED = re.compile(
 )
 
 
-def collect_findings() -> dict[str, list[Finding]]:
-    """Returns the matches of all files, by package."""
-    findings: dict[str, list[Finding]] = defaultdict(list)
+def main() -> int:
+    """Prints all findings; returns 1 if there are any."""
+    count = 0
     for path in list_files():
         relative = path.relative_to(ROOT).as_posix()
         for finding in check_text(read_prose(path, relative), relative):
-            findings[finding.package].append(finding)
-    return findings
-
-
-def main(wanted: list[str]) -> int:
-    """Prints the matches of packages above their limit, or of those named; 1 if over a limit."""
-    findings = collect_findings()
-    failed = False
-    for package, found in sorted(findings.items()):
-        if wanted:
-            show = any(package.startswith(name.rstrip("/")) for name in wanted)
-        else:
-            show = len(found) > PENDING.get(package, 0)
-            failed = failed or show
-        for finding in found if show else ():
-            print(
-                f"{finding.path}:{finding.line}: {finding.text!r}; write: {RULES[finding.rule][1]}"
-            )
-    for package, limit in sorted(PENDING.items()):
-        if len(findings[package]) < limit:
-            print(
-                f"note: {package} has {len(findings[package])} matches; lower PENDING from {limit}"
-            )
-    if "--counts" in wanted:
-        for package, found in sorted(findings.items()):
-            if found:
-                print(f'    "{package}": {len(found)},')
-    return 1 if failed else 0
+            advice = RULES[finding.rule][1]
+            print(f"{finding.path}:{finding.line}: {finding.text!r}; write: {advice}")
+            count += 1
+    return 1 if count else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

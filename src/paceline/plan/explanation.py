@@ -119,5 +119,7 @@ def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> l
                 why += ", beyond the limit"
         reasons.append({"host": host.host, "why": why})
     if len(outside) > MAX_REASONS:
-        reasons.append({"host": f"{len(outside) - MAX_REASONS} more", "why": "likewise"})
+        reasons.append(
+            {"host": f"{len(outside) - MAX_REASONS} more", "why": "for the same reasons"}
+        )
     return reasons

@@ -36,14 +36,14 @@ class RecordedStep:
 
 
 class CostFacet(ABC, Generic[StrategyT]):
-    """What the planner needs to know about a strategy. Times are means over many steps."""
+    """Cost of a strategy for the planner. Times are means over many steps."""
 
     @abstractmethod
     def step(self, arrays: PoolArrays, hosts: Ints, spec: StrategyT) -> StepEstimate:
         """Estimates a step with one worker on each of these hosts."""
 
     def fits(self, arrays: PoolArrays, hosts: Ints, spec: StrategyT) -> bool:
-        """Whether the model fits in memory. By default every host holds all of it."""
+        """Returns whether the model fits in memory. By default every host holds all of it."""
         return bool(arrays.fits[hosts].all())
 
     def on_hosts(self, spec: StrategyT, count: int) -> StrategyT:

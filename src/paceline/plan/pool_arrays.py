@@ -23,7 +23,7 @@ DEFAULT_WATTS = (60.0, 120.0)
 
 @dataclass(frozen=True)
 class Correction:
-    """How predictions for one kind of run compared with past measurements."""
+    """Correction of predictions for one kind of run by past measurements."""
 
     factor: float
     """Measured time divided by predicted time."""
@@ -61,7 +61,7 @@ class PoolArrays:
         needed = work.bytes * (2 + work.slots) + BASE_MEMORY_BYTES
         self.needed_gb = needed / 1e9
         self.fits = self.memory_bytes >= needed
-        """Whether each host holds the whole model with its gradients and optimizer state."""
+        """Returns whether each host can hold the whole model with gradients and optimizer state."""
 
     @property
     def speed(self) -> Floats:

@@ -13,7 +13,7 @@ from paceline.plan.pool_arrays import Ints, PoolArrays
 
 @dataclass(frozen=True, kw_only=True)
 class PushPullCost:
-    """What a push/pull strategy exchanges, and whether its workers wait for each other."""
+    """Exchanges of a push/pull strategy, and whether its workers wait for each other."""
 
     push_bytes: float
     pull_bytes: float

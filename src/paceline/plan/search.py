@@ -34,7 +34,7 @@ def candidates() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the planner minimizes, and limits that must not be exceeded."""
+    """Quantities that the planner minimizes, and limits that must not be exceeded."""
 
     weights: Mapping[str, float]
     deadline_s: float | None = None
@@ -191,7 +191,7 @@ def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
 
 def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
     """Returns the best strategy on all of these machines. Raises UsageError like `search`."""
-    everybody = np.arange(len(machines.hosts))
+    all_hosts = np.arange(len(machines.hosts))
     unfit = np.flatnonzero(~machines.fits)
     if len(unfit):
         host = machines.hosts[int(unfit[0])]
@@ -199,11 +199,11 @@ def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
             f"the model does not fit on machine {host.host}: it needs {machines.needed_gb:.1f} GB, "
             f"the machine has {host.memory_gb:g} GB; use --select auto to exclude such machines"
         )
-    alone = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in everybody]
+    alone = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in all_hosts]
     tried = [
-        estimate(machines, everybody, spec)
+        estimate(machines, all_hosts, spec)
         for spec in map(parse_strategy, candidates())
-        if _possible(spec, len(everybody), machines.work.batch)
+        if _possible(spec, len(all_hosts), machines.work.batch)
     ] or alone
     allowed = [e for e in tried if wish.is_met_by(e)]
     if not allowed:
