@@ -1,4 +1,4 @@
-"""Entry of every worker and server process."""
+"""Entry point of worker and server processes."""
 
 from paceline.worker.main import main
 

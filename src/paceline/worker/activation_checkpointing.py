@@ -1,4 +1,4 @@
-"""Activation checkpointing: of each block only what enters it is kept until backward."""
+"""Activation checkpointing: only the inputs of each block are kept until backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 
 def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost members of a Sequential or ModuleList that have submodules themselves."""
+    """Returns the outermost members of a Sequential or ModuleList that have submodules."""
     inside: set[torch.nn.Module] = set()
     blocks = []
     for row in model.modules():

@@ -31,14 +31,14 @@ class Assignment(BaseModel):
     bind: str | None = None
     """Address for servers and collectives; None for the one that reaches the coordinator."""
     threads: int
-    """0: as many as the machine's cores allow, which the launcher works out."""
+    """0: cores divided by workers, computed by the launcher."""
     pin: bool = False
     """Pin each worker to its own cores."""
     local_rank: tuple[int, int] = (0, 1)
     """Index among the workers of this machine and their number; set by the launcher."""
     timeout_s: float
     folder: str | None
-    """The run folder; None where only the supervisor sees it, and keeps what it is sent."""
+    """The run folder; None if only the supervisor has access to it."""
     started_wall_s: float
     """Start of the run; earlier for a resumed run, by the time that it had taken before."""
     servers: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Assignment(BaseModel):
     telemetry: bool = True
     """Record steps and process metrics; otherwise only totals are reported."""
     profile_epoch: int | None = None
-    """From 1: the epoch whose operators are timed."""
+    """Epoch whose operators are profiled, counted from 1."""
     has_live_job: bool = False
     """A pickled job follows on standard input: only ever from a parent to its own child."""
 
@@ -78,5 +78,5 @@ def _read_block(stream: IO[bytes]) -> bytes:
     size = int.from_bytes(stream.read(8), "little")
     block = stream.read(size)
     if len(block) != size:
-        raise EOFError("the parent process went away before it had said what to do")
+        raise EOFError("the parent process exited before it sent the assignment")
     return block

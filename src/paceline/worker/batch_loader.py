@@ -33,14 +33,14 @@ SHARE = 0.005
 """Fraction of the step time spent waiting for a batch above which batches are prefetched."""
 MOST_AHEAD = 32
 MOST_AHEAD_BYTES = 64 << 20
-"""Batches made ahead take no more memory than this, or hold one batch."""
+"""Memory limit of prefetched batches; at least one batch is allowed."""
 CALM = 256
-"""Steps without waiting after which one batch less is made ahead."""
+"""Steps without waiting after which the prefetch depth is reduced by one."""
 WINDOW_S = 1.0
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch: it depends on seed and epoch alone, on every machine alike."""
+    """Returns the order of an epoch, which depends only on seed and epoch."""
     keys = hash_rows((seed, epoch), np.arange(samples, dtype=np.int64))
     return np.argsort(keys, kind="stable").astype(np.int64)
 
@@ -55,12 +55,12 @@ class PrefetchDepth:
         self._calm = 0
 
     def update(self, waited_s: float, step_s: float, batch_bytes: int) -> None:
-        """A batch was waited for so long in a step that took so long."""
+        """Records the waiting time for a batch and the duration of the step."""
         if self._fixed or step_s <= 0:
             return
         if waited_s > SHARE * step_s:
             self._calm = 0
-            # What was too little once is not tried again.
+            # A depth that was too small is not tried again.
             self._least = max(self._least, min(self.now + 1, 2))
             most = max(1, min(MOST_AHEAD, MOST_AHEAD_BYTES // max(1, batch_bytes)))
             self.now = min(max(1, 2 * self.now), most)
@@ -79,7 +79,7 @@ class InputTimes:
     wait_s: float = 0.0
     """Time that the training loop waited for a batch."""
     make_s: float = 0.0
-    """Joining, scaling and converting rows, in whichever thread."""
+    """Time to join, scale and convert rows, in any thread."""
     queue: int = 0
     """Sum, over batches, of the batches that were ready when one was requested."""
 
@@ -93,7 +93,7 @@ class InputTimes:
 
 
 class BatchLoader:
-    """Batches of the training table by lease."""
+    """Loads batches of the training dataset by lease."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BatchLoader:
             self._shuffle_windows = ShuffleWindowReader(
                 self._table.blocks, self.layout, rank=rank, workers=workers
             )
-        # A user's own data set may not like other threads, and may draw from torch's generator.
+        # A custom dataset may not be thread-safe, and may use torch's generator.
         own = isinstance(self._table.inner, TorchDatasetAdapter)
         self._depth = PrefetchDepth(0 if own and self._table.depth is None else self._table.depth)
         self._expected: deque[Lease] = deque()
@@ -132,12 +132,12 @@ class BatchLoader:
         self._last = time.perf_counter()
 
     def warm_up(self) -> None:
-        """Before the first epoch: have the first rows ready, so that training need not wait."""
+        """Prefetches the first rows before the first epoch."""
         if self._shuffle_windows is not None:
             self._shuffle_windows.warm_up()
 
     def prefetch(self, leases: Sequence[Lease]) -> None:
-        """These will be asked for next, in this order."""
+        """Announces the next leases, in order."""
         self._expected.extend(leases)
         if self._shuffle_windows is not None:
             for lease in leases:
@@ -145,7 +145,7 @@ class BatchLoader:
         self._make_ahead()
 
     def batch(self, lease: Lease) -> Batch:
-        """The rows of a lease, waited for if need be; raises what reading them raised."""
+        """Returns the rows of a lease, waiting if necessary. Raises what reading them raised."""
         began = time.perf_counter()
         self._totals.queue += sum(future.done() for _, future in self._made)
         if self._shuffle_windows is not None:
@@ -175,7 +175,7 @@ class BatchLoader:
             if self._shuffle_windows is not None and not self._shuffle_windows.is_near(
                 self._expected[0]
             ):
-                return  # It would push out rows that are wanted sooner.
+                return  # It would evict rows that are needed sooner.
             lease = self._expected.popleft()
             self._made.append((lease, self._background.submit(partial(self._make, lease))))
 
@@ -193,7 +193,7 @@ class BatchLoader:
 
     def rows(self, lease: Lease) -> NDArray[np.int64]:
         if self.layout is not None or not self._table.shuffle_rows:
-            # Blocks are read in the order of their rows where no lease says otherwise.
+            # Blocks are read in the order of their rows unless a lease requires otherwise.
             return np.arange(lease.lo, lease.hi, dtype=np.int64)
         if lease.epoch != self._epoch:
             self._order = epoch_order(len(self._table), self._seed, lease.epoch)
@@ -201,7 +201,7 @@ class BatchLoader:
         return self._order[lease.lo : lease.hi]
 
     def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Cost since the last call, about a second ago."""
+        """Returns the cost since the last call, about a second ago."""
         self._tell_due = time.monotonic() + WINDOW_S
         now = InputTimes(**vars(self._totals))
         part = now.minus(self._told)
@@ -209,7 +209,7 @@ class BatchLoader:
         tell({**_describe(part), "depth": self._depth.now})
 
     def totals(self) -> dict[str, Any]:
-        """For the end of a run: seconds, bytes and how far ahead batches were made."""
+        """Returns the totals of the run: seconds, bytes and the mean prefetch depth."""
         facts = {**_describe(self._totals), "depth": self._depth.now}
         blocks = self._table.blocks
         if blocks is not None:
@@ -221,7 +221,7 @@ class BatchLoader:
         return facts
 
     def close(self) -> None:
-        """End the threads."""
+        """Stops the threads."""
         self._background.close()
         if self._shuffle_windows is not None:
             self._shuffle_windows.close()

@@ -1,4 +1,4 @@
-"""The worker's side of the conversation with the coordinator.
+"""Worker side of the protocol with the coordinator.
 
 A training loop iterates over `CoordinatorClient.steps()` and calls `begin` and `finish` around
 each step. Between steps the client synchronizes, evaluates, saves and changes the strategy, as
@@ -77,7 +77,7 @@ REPORT_S = 0.5
 
 
 class CoordinatorClient:
-    """One worker's conversation with the coordinator, from the first EnterPhase to FinishRun."""
+    """Handles the coordinator's messages, from the first EnterPhase to FinishRun."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class CoordinatorClient:
         self._losses = DivergenceDetector()
         self._bytes_sent = self._bytes_before = self._bytes_received = 0
         self._rollback_state: tuple[Section, Section] | None = None
-        """Global and local state to return to, while a switch is on trial."""
+        """Global and local state for a rollback, during a trial switch."""
         self._diverged = False
         self._part: dict[str, object] | None = None
         self._comm_report: CommReport | None = None
         self._optimizer_path: str | None = None
         self._local_state = Section()
-        """State of this worker alone, kept through phases that do not use it."""
+        """Per-worker state, kept through phases that do not use it."""
         self._times_ns = (0, 0)
         self._finished = False
         self._between_epochs = False
@@ -132,7 +132,7 @@ class CoordinatorClient:
 
     @property
     def step(self) -> int:
-        """Steps of this worker so far, those before a resume included."""
+        """Steps of this worker so far, including those before a resume."""
         return self._step
 
     # ---- the loop's side ----------------------------------------------------------------------
@@ -160,7 +160,7 @@ class CoordinatorClient:
                 self._handle(message)
 
     def finish_custom_loop(self) -> None:
-        """Reports that a user's own loop has ended, and handles messages until the run ends."""
+        """Reports the end of a custom training loop, and handles messages until the run ends."""
         if self._finished:
             return
         if not self._between_epochs:
@@ -188,7 +188,7 @@ class CoordinatorClient:
             self._slowdown.begin_step(work.lease.epoch + work.lease.start / self._samples_per_epoch)
 
     def rows_for(self, lease: Lease) -> Lease:
-        """The rows that this worker needs for a lease."""
+        """Returns the rows that this worker needs for a lease."""
         assert self._runner is not None
         return self._runner.rows_for(lease)
 
@@ -232,7 +232,7 @@ class CoordinatorClient:
                 self._report(plan.epoch, lease.stop)
 
     def _cut_leases(self, plan: PlannedSteps) -> list[Lease]:
-        """This worker's share of every batch of a plan."""
+        """Yields this worker's share of every batch of a plan."""
         cutter = RangeCutter(plan.pieces) if plan.pieces else None
         leases = []
         for start in range(plan.start, plan.stop, plan.batch):
@@ -264,7 +264,7 @@ class CoordinatorClient:
         self._report_due = time.monotonic() + REPORT_S
 
     def _times_since(self) -> tuple[float, float]:
-        """Seconds of compute and of communication since the last call."""
+        """Returns seconds of compute and communication since the last call."""
         total_ns = self._clock.total_ns
         busy_ns = total_ns[INPUT] + total_ns[FORWARD] + total_ns[BACKWARD]
         now = (busy_ns, total_ns[COMM])

@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 
 
 def pin(place: int, workers: int) -> None:
-    """Keep this process to its share of the cores that it may use; `place` counts from 0."""
+    """Pins this process to its share of the available cores; `place` counts from 0."""
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError("--pin requires Linux; remove it")
     cores = sorted(os.sched_getaffinity(0))

@@ -27,7 +27,7 @@ from paceline.worker.loop_hooks import LoopCallbacks
 from paceline.worker.session import Session
 
 _session: Session | None = None
-"""The session of this process when `paceline launch` started it."""
+"""Session of this process, if `paceline launch` started it."""
 
 _loader: LeasedLoader | None = None
 
@@ -42,7 +42,7 @@ def prepare(
     *,
     epochs: int | None = None,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    """Put Paceline's strategy under a loop; raises UsageError for what cannot be shared out.
+    """Prepares a training loop for a strategy. Raises UsageError for unsupported objects.
 
     `epochs` is needed only for a switch at a fraction of the run.
     """
@@ -91,7 +91,7 @@ def _inspect(loader: DataLoader[Any]) -> tuple[Any, int]:
 
 
 def _take_over_step(optimizer: torch.optim.Optimizer, loader: LeasedLoader) -> None:
-    """optimizer.step() becomes exchange and update; the original is what a runner calls."""
+    """Replaces optimizer.step() with exchange and update; runners call the original."""
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
@@ -105,7 +105,7 @@ def _take_over_step(optimizer: torch.optim.Optimizer, loader: LeasedLoader) -> N
 
 
 class LeasedLoader:
-    """Looks like the loader it wraps, and yields this worker's share of each global batch."""
+    """Wraps a loader; yields this worker's share of each global batch."""
 
     def __init__(self, loader: DataLoader[Any], agent: CoordinatorClient, session: Session) -> None:
         self.dataset: Any = loader.dataset
@@ -159,7 +159,7 @@ class LeasedLoader:
 
 
 def log(loss: float | torch.Tensor) -> None:
-    """Tell Paceline the loss of the current batch: curves, and a stop when it diverges.
+    """Logs the loss of the current batch, for curves and divergence detection.
 
     Does nothing in a script that was started without `paceline launch`.
     """
@@ -168,5 +168,5 @@ def log(loss: float | torch.Tensor) -> None:
 
 
 def rank() -> int:
-    """This worker's number; 0 in a script that was started without `paceline launch`."""
+    """Returns this worker's rank; 0 in a script started without `paceline launch`."""
     return _session.rank if _session is not None else 0

@@ -1,4 +1,4 @@
-"""Evaluation of a model on (a share of) a table."""
+"""Evaluates a model on (a share of) a dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 256
 EvalShard = tuple[int, int]
 """Index of a part of the rows, and the number of parts."""
 Predict = Callable[[torch.Tensor], torch.Tensor | None]
-"""The model's outputs; None where another worker has them."""
+"""Returns the model's outputs; None if another worker has them."""
 
 
 def evaluate_shard(
@@ -31,7 +31,7 @@ def evaluate_shard(
     device: torch.device | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> tuple[float, int | None, int]:
-    """Sum of losses, right predictions and predictions on a share of the rows.
+    """Returns the sum of losses, correct predictions and predictions on a share of the rows.
 
     `alive` is called before each batch: a long evaluation is not a stuck worker.
     """

@@ -1,4 +1,4 @@
-"""Libraries whose own training call is taken over in a script that `paceline launch` runs.
+"""Import hooks that replace the training calls of libraries in launched scripts.
 
 When the script imports such a library, its adapter is called right after, before the script can
 use it. The adapter is named by its import path, as runners are: most scripts need none.
@@ -24,7 +24,7 @@ PREPARATIONS = {"keras": {"KERAS_BACKEND": "torch"}, "tensorflow": {"KERAS_BACKE
 
 
 def install_import_hook() -> None:
-    """From now on; what was imported before is left as it is."""
+    """Installs the hooks; modules that are already imported are not affected."""
     sys.meta_path.insert(0, _ImportHook())
 
 
@@ -69,7 +69,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    """The package's own loader, and the adapter behind it."""
+    """Runs the package's own loader, then the adapter."""
 
     def __init__(self, loader: Any, adapter: str) -> None:
         self._loader = loader
@@ -88,7 +88,7 @@ class _PatchingLoader(importlib.abc.Loader):
 
 
 class _StubLoader(importlib.abc.Loader):
-    """Makes a stand-in module, or a part of one that it has as an attribute."""
+    """Creates a stub module, or a submodule that is an attribute of one."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""From a job's names to live parts: data, model, loss, optimizer."""
+"""Builds the parts of a job: data, model, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class JobData:
-    """The tables that a worker reads; a user's own data may lack `val` and `test`."""
+    """Datasets of a worker; custom data may lack `val` and `test`."""
 
     train: MapDataset
     val: MapDataset | None
@@ -38,7 +38,7 @@ class JobData:
 
 
 def load_job_data(job: Job) -> JobData:
-    """Read the job's data; raises DataError or UsageError in one clear line."""
+    """Loads the job's data. Raises a one-line DataError or UsageError."""
     found: DatasetSplits
     if isinstance(job.data, str) and not is_url_or_path(job.data):
         found = data_room.load(
@@ -65,7 +65,7 @@ def load_job_data(job: Job) -> JobData:
 
 
 def load_test_split(job: Job, *, whole: bool) -> MapDataset | None:
-    """The part to evaluate a finished model on; with `whole`, all of data by URL that has none."""
+    """Returns the test split; with `whole`, all data at a URL that has no test split."""
     table = load_job_data(job).test
     if table is None and whole and isinstance(job.data, str):
         table = build_dataset(job.pipelines()[0], FeatureOptions(dtype=job.dtype)).table
@@ -73,14 +73,14 @@ def load_test_split(job: Job, *, whole: bool) -> MapDataset | None:
 
 
 def open_job_dataset(job: Job) -> DatasetSplits:
-    """The data set that a job names by URL."""
+    """Returns the dataset at the job's URL."""
     pipeline, val = job.pipelines()
     taking = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
     return build_splits(str(job.data), pipeline, val, taking)
 
 
 def build_model(job: Job, tables: JobData) -> torch.nn.Module:
-    """The job's model with its initial weights, drawn from the job's seed."""
+    """Builds the job's model with initial weights from the job's seed."""
     torch.manual_seed(job.seed)
     if isinstance(job.model, str):
         shape, classes = input_facts(tables)
@@ -106,7 +106,7 @@ def build_model(job: Job, tables: JobData) -> torch.nn.Module:
 
 
 def _put_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Images go in that way, and convolutions hand it on; weights stay as they are in memory."""
+    """Converts inputs to channels-last, which convolutions propagate; weights are unchanged."""
     return tuple(
         x.contiguous(memory_format=torch.channels_last)
         if isinstance(x, torch.Tensor) and x.dim() == 4
@@ -123,7 +123,7 @@ def choose_device(job: Job) -> torch.device:
 
 
 def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
-    """Shape of one input and number of classes, for a model that is built by name."""
+    """Returns the input shape and the number of classes, for a built-in model."""
     if tables.dataset is not None:
         if tables.dataset.classes is None:
             raise UsageError(
@@ -144,7 +144,7 @@ def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
 
 
 def build_loss(job: Job, model: torch.nn.Module) -> Loss:
-    """Mean loss of a batch, the model's own regularisation included on every side."""
+    """Returns the mean loss of a batch, including the model's regularization."""
     chosen: Loss = job.loss if job.loss is not None else cross_entropy
     regularization = getattr(model, "regularization", None)
     if regularization is None:
@@ -153,7 +153,7 @@ def build_loss(job: Job, model: torch.nn.Module) -> Loss:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, so that it serves images (N, C) and text (N, T, C) alike."""
+    """Computes cross-entropy over the last dimension, for (N, C) and (N, T, C)."""
     if output.dim() > 2:
         output, target = output.reshape(-1, output.shape[-1]), target.reshape(-1)
     return torch.nn.functional.cross_entropy(output, target)

@@ -34,8 +34,8 @@ def tune_malloc() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Before glibc 2.35 no more than 32 MB are taken for an answer. Without one, the others would do
-    # harm: they end its own way of finding a threshold.
+    # glibc before 2.35 rejects thresholds above 32 MB. Then the other settings would be harmful,
+    # because they disable its dynamic threshold.
     if not (mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_TOP_PAD, 64 << 20))

@@ -1,4 +1,4 @@
-"""Is there room for a model under a strategy? Asked before the first step, answered in one line."""
+"""Checks before the first step that a model fits in memory with its strategy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_memory(
 
 
 def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, room: float) -> str:
-    """Strategies that fit with this many workers, and the memory that each needs."""
+    """Returns the strategies that fit with this many workers, and their memory."""
     found = []
     templates = [text for record in records().values() for text in record.memory_saving]
     for text in (template.format(workers=workers) for template in templates):
@@ -60,7 +60,7 @@ def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, r
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
-    """A remedy for an out-of-memory error; None for any other error."""
+    """Returns the remedy for an out-of-memory error; None for other errors."""
     found = re.search(r"tried to allocate (\d+) bytes", str(error))
     if not isinstance(error, MemoryError) and found is None:
         return None

@@ -1,4 +1,4 @@
-"""`--profile epoch=N`: self time of each operator on this worker, in one epoch."""
+"""Profiler of `--profile epoch=N`: self time of each operator on this worker in one epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.telemetry.run_folder import write_json
 
 MOST_STEPS = 200
-"""A longer epoch is timed over its first steps: the profiler keeps every call in memory."""
+"""Maximum number of profiled steps, because the profiler keeps every call in memory."""
 MOST_OPERATORS = 300
 
 
@@ -54,7 +54,7 @@ class EpochProfiler:
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """End the profile and write it, if one is under way."""
+        """Ends and writes the profile, if one is in progress."""
         if self._running is None:
             return
         seconds = time.perf_counter() - self._began

@@ -51,15 +51,15 @@ class RunFiles(Protocol):
     events: EventSink
 
     def save(self, name: str, state: TrainState) -> str:
-        """Keep a checkpoint; its path inside the run folder."""
+        """Saves a checkpoint; returns its path inside the run folder."""
         ...
 
     def load(self, checkpoint: str) -> TrainState:
-        """The checkpoint that the run begins from."""
+        """Returns the checkpoint that the run starts from."""
         ...
 
     def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
-        """Keep the model's weights; `distant` are those that other workers hold."""
+        """Saves the model's weights; `distant` are those of other workers."""
         ...
 
 
@@ -72,7 +72,7 @@ def open_run_files(assignment: Assignment, control: ControlConnection) -> RunFil
 
 
 class LocalRunFiles:
-    """The folder itself, on a file system that this process shares with the supervisor."""
+    """Direct access to the folder, on a file system shared with the supervisor."""
 
     def __init__(self, assignment: Assignment) -> None:
         assert assignment.folder is not None
@@ -93,7 +93,7 @@ class LocalRunFiles:
 
 
 class RemoteRunFiles:
-    """The folder is the supervisor's: everything goes through the control connection."""
+    """Access to the supervisor's folder through the control connection."""
 
     def __init__(self, assignment: Assignment, control: ControlConnection) -> None:
         self._control = control
@@ -102,7 +102,7 @@ class RemoteRunFiles:
         self.events: EventSink = self
 
     def _estimate_run_start(self) -> float:
-        """Clocks differ between machines: the quickest of a few answers says by how much."""
+        """Estimates the clock offset from the fastest of several round trips."""
         best: tuple[float, float] | None = None
         for _ in range(AGE_ROUNDS):
             asked = time.time()
@@ -151,7 +151,7 @@ class RemoteRunFiles:
             try:
                 return load_checkpoint(folder)
             except CheckpointError as error:
-                # It lies over there: the user knows it by its path on that machine.
+                # The file is on the supervisor's machine, so the error shows its path there.
                 raise CheckpointError(str(error).replace(str(folder), checkpoint)) from None
 
     def _fetch(self, name: str, target: Path) -> bool:
@@ -170,7 +170,7 @@ class RemoteRunFiles:
         return True
 
     def _request(self, message: FileRequest | RunClockRequest) -> object:
-        # Before this worker says that it is ready, nothing else is sent to it.
+        # Nothing else is sent to this worker before it reports that it is ready.
         self._control.send(message)
         return self._control.receive()
 
@@ -178,7 +178,7 @@ class RemoteRunFiles:
 def save_weights(
     model: torch.nn.Module, path: Path, distant: Mapping[str, RemoteTensor] | None = None
 ) -> None:
-    """A tensor with two names is there once, under its first."""
+    """Removes duplicates of tied tensors; the first name is kept."""
     partial = path.with_name(path.name + ".partial")
     mine = dict(model.named_parameters()) | persistent_buffers(model)
     there = distant or {}

@@ -20,7 +20,7 @@ from paceline.worker.telemetry_reporter import TelemetryReporter
 
 
 def run_server(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
-    """Serve until the coordinator says stop."""
+    """Serves until the coordinator sends StopServer."""
     files = open_run_files(assignment, control)
     clock = ServerClock(files.began_wall_s)
     counters, serving = StepCounters(), ServerCounters()

@@ -1,4 +1,4 @@
-"""Runs a worker from its assignment to the end of training: a job, or a user's own script."""
+"""Runs a worker from its assignment to the end of training: a job, or a custom script."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Session:
         return EpochProfiler(epoch, path, self.rank, written)
 
     def broadcast_state(self, around: WorkerContext) -> TrainState:
-        """The state to begin from: worker 0's, or its checkpoint's, the same on every worker."""
+        """Returns the initial state of worker 0 or its checkpoint, equal on every worker."""
         replica = around.replica
         state = TrainState(state_from_model(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
@@ -363,7 +363,7 @@ def _resolve(assignment: Assignment) -> Job:
 
 
 def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
-    """Run a user's own loop; `paceline.prepare` in it finds this session."""
+    """Runs a custom training loop; its `paceline.prepare` finds this session."""
     from paceline.worker import custom_loop
 
     assert assignment.script is not None

@@ -1,4 +1,4 @@
-"""The windows of mixed rows that a worker reads in blocks: the one in use and the next ones."""
+"""Shuffle windows of a worker that reads in blocks: the current one and the next ones."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from paceline.protocol.messages import Lease
 Key = tuple[int, int]
 """An epoch, and a window of it."""
 
-LEAST_WINDOWS = 16
-"""In an epoch, as far as blocks allow."""
+MIN_WINDOWS = 16
+"""Minimum number of windows per epoch, if there are enough blocks."""
 MOST_WINDOWS = 3
-"""In memory at a time: the one in use and those that come next."""
+"""Windows in memory at a time: the current one and the next ones."""
 
 
 def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
-    """The block plan of a table for the coordinator; None if all its rows are in memory."""
+    """Returns the block layout of a dataset; None if all its rows are in memory."""
     blocks = table.blocks
     if blocks is None:
         return None
@@ -45,7 +45,7 @@ def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
     if table.shuffle_rows:
         # Few large windows could not be distributed evenly. The size does not depend on the number
         # of workers, so that a run can be resumed with another number.
-        window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // LEAST_WINDOWS)
+        window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // MIN_WINDOWS)
         window = max(1, window)
     by_file = table.shard == "file"
     units = tuple(b.file if by_file else n for n, b in enumerate(blocks.blocks))
@@ -54,13 +54,13 @@ def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
 
 @dataclass(frozen=True)
 class ShuffledRows:
-    """The rows of a window as they are stored, and the order in which they come."""
+    """Stored rows of a window, and their shuffled order."""
 
     lo: int
     x: NDArray[Any]
     y: NDArray[Any]
     rows: NDArray[np.int64]
-    """The rows' numbers in the table."""
+    """Row indices in the dataset."""
     order: NDArray[np.int64]
 
 
@@ -76,24 +76,24 @@ class ShuffleWindowReader:
         self._plans: dict[int, EpochBlockPlan] = {}
         self._held: dict[Key, Future[ShuffledRows]] = {}
         self._route: deque[Key] = deque()
-        """The windows of all leases that are expected, in order."""
+        """Windows of all expected leases, in order."""
         self._guess: tuple[int, list[Key]] = (-1, [])
         self._background = DaemonThreadPool(1, "paceline-window")
         self._lock = threading.Lock()
 
     def warm_up(self) -> None:
-        """Read what this worker will most likely begin the first epoch with."""
+        """Prefetches the window that this worker will probably start with."""
         for key in self._guess_start(0):
             self._take(key)
 
     def prefetch(self, lease: Lease) -> None:
-        """This lease will come, after all that were expected before it."""
+        """Adds a lease to the expected ones."""
         for key in self._find(lease.epoch, lease.row_ranges):
             if not self._route or self._route[-1] != key:
                 self._route.append(key)
 
     def wait_for(self, lease: Lease) -> None:
-        """Work is at this lease: begin to read what comes next, drop what is behind."""
+        """Advances to this lease: prefetches the next windows and drops old ones."""
         wanted = list(self._find(lease.epoch, lease.row_ranges))
         if not wanted:
             return
@@ -116,7 +116,7 @@ class ShuffleWindowReader:
             return all(key in self._held for key in self._find(lease.epoch, lease.row_ranges))
 
     def rows(self, lease: Lease) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], float]:
-        """Stored rows of a lease, their numbers, and how long reading was waited for."""
+        """Returns the stored rows of a lease, their indices and the waiting time."""
         parts = []
         waited_s = 0.0
         for lo, hi in lease.row_ranges:
@@ -135,11 +135,11 @@ class ShuffleWindowReader:
         self._background.close()
         self._table.close()
 
-    # ---- which -------------------------------------------------------------------------------
+    # ---- selection ---------------------------------------------------------------------------
 
     def _plan(self, epoch: int) -> EpochBlockPlan:
         if epoch not in self._plans:
-            # This epoch's and the next one's: what is older is never asked for again.
+            # Only the current and the next epoch are kept; older ones are not needed again.
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1}
             self._plans[epoch] = EpochBlockPlan(self._layout, epoch)
         return self._plans[epoch]
@@ -161,7 +161,7 @@ class ShuffleWindowReader:
                     yield key
 
     def _guess_start(self, epoch: int) -> list[Key]:
-        """The window that the next epoch will most likely begin with here."""
+        """Returns the window with which this worker will probably start the next epoch."""
         if self._guess[0] != epoch:
             plan = self._plan(epoch)
             first: RowRanges = ()

@@ -30,18 +30,18 @@ LONGEST_S = 20.0
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step: fixed_s + samples x per_sample_s, and of an update."""
+    """Seconds of a step (fixed_s + samples x per_sample_s) and of an update."""
 
     fixed_s: float
     per_sample_s: float
     update_s: float
     cv: float
-    """Standard deviation over mean of the larger steps."""
+    """Standard deviation divided by mean of the larger steps."""
     parameter_bytes: int
 
 
 def time_steps(job: Job, tables: JobData, share: int) -> StepTimes:
-    """Time steps of a worker's share and of half of it, with torch's threads as they are."""
+    """Times steps of a worker's share and of half of it, with torch's current threads."""
     model = build_model(job, tables).train()
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
@@ -97,7 +97,7 @@ def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
 
 
 def fit_line(medians: dict[int, float]) -> tuple[float, float]:
-    """A straight line through two sizes, or through the origin where that makes no sense."""
+    """Fits a line through two sizes, or through the origin if that is not meaningful."""
     least, largest = min(medians), max(medians)
     if largest > least:
         slope = (medians[largest] - medians[least]) / (largest - least)

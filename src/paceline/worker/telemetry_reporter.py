@@ -13,7 +13,7 @@ from paceline.worker.assignment import Assignment
 
 
 class TelemetryReporter:
-    """Losing the supervisor is not this one's business: the heart ends the process then."""
+    """Ignores connection errors; `HeartbeatThread` exits the process if the supervisor is lost."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class TelemetryReporter:
                 pass
 
     def sample_now(self) -> None:
-        """Take vitals now, whatever the second."""
+        """Samples metrics immediately."""
         if self._sampler is not None:
             self._sampler.sample()
 
     def stop(self) -> None:
-        """Take the last vitals; the connections whose bytes they count must still be open."""
+        """Samples the last metrics while the counted connections are still open."""
         if self._sampler is not None:
             self._sampler.stop()
             self._thinner.flush()

@@ -21,7 +21,7 @@ def run_training_loop(
     clock: PhaseClock,
     profiler: EpochProfiler | None = None,
 ) -> None:
-    """Run every lease that the coordinator hands out."""
+    """Processes every lease that the coordinator grants."""
     model, optimizer = replica.model, replica.optimizer
     schedule, base_lr, samples = job.schedule_spec, job.base_lr, feed.samples
     total = samples * job.epochs
