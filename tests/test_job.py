@@ -419,5 +419,5 @@ def test_live_job_trains(tmp_path: Path) -> None:
     model = paceline.load(tmp_path / "run", model=make_net())
     assert isinstance(model, torch.nn.Linear)
     assert not model.training
-    with pytest.raises(UsageError, match="does not fit"):
+    with pytest.raises(UsageError, match="does not match"):
         paceline.load(tmp_path / "run", model=torch.nn.Linear(3, 2))

@@ -135,7 +135,7 @@ def test_lr_drop_switches_where_the_schedule_drops() -> None:
     assert policy.next_stop(History(samples=0)) == 4000
     assert policy.decide(History(samples=3900)) is None
     assert policy.decide(History(samples=4000)).reason == "lr_drop"
-    with pytest.raises(SpecError, match="has 0: use milestones"):
+    with pytest.raises(SpecError, match="has 0; use milestones"):
         policy_of("switch(allreduce, ps, when=lr_drop)", "cosine")
 
 

@@ -187,7 +187,7 @@ def test_texts_of_strategies(text: str, spec: Strategy) -> None:
         (parse_strategy, "ps(servers=1, servers=2)", "given twice"),
         (parse_strategy, "ps(lr_scale=0)", "must be greater than 0, got 0"),
         (parse_strategy, "single(3)", "accepts no values"),
-        (parse_strategy, "switch(allreduce, ps)", "when?"),
+        (parse_strategy, "switch(allreduce, ps)", "requires a switch point"),
         (parse_strategy, "switch(allreduce, at=50%)", "at least two"),
         (parse_strategy, "switch(allreduce, ps, at=150%)", "below 100%"),
         (parse_strategy, "switch(allreduce, ps, at=0%)", "above 0%"),

@@ -209,7 +209,7 @@ def small_net() -> nn.Module:
 
 def test_parts_that_read_different_values_are_told(tmp_path: Path) -> None:
     job = Job(model=small_net, data=blurred_sets, batch=8, epochs=1)
-    with pytest.raises(UsageError, match="must draw by seed and epoch"):
+    with pytest.raises(UsageError, match="must depend on seed and epoch"):
         paceline.train(job, "tensor(size=2)", 2, out=tmp_path / "run")
 
 
