@@ -209,7 +209,7 @@ def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     assert json.loads(told.stdout)["objective"] == {"time": 0.7, "cost": 0.3}
     for arguments, complaint in [
         (("--objective", "speed"), "must be one of time, energy, cost"),
-        (("--objective", "time=x"), "not a number"),
+        (("--objective", "time=x"), "must be a number"),
         (("--deadline", "0"), "--deadline must be greater than 0, got 0"),
         (("--pool", tmp_path / "none.yaml"), "none.yaml"),
     ]:
