@@ -51,6 +51,11 @@ def write(folder: Path, files: Files) -> None:
         (folder / name).write_bytes(content)
 
 
+def pack_gzip(content: bytes) -> bytes:
+    """Without a time stamp: bytes in test ids must be equal in all pytest workers."""
+    return gzip.compress(content, mtime=0)
+
+
 def pack_idx(array: np.ndarray[Any, Any], magic: int | None = None) -> bytes:
     head = struct.pack(f">{1 + array.ndim}I", magic or 0x0800 + array.ndim, *array.shape)
     return head + array.tobytes()
@@ -65,7 +70,7 @@ def make_mnist(count: int = 40, *, tests: int = 12, packed: bool = True) -> File
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
             content = pack_idx(array)
             key = f"{stem}-{name}-ubyte" + (".gz" if packed else "")
-            files[key] = gzip.compress(content) if packed else content
+            files[key] = pack_gzip(content) if packed else content
     return files
 
 
@@ -238,7 +243,7 @@ def test_idx_round_trip(
 ) -> None:
     path = tmp_path_factory.mktemp("idx") / ("rows.gz" if packed else "rows")
     content = pack_idx(array)
-    path.write_bytes(gzip.compress(content) if packed else content)
+    path.write_bytes(pack_gzip(content) if packed else content)
     shelf = find_dataset_files("mnist", path.parent)
     np.testing.assert_array_equal(idx.read_file(shelf, path, array.ndim), array)
 
@@ -318,13 +323,13 @@ BLANK = np.zeros((40, 28, 28), np.uint8)
     [
         (IMAGES, b"", ["is empty"]),
         (IMAGES, pack_idx(BLANK), ["is not gzip", "expected 1f8b"]),
-        (IMAGES, gzip.compress(b"\0\0\x08"), ["truncated", "3 bytes of a 16-byte header"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK))[:9], ["truncated", "0 bytes"]),
+        (IMAGES, pack_gzip(b"\0\0\x08"), ["truncated", "3 bytes of a 16-byte header"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK))[:9], ["truncated", "0 bytes"]),
         (IMAGES, b"\x1f\x8b\x08" + b"\xff" * 60, ["damaged gzip"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK, 2049)), ["IDX magic is 2049, expected 2051"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK[:, :8])), ["images are 8x28, expected 28x28"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK[:0])), ["contains no rows"]),
-        (LABELS, gzip.compress(pack_idx(BLANK[:7, 0, 0])), ["7 labels, expected 40"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK, 2049)), ["IDX magic is 2049, expected 2051"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK[:, :8])), ["images are 8x28, expected 28x28"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK[:0])), ["contains no rows"]),
+        (LABELS, pack_gzip(pack_idx(BLANK[:7, 0, 0])), ["7 labels, expected 40"]),
     ],
 )
 def test_bad_idx_is_refused_early(
@@ -334,7 +339,7 @@ def test_bad_idx_is_refused_early(
     refuse("mnist", tmp_path, name if name == LABELS else "train-", *words)
 
 
-NOISE = gzip.compress(pack_idx(np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)))
+NOISE = pack_gzip(pack_idx(np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)))
 
 
 @pytest.mark.usefixtures("unpublished")
@@ -344,11 +349,11 @@ NOISE = gzip.compress(pack_idx(np.random.default_rng(0).integers(0, 256, (40, 28
         (IMAGES, NOISE[:-9], ["is truncated: the gzip data ends too early"]),
         (IMAGES, NOISE[:-8] + b"\0" * 8, ["damaged gzip data"]),
         (IMAGES, NOISE[:5000] + b"\0" * 99 + NOISE[5099:], ["damaged gzip data"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK)[:-1]), ["31,376 bytes, found 31,375"]),
-        (IMAGES, gzip.compress(pack_idx(BLANK) + b"\0\0"), ["31,376 bytes, found more"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK)[:-1]), ["31,376 bytes, found 31,375"]),
+        (IMAGES, pack_gzip(pack_idx(BLANK) + b"\0\0"), ["31,376 bytes, found more"]),
         (
             LABELS,
-            gzip.compress(pack_idx(np.arange(40, dtype=np.uint8))),
+            pack_gzip(pack_idx(np.arange(40, dtype=np.uint8))),
             ["label 10 in row 10, expected 0 to 9"],
         ),
     ],
@@ -378,10 +383,10 @@ def make_subset(count: int, *, own_labels: bool) -> Files:
     files = make_mnist(60)
     images = gzip.decompress(files.pop(IMAGES))
     array = np.frombuffer(images, np.uint8, offset=16).reshape(-1, 28, 28)[:count]
-    files[f"train-images-first{count}-idx3-ubyte.gz"] = gzip.compress(pack_idx(array))
+    files[f"train-images-first{count}-idx3-ubyte.gz"] = pack_gzip(pack_idx(array))
     if own_labels:
         labels = (np.arange(count) % 10).astype(np.uint8)
-        files[f"train-labels-first{count}-idx1-ubyte.gz"] = gzip.compress(pack_idx(labels))
+        files[f"train-labels-first{count}-idx1-ubyte.gz"] = pack_gzip(pack_idx(labels))
     return files
 
 
@@ -402,12 +407,12 @@ def test_subset_by_name_carries_a_note(tmp_path: Path, own_labels: bool) -> None
 @pytest.mark.usefixtures("unpublished")
 def test_subset_must_hold_what_its_name_says(tmp_path: Path) -> None:
     files = make_subset(23, own_labels=True)
-    wrong = {**files, "train-images-first23-idx3-ubyte.gz": gzip.compress(pack_idx(BLANK))}
+    wrong = {**files, "train-images-first23-idx3-ubyte.gz": pack_gzip(pack_idx(BLANK))}
     write(tmp_path / "kmnist", wrong)
     refuse("kmnist", tmp_path, "contains 40 images, but its name says 23")
     short = {
         **files,
-        "train-labels-first23-idx1-ubyte.gz": gzip.compress(pack_idx(BLANK[:9, 0, 0])),
+        "train-labels-first23-idx1-ubyte.gz": pack_gzip(pack_idx(BLANK[:9, 0, 0])),
     }
     write(tmp_path / "kmnist", short)
     refuse("kmnist", tmp_path, "9 labels, expected 23")
