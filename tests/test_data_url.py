@@ -267,7 +267,7 @@ def test_places_that_are_wrong_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.dat").write_bytes(b"1")
     with pytest.raises(UsageError, match=r"cannot infer the format of x\.dat; use --format"):
         check_source(read(str(tmp_path)))
-    with pytest.raises(UsageError, match="unknown format 'parket': did you mean 'parquet'"):
+    with pytest.raises(UsageError, match="unknown format 'parket'; did you mean 'parquet'"):
         read(str(tmp_path), format="parket")
     write_set(tmp_path, [3])
     (tmp_path / "x.csv").write_text("a,label\n1,2\n")

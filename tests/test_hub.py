@@ -139,7 +139,7 @@ def test_second_of_a_name_is_refused_and_the_first_stays() -> None:
         second = await house.join("server-0")
         with pytest.raises(PeerLost):
             await asyncio.to_thread(second.receive)
-        assert house.refused == ["server-0: server-0 is connected already"]
+        assert house.refused == ["server-0: server-0 is already connected"]
         house.hub.send("server-0", Quiesce(1))
         assert await asyncio.to_thread(first.receive) == Quiesce(1)
         assert house.gone == []

@@ -376,7 +376,9 @@ def test_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith('put what starts it under `if __name__ == "__main__":`')
+    assert done.stderr.strip().endswith(
+        'move the call to train() under `if __name__ == "__main__":`'
+    )
 
 
 def note_cores(folder: Path) -> Any:

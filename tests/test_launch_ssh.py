@@ -51,7 +51,7 @@ def run_cli(run_process: RunCli) -> RunCli:
         ("worker", "'worker' must be worker=NUMBER"),
         ("worker=two", "must be worker=NUMBER"),
         ("worker=1,worker=2", "worker is listed twice"),
-        ("chief=2,worker=1", "chief=2: there can be only one chief"),
+        ("chief=2,worker=1", "chief=2 is not supported; at most one chief is allowed"),
         ("ps=2", "at least one chief or worker is required"),
     ],
 )

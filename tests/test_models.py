@@ -368,7 +368,7 @@ def test_every_description_is_one_line() -> None:
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"unknown model 'resnet-20': did you mean 'resnet20'\?"):
+    with pytest.raises(UsageError, match=r"unknown model 'resnet-20'; did you mean 'resnet20'\?"):
         models.build("resnet-20", input_shape=CIFAR, classes=10)
 
 

@@ -48,5 +48,5 @@ def test_names_are_taken_once() -> None:
     register_codec(record)  # The same module: imported twice.
     for name in ("pruned", "int8"):
         other = type("Other", (record.spec,), {"name": name, "__module__": "elsewhere"})
-        with pytest.raises(SpecError, match=f"a codec named '{name}' exists already"):
+        with pytest.raises(SpecError, match=f"a codec named '{name}' already exists"):
             register_codec(paceline.CodecRecord(spec=other, coder="x:y"))

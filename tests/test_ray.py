@@ -161,7 +161,7 @@ def test_a_ray_dataset_is_laid_out_and_trained_on(cluster: Cluster, tmp_path: Pa
     command = [sys.executable, str(script), cluster.address, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
-    assert "laid is not empty: name another folder" in done.stdout
+    assert "laid is not empty; choose another directory" in done.stdout
     samples, status = done.stdout.split("samples ")[1].split()
     assert status == "done"
     tables = [parquet.read_table(p) for p in sorted((tmp_path / "laid").glob("*.parquet"))]

@@ -181,7 +181,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
 
 def test_a_place_that_never_calls_is_told(tmp_path: Path) -> None:
     launcher = EngineLauncher(Places(late={1}), 2, arrive_s=3.0)
-    with pytest.raises(RunFailed, match=r"of 2 places 1 did not call back .*\(number 1\)"):
+    with pytest.raises(RunFailed, match=r"1 of 2 slots did not connect .*\(slot 1\)"):
         run_on(launcher, tmp_path / "run", "allreduce")
 
 

@@ -367,7 +367,7 @@ def test_too_many_workers_and_wrong_columns(session: Any, frame: Any, tmp_path: 
     uneven = session.createDataFrame([([1.0], 0), ([1.0, 2.0], 1)], ["features", "label"])
     with pytest.raises(UsageError, match="features of 1 to 2 numbers"):
         estimator(tmp_path).fit(uneven)
-    with pytest.raises(UsageError, match="has no 'modle': did you mean 'model'"):
+    with pytest.raises(UsageError, match="has no parameter 'modle'; did you mean 'model'"):
         estimator(tmp_path, modle="mlp-128")
 
 

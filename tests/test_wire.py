@@ -514,7 +514,7 @@ def test_gradient_of_wrong_size_names_both(served: Served, size: int) -> None:
     served.fill(channel, torch.zeros(8))
     push(channel, b"\0" * size)
     head, _ = channel.receive()
-    assert f"a gradient of {size} bytes, 32 expected" in head["error"]
+    assert f"a gradient has {size} bytes, expected 32" in head["error"]
     assert "server 4" in head["error"]
     channel.close()
 

@@ -63,7 +63,7 @@ def load_plugin_file(path: Path) -> None:
     if loaded is None:
         load_module(file, file.stem)
     elif Path(getattr(loaded, "__file__", None) or "").resolve() != file:
-        raise UsageError(f"plugin {path} has the name of another module: rename the file")
+        raise UsageError(f"plugin {path} has the name of another module; rename the file")
 
 
 def hash_file(path: Path, what: str = "job file") -> str:

@@ -41,8 +41,8 @@ class Coder(ABC):
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"gradients of {dtype_name(dtype)} cannot be compressed: "
-                "train in float32 or float64, or leave the codec out"
+                f"{dtype_name(dtype)} gradients cannot be compressed; "
+                "train in float32 or float64, or remove the codec"
             )
         self.dtype = dtype
         self.item = dtype.itemsize
@@ -57,7 +57,7 @@ class Coder(ABC):
         if flat.dtype != self.dtype or flat.dim() != 1 or flat.numel() > MAX_INDEX:
             raise UsageError(
                 f"a codec for flat {dtype_name(self.dtype)} tensors of at most {MAX_INDEX} "
-                f"elements cannot take {tuple(flat.shape)} of {dtype_name(flat.dtype)}"
+                f"elements does not support {dtype_name(flat.dtype)} of shape {tuple(flat.shape)}"
             )
         check_finite(flat)
         return self._encode(flat)
@@ -93,7 +93,9 @@ class Coder(ABC):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restores `state`. Raises StateError if it belongs to another coder."""
         if state:
-            raise StateError(f"codec state of another codec: {sorted(state)[0]} is not known here")
+            raise StateError(
+                f"the state belongs to another codec: unknown entry {sorted(state)[0]}"
+            )
 
 
 class ScratchBuffer:
@@ -115,13 +117,13 @@ def check_finite(flat: Tensor, short: torch.dtype | None = None) -> None:
     low, high = (float(x) for x in torch.aminmax(flat))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise NonFiniteGradient(
-            "the gradient holds NaN or infinity, which no codec sends: "
+            "the gradient contains NaN or infinity and cannot be compressed; "
             "lower the learning rate, or clip the gradients"
         )
     if short is not None and max(-low, high) > torch.finfo(short).max:
         raise NonFiniteGradient(
-            f"the gradient reaches {max(-low, high):g}, {dtype_name(short)} ends at "
-            f"{torch.finfo(short).max:g}: use bf16 or another codec, or scale the loss down"
+            f"the gradient reaches {max(-low, high):g}, but the largest {dtype_name(short)} is "
+            f"{torch.finfo(short).max:g}; use bf16 or another codec, or scale the loss down"
         )
 
 
@@ -129,12 +131,12 @@ def check_payload_count(payload: Payload, *wanted: tuple[torch.dtype, Shape]) ->
     if [(t.dtype, tuple(t.shape)) for t in payload] != list(wanted):
         found = ", ".join(describe_tensor(t) for t in payload) or "nothing"
         needed = ", ".join(f"{dtype_name(d)} {s}" for d, s in wanted)
-        raise WireError(f"a payload of {found[:200]}; {needed} expected")
+        raise WireError(f"invalid payload: {found[:200]}, expected {needed}")
 
 
 def check_tensor(given: Tensor, wanted: Tensor, what: str) -> None:
     if given.shape != wanted.shape or given.dtype != wanted.dtype:
-        raise StateError(f"{what} is {describe_tensor(given)}, {describe_tensor(wanted)} expected")
+        raise StateError(f"{what} is {describe_tensor(given)}, expected {describe_tensor(wanted)}")
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -57,6 +57,6 @@ class Compressor:
         rest = dict(state)
         if self.feedback is not None:
             if RESIDUAL not in rest:
-                raise StateError("codec state without a residual")
+                raise StateError("the codec state has no residual")
             self.feedback.load(rest.pop(RESIDUAL))
         self.coder.load_state(rest)

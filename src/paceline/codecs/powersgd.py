@@ -94,8 +94,8 @@ class PowerSgdCoder(Coder):
     def _check_numel(self, flat: Tensor) -> None:
         if flat.numel() != self.numel:
             raise UsageError(
-                f"powersgd was made for {self.numel} elements and got {flat.numel()}: "
-                "give it the shapes of the parameters in the buffer"
+                f"powersgd was created for {self.numel} elements, got {flat.numel()}; "
+                "pass the shapes of the parameters in the buffer"
             )
 
     def _encode(self, flat: Tensor) -> Payload:
@@ -119,13 +119,17 @@ class PowerSgdCoder(Coder):
             if part.dim() == 2:
                 q = next(parts, part[:0])
                 if q.dim() != 2 or q.dtype != self.dtype or q.shape[0] != part.shape[1]:
-                    raise WireError("a low-rank gradient whose two factors do not fit")
+                    raise WireError(
+                        "invalid low-rank gradient: the shapes of its factors do not match"
+                    )
                 size = part.shape[0] * q.shape[1]
             if part.dtype != self.dtype or part.dim() not in (1, 2):
-                raise WireError(f"a low-rank gradient with a part of {describe_tensor(part)}")
+                raise WireError(
+                    f"invalid low-rank gradient: unexpected part {describe_tensor(part)}"
+                )
             total += size
         if total != numel:
-            raise WireError(f"a low-rank gradient of {total} elements, {numel} expected")
+            raise WireError(f"invalid low-rank gradient: {total} elements, expected {numel}")
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         start, parts = 0, iter(payload)
@@ -224,7 +228,9 @@ class PowerSgdCoder(Coder):
         expected = {f"q/{i}": m.q for i, m in enumerate(self._matrices)}
         if sorted(state) != sorted(expected):
             odd = sorted(set(state).symmetric_difference(expected))[0]
-            raise StateError(f"powersgd state of another model or rank: {odd} fits nothing")
+            raise StateError(
+                f"the powersgd state belongs to another model or rank: {odd} does not match"
+            )
         for name, q in expected.items():
             check_tensor(state[name], q, f"powersgd state {name}")
         for index, matrix in enumerate(self._matrices):

@@ -71,7 +71,7 @@ def register_codec(record: CodecRecord) -> None:
     name = record.name
     taken = _registered.get(name)
     if name in _BUILT_IN or (taken is not None and taken.spec.__module__ != record.spec.__module__):
-        raise SpecError(f"a codec named {name!r} exists already: choose another name")
+        raise SpecError(f"a codec named {name!r} already exists; choose another name")
     _registered[name] = record
 
 

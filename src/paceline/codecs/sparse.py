@@ -53,7 +53,9 @@ class SparseCoder(Coder):
         if count:
             low, high = torch.aminmax(payload[1])
             if int(low) < 0 or int(high) >= numel:
-                raise WireError(f"a sparse gradient with a place outside its {numel} elements")
+                raise WireError(
+                    f"invalid sparse gradient: an index is outside its {numel} elements"
+                )
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         values, places = payload

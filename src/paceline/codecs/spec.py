@@ -101,8 +101,7 @@ def _check_chunk(word: str, chunk: int) -> None:
     # Multiples of 8: the packed bits of a chunk then begin at a whole byte.
     if not MIN_CHUNK <= chunk <= MAX_CHUNK or chunk % 8:
         raise SpecError(
-            f"{word}(chunk={chunk}): a chunk has {MIN_CHUNK} to {MAX_CHUNK} elements, "
-            "a multiple of 8"
+            f"{word}(chunk={chunk}): chunk must be a multiple of 8 from {MIN_CHUNK} to {MAX_CHUNK}"
         )
 
 
@@ -122,8 +121,8 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise SpecError(
-                f"topk({self.ratio:g}): the fraction sent is above 0 and at most 1, "
-                "as in topk(0.01) or topk(1%)"
+                f"topk({self.ratio:g}): the fraction must be greater than 0 and at most 1, "
+                "for example topk(0.01) or topk(1%)"
             )
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
@@ -139,7 +138,9 @@ class Threshold(Codec):
 
     def __post_init__(self) -> None:
         if not 0 < self.x < math.inf:
-            raise SpecError(f"threshold({self.x:g}): the magnitude is a number above 0")
+            raise SpecError(
+                f"threshold({self.x:g}): the magnitude must be finite and greater than 0"
+            )
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
         return THRESHOLD_FRACTION * count_elements(shapes) * (item_bytes + 4)
@@ -148,8 +149,8 @@ class Threshold(Codec):
     def from_call(cls, call: Call) -> Threshold:
         if not call.args and not call.named:
             raise SpecError(
-                f"{format_expression(call)}: the magnitude that is still sent is missing, "
-                "as in threshold(0.001)"
+                f"{format_expression(call)}: the minimum magnitude to send is required, "
+                "for example threshold(0.001)"
             )
         built: Threshold = super().from_call(call)
         return built
@@ -165,7 +166,7 @@ class PowerSgd(Codec):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise SpecError(f"powersgd(rank={self.rank}): the rank is at least 1")
+            raise SpecError(f"powersgd(rank={self.rank}): rank must be at least 1")
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
         total = 0

@@ -57,7 +57,7 @@ def choose_backend(
         shared = group.shared_memory(nbytes)
     if isinstance(shared, str):
         if wanted == "shared":
-            raise UsageError(f"allreduce(via=shared): {shared}: leave via out")
+            raise UsageError(f"allreduce: via=shared is not available ({shared}); remove via")
         return BackendChoice(None, shared)
     if wanted == "shared" or before == "shared":
         return BackendChoice(shared, "" if wanted == "shared" else "it was chosen before")

@@ -79,8 +79,8 @@ class GradientBucket:
         assert gradient is not None
         if gradient.is_sparse:
             raise UsageError(
-                f"parameter {self.parameters[index][0]} has a sparse gradient: "
-                "allreduce needs dense ones (Embedding(sparse=False))"
+                f"parameter {self.parameters[index][0]} has a sparse gradient, which allreduce "
+                "does not support; use Embedding(sparse=False)"
             )
         torch.mul(gradient, weight, out=self.views[index])
         # The optimizer and the user read the sum from here; the local gradient is released.

@@ -57,9 +57,11 @@ class CompressedAllReduce:
         """Compresses and starts sending. Raises NonFiniteGradient before anything is sent."""
         numel = self._compressor.numel
         if flat.shape != (numel,) or not flat.is_contiguous():
-            raise UsageError(f"a compressed sum of {numel} elements was given {tuple(flat.shape)}")
+            raise UsageError(
+                f"compressed all-reduce: expected {numel} elements, got shape {tuple(flat.shape)}"
+            )
         if self._flat is not None:
-            raise UsageError("a compressed sum was begun twice: call finish() between")
+            raise UsageError("compressed all-reduce: begin() was called twice; call finish() first")
         self._reduction.begin(flat)
         self._flat = flat
         self.bytes_before += flat.numel() * flat.element_size()
@@ -67,7 +69,7 @@ class CompressedAllReduce:
     def finish(self) -> None:
         """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
         if self._flat is None:
-            raise UsageError("a compressed sum was finished before it was begun")
+            raise UsageError("compressed all-reduce: finish() was called before begin()")
         flat, self._flat = self._flat, None
         self._reduction.finish(flat)
 

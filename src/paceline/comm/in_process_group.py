@@ -104,10 +104,10 @@ class InProcessGroup(CollectiveGroup):
         return self._rendezvous.run(self.rank, tensor, lambda ts: [t.clone() for t in ts])
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        raise NotImplementedError("threads of one process have no point-to-point messages")
+        raise NotImplementedError("an in-process group does not support point-to-point messages")
 
     def irecv(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        raise NotImplementedError("threads of one process have no point-to-point messages")
+        raise NotImplementedError("an in-process group does not support point-to-point messages")
 
     def barrier(self) -> None:
         if self.size > 1:

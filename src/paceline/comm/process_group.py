@@ -68,7 +68,7 @@ def find_interface(address: str) -> str:
         # Link-local IPv6 addresses have the interface after a percent sign.
         if any(found.address.split("%")[0] == address.split("%")[0] for found in addresses):
             return name
-    raise UsageError(f"no network interface here has the address {address}")
+    raise UsageError(f"no network interface of this machine has the address {address}")
 
 
 _LIVE_STORES: list[CoordinatorStore] = []

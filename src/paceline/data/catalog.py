@@ -116,7 +116,7 @@ def check_name(name: str) -> str:
     for known in ENTRIES:
         if normalize_name(known) == normalize_name(name):
             return known
-    raise UsageError(f"unknown dataset {name!r}: {suggest_name(name, ENTRIES)}")
+    raise UsageError(f"unknown dataset {name!r}; {suggest_name(name, ENTRIES)}")
 
 
 def kind(name: str) -> Kind:

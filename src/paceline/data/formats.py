@@ -41,7 +41,7 @@ FORMATS: dict[str, Format] = {
 
 def check_format(name: str) -> str:
     if name not in FORMATS:
-        raise UsageError(f"unknown format {name!r}: {suggest_name(name, FORMATS)}")
+        raise UsageError(f"unknown format {name!r}; {suggest_name(name, FORMATS)}")
     return name
 
 

@@ -102,7 +102,7 @@ def open_store(url: str) -> tuple[Any, str]:
     """Returns the file system and path of a URL. Raises UsageError for an unknown scheme."""
     scheme = scheme_of(url)
     if scheme not in EXTRAS:
-        raise UsageError(f"{url}: unknown scheme {scheme!r}: {suggest_name(scheme, EXTRAS)}")
+        raise UsageError(f"{url}: unknown scheme {scheme!r}; {suggest_name(scheme, EXTRAS)}")
     rest = url.partition("://")[2] if "://" in url else url
     if scheme == "file":
         return _open_store("file", ""), make_absolute(rest)

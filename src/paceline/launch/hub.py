@@ -136,7 +136,7 @@ class HubConnection(asyncio.Protocol):
             self._take = self._take_store_call
             return True
         if self.who in self._hub.members:
-            raise WireError(f"{self.who} is connected already")
+            raise WireError(f"{self.who} is already connected")
         self._hub.members[self.who] = self
         self._take = self._take_message
         return True

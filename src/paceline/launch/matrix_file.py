@@ -169,7 +169,7 @@ def find_matrix(name: str) -> Path:
         raise UsageError(
             f"matrix {name} does not exist; use a file, or one of {', '.join(shipped)}"
         )
-    raise UsageError(f"unknown matrix {name!r}: {suggest_name(name, shipped)}")
+    raise UsageError(f"unknown matrix {name!r}; {suggest_name(name, shipped)}")
 
 
 def list_shipped() -> list[Path]:

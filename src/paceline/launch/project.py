@@ -81,8 +81,8 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
             total += found.st_size
             if total > limit:
                 raise UsageError(
-                    f"project {folder} holds more than {limit / 2**30:g} GB to copy; list data in "
-                    ".pacelineignore, or choose another folder with --project"
+                    f"project {folder} contains more than {limit / 2**30:g} GB to copy; list data "
+                    "in .pacelineignore, or choose another directory with --project"
                 )
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -74,11 +74,11 @@ def bundle_project(
         found = folder.resolve()
     requirements = found / "requirements.txt" if venv else None
     if requirements is not None and not requirements.is_file():
-        raise UsageError(f"--venv: {found} has no requirements.txt to make an environment from")
+        raise UsageError(f"--venv: {found} has no requirements.txt; add one, or remove --venv")
     # Earlier runs next to this one are not copied either.
     project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
     if job_file is not None and job_file.relative_to(found).as_posix() not in project.files:
-        raise UsageError(f"job file {job_file} is named in an ignore file of {found}")
+        raise UsageError(f"job file {job_file} is excluded by an ignore file of {found}")
     return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
 
 
@@ -193,7 +193,7 @@ class RemoteLauncher:
                 if project is None or not plugin.file.is_relative_to(project.folder):
                     raise UsageError(
                         f"plugin {plugin.file} is outside the project that is copied to other "
-                        "machines: move it there, or choose a directory with --project"
+                        "machines; move it there, or choose a directory with --project"
                     )
                 file = plugin.file.relative_to(project.folder)
                 plugin = dataclasses.replace(plugin, file=file)
@@ -269,7 +269,7 @@ def _find_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        raise RunFailed(f"{name} is not installed here") from None
+        raise RunFailed(f"{name} is not installed on this machine") from None
 
 
 def own_address_towards(sites: Sequence[RemoteHost]) -> str:

@@ -78,8 +78,8 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     """Trains with explicit options; raises as `train` does."""
     if getattr(current_process(), "_inheriting", False):
         raise UsageError(
-            "the script starts training while a worker imports it, to find the job's objects: "
-            'put what starts it under `if __name__ == "__main__":`'
+            "the script starts training when a worker imports it; "
+            'move the call to train() under `if __name__ == "__main__":`'
         )
     started_wall_s = time.time()
     resolved = job.resolve() if isinstance(job, JobRef) else job
@@ -100,8 +100,8 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     if reference is None:
         if not options.launcher.supports_live_objects:
             raise UsageError(
-                "this job holds live objects, which stay in this process and its children: for "
-                "other machines name model and data, or write a job file with a function job()"
+                "the job contains live objects, which cannot be sent to other machines; use names "
+                "for model and data, or a job file with a function job()"
             )
         from paceline.worker.spawn import pack_live
 

@@ -122,13 +122,13 @@ def prepare_script(run: ScriptRun) -> PreparedScript:
     start = here if here.is_relative_to(folder) else folder
     requirements = folder / "requirements.txt" if run.venv else None
     if requirements is not None and not requirements.is_file():
-        raise UsageError(f"--venv: {folder} has no requirements.txt to make an environment from")
+        raise UsageError(f"--venv: {folder} has no requirements.txt; add one, or remove --venv")
     # Earlier runs next to this one are not copied either.
     ours = run.out.parent if run.out.parent.name == "runs" else run.out
     project = read_project(folder, leave_out=ours)
     name = script.relative_to(folder).as_posix()
     if name not in project.files:
-        raise UsageError(f"script {run.script} is named in an ignore file of {folder}")
+        raise UsageError(f"script {run.script} is excluded by an ignore file of {folder}")
     up = Path(*[".."] * len(start.relative_to(folder).parts))
     return PreparedScript(
         project=project,

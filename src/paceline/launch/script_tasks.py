@@ -60,14 +60,16 @@ def read_roles(text: str | None) -> dict[str, int] | None:
     for part in text.split(","):
         role, equals, number = part.strip().partition("=")
         if role not in ROLES:
-            raise UsageError(f"--roles: unknown role {role!r}: {suggest_name(role, ROLES)}")
+            raise UsageError(f"--roles: unknown role {role!r}; {suggest_name(role, ROLES)}")
         if not equals or not number.strip().isdigit():
             raise UsageError(f"--roles: {part.strip()!r} must be {role}=NUMBER")
         if role in counts:
             raise UsageError(f"--roles: {role} is listed twice")
         counts[role] = int(number)
         if role in AT_MOST_ONE and counts[role] > 1:
-            raise UsageError(f"--roles: {role}={counts[role]}: there can be only one {role}")
+            raise UsageError(
+                f"--roles: {role}={counts[role]} is not supported; at most one {role} is allowed"
+            )
     if not counts.get("chief") and not counts.get("worker"):
         raise UsageError(f"--roles {text}: at least one chief or worker is required")
     return counts

@@ -65,9 +65,9 @@ def search_switch_point(
     for strategy in others:
         strategy.check_workers(strategy.worker_count(options.workers))
     if resolved.epochs < 2:
-        raise UsageError(f"tune needs at least 2 epochs to switch between, not {resolved.epochs}")
+        raise UsageError(f"tune requires at least 2 epochs, got {resolved.epochs}")
     if not 0 <= tolerance < 1:
-        raise UsageError(f"--tolerance is {tolerance:g}: a fraction from 0 to 1 is needed")
+        raise UsageError(f"--tolerance must be a fraction from 0 to 1, got {tolerance:g}")
     _check_same_job(options, resolved, first, second, where)
     if run is run_training:
         fork_client.warm_up()
@@ -75,7 +75,9 @@ def search_switch_point(
     search = _SwitchSearch(job, resolved.epochs, first, second, options, tell, run)
     whole = search.probe(resolved.epochs)
     if whole.status != "done" or whole.val_acc is None:
-        raise UsageError(f"the run under {first} ended {whole.status}: nothing to compare with")
+        raise UsageError(
+            f"the run with {first} ended as {whole.status}; tune requires it for comparison"
+        )
     least = whole.val_acc - tolerance
     low, high = 0, resolved.epochs
     if _acceptable(search.probe(0), least):
@@ -129,8 +131,8 @@ def _check_same_job(
         odd = sorted(k for k in asked if before.get(k) != asked[k])
         if odd:
             raise UsageError(
-                f"--out {folder} holds probes of another job ({odd[0]} was {before.get(odd[0])!r}, "
-                f"not {asked[odd[0]]!r}): name a new folder"
+                f"--out {folder} contains probes of another job ({odd[0]} was "
+                f"{before.get(odd[0])!r}, now {asked[odd[0]]!r}); choose a new directory"
             )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(stored, asked)

@@ -97,7 +97,7 @@ def find(name: str) -> ModelInfo:
     try:
         return _ENTRIES[name]
     except KeyError:
-        raise UsageError(f"unknown model {name!r}: {suggest_name(name, _ENTRIES)}") from None
+        raise UsageError(f"unknown model {name!r}; {suggest_name(name, _ENTRIES)}") from None
 
 
 def check_input_shape(entry: ModelInfo, input_shape: Sequence[int]) -> tuple[int, ...]:

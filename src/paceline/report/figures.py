@@ -25,7 +25,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--figures needs matplotlib: install it with pip install 'paceline[figures]'"
+            "--figures requires matplotlib; run pip install 'paceline[figures]'"
         ) from None
 
 

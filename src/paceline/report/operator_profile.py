@@ -47,7 +47,7 @@ def read_profile(folder: Path) -> OperatorProfile:
     paths = sorted(folder.glob("profile/worker-*.json"))
     if not paths:
         raise UsageError(
-            f"{folder} holds no profile: train with --profile epoch=2, say, to record one"
+            f"{folder} contains no profile; train with --profile, for example --profile epoch=2"
         )
     ms: dict[str, dict[int, float]] = {}
     calls: dict[str, float] = {}
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
         body = json.loads(path.read_text(encoding="utf-8"))
         body["operators"], body["worker"], body["epoch"], body["steps"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a profile ({error}): record it again") from None
+        raise UsageError(f"{path} is not a valid profile ({error}); record it again") from None
     assert isinstance(body, dict)
     return body
 

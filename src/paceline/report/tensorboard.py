@@ -55,7 +55,7 @@ class TensorBoardWriter:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
             raise UsageError(
-                "TensorBoard is not installed: pip install 'paceline[tensorboard]'"
+                "TensorBoard is not installed; run pip install 'paceline[tensorboard]'"
             ) from None
         self._make_writer: Callable[[str], Any] = EventFileWriter
         self._event, self._summary = BoardEvent, Summary

@@ -27,7 +27,7 @@ def write_report_files(
     """Writes the requested formats and returns their paths; raises UsageError as `write_report`."""
     for out in outs:
         if out.suffix not in KINDS:
-            raise UsageError(f"-o {out}: a name that ends in .html or .md is needed")
+            raise UsageError(f"-o {out}: the file name must end in .html or .md")
     if figures is not None:
         from paceline.report.figures import require_matplotlib
 
@@ -59,4 +59,6 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{path} cannot be made ({error.strerror}): name another folder") from None
+        raise UsageError(
+            f"{path} cannot be created ({error.strerror}); choose another directory"
+        ) from None

@@ -135,7 +135,7 @@ def column_type(frame: DataFrame, column: str) -> Any:
         from paceline.errors import suggest_name
 
         raise UsageError(
-            f"the DataFrame has no column {column!r}: {suggest_name(column, frame.columns)}"
+            f"the DataFrame has no column {column!r}; {suggest_name(column, frame.columns)}"
         )
     return frame.schema[column].dataType
 

@@ -132,7 +132,9 @@ class PacelineEstimator(
         for name in given:
             if not self.hasParam(name):
                 known = [param.name for param in self.params]
-                raise UsageError(f"PacelineEstimator has no {name!r}: {suggest_name(name, known)}")
+                raise UsageError(
+                    f"PacelineEstimator has no parameter {name!r}; {suggest_name(name, known)}"
+                )
         try:
             self._set(**given)
         except TypeError as error:

@@ -154,7 +154,7 @@ def parse_strategies(text: str) -> list[Strategy]:
     """Parses `S; S; ...`, the format of `--strategies`."""
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
-        raise SpecError('--strategies is empty: write "single; allreduce; ps"')
+        raise SpecError('--strategies is empty; use for example "single; allreduce; ps"')
     return [parse_strategy(part) for part in parts]
 
 

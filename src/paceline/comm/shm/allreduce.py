@@ -113,7 +113,9 @@ class SharedRegion:
             spin_reads=self._spin_reads,
         ):
             self._check_alive(place)
-            raise PeerLost(f"worker {self.members[place]} did not come in {self._timeout_s:g} s")
+            raise PeerLost(
+                f"worker {self.members[place]} did not arrive within {self._timeout_s:g} s"
+            )
 
     def _check_alive(self, place: int) -> None:
         pid = self.value(place, PID_WORD)
@@ -124,7 +126,7 @@ class SharedRegion:
         except OSError:
             state = "X"
         if state in "ZX":
-            raise PeerLost(f"worker {self.members[place]} (process {pid}) is gone")
+            raise PeerLost(f"worker {self.members[place]} (process {pid}) has exited")
 
 
 class SharedMemoryAllReduce:

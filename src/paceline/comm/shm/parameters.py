@@ -133,7 +133,7 @@ def open_shared_weights(descriptor: dict[str, int], nbytes: int) -> SharedWeight
     try:
         size = os.fstat(handle).st_size
         if size != PAGE_BYTES + nbytes:
-            raise WireError(f"a server's weights in {size} bytes, {PAGE_BYTES + nbytes} expected")
+            raise WireError(f"a server's weights have {size} bytes, expected {PAGE_BYTES + nbytes}")
         return SharedWeights(mmap.mmap(handle, size), nbytes)
     finally:
         os.close(handle)
@@ -255,7 +255,9 @@ class MailboxSegment:
 def open_mailbox(name: str, *, server: int, servers: int, lo: int, hi: int) -> GradientMailbox:
     """Opens a worker's mailbox in the server; raises OSError if it cannot be opened."""
     if not (0 <= server < servers and 0 <= lo <= hi):
-        raise WireError(f"a gradient's bytes {lo} to {hi} for server {server} of {servers}")
+        raise WireError(
+            f"invalid gradient range: bytes {lo} to {hi} for server {server} of {servers}"
+        )
     memory = open_segment(name, _gradient_offset(servers) + hi)
     return GradientMailbox(memory, server=server, servers=servers, lo=lo, hi=hi)
 
@@ -316,7 +318,7 @@ class SharedWeightsReader:
         deadline = time.monotonic() + self._timeout_s
         if not shared.wait_for_change(ready, deadline=deadline, alive=self._check_peer):
             raise DeadlineExceeded(
-                f"{self._peer}: version {at_least} did not come within "
+                f"{self._peer}: version {at_least} was not available within "
                 f"{self._timeout_s:g} s (now {shared.version})"
             )
 

@@ -64,11 +64,13 @@ def create_segment(nbytes: int) -> str:
 def open_segment(name: str, nbytes: int) -> mmap.mmap:
     """Maps a segment; raises WireError if the name, which may be a peer's, is not a segment's."""
     if not _NAME.fullmatch(name):
-        raise WireError(f"shared memory named {name!r}: not one of ours")
+        raise WireError(f"shared memory {name!r} was not created by Paceline")
     handle = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if os.fstat(handle).st_size < nbytes:
-            raise WireError(f"shared memory of {os.fstat(handle).st_size} bytes, {nbytes} expected")
+            raise WireError(
+                f"shared memory has {os.fstat(handle).st_size} bytes, expected {nbytes}"
+            )
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)

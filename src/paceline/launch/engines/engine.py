@@ -151,15 +151,15 @@ class HostAgentListener:
                 while None in self._shells:
                     if self._lost:
                         index, why = min(self._lost.items())
-                        raise RunFailed(f"{self._engine}: place {index} did not start: {why}")
+                        raise RunFailed(f"{self._engine}: slot {index} did not start: {why}")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             late = [str(i) for i, shell in enumerate(self._shells) if shell is None]
             raise RunFailed(
-                f"{self._engine}: of {len(self._shells)} places {len(late)} did not call back "
-                f"within {timeout_s:g} s (number {', '.join(late)}): free more cores, or open the "
-                "way from its machines to this one"
+                f"{self._engine}: {len(late)} of {len(self._shells)} slots did not connect within "
+                f"{timeout_s:g} s (slot {', '.join(late)}); free more cores, or allow connections "
+                "from the cluster's machines to this one"
             ) from None
         return [shell for shell in self._shells if shell is not None]
 
@@ -181,7 +181,7 @@ class HostAgentListener:
                 hello = await _read(reader)
             index = int(hello["index"])
             if not 0 <= index < len(self._shells) or self._shells[index] is not None:
-                raise WireError(f"place {index} calls a second time")
+                raise WireError(f"slot {index} connected twice")
             shell = HostAgentShell(hello, writer)
             self._shells[index] = shell
             self._changed.set()
@@ -220,7 +220,7 @@ async def _read(reader: asyncio.StreamReader) -> Head:
     head_bytes, _ = unpack_header(header, max_body=0)
     head = unpack_head(await reader.readexactly(head_bytes))
     if not isinstance(head, dict):
-        raise WireError("a place that does not speak in mappings")
+        raise WireError("invalid message from a slot: not a mapping")
     return head
 
 

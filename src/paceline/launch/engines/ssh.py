@@ -79,4 +79,4 @@ def find_host(hosts: Sequence[Host], name: str, option: str) -> Host:
         if host.host == name:
             return host
     known = ", ".join(host.host for host in hosts)
-    raise UsageError(f"{option} {name}: the pool has no such machine (it has {known})")
+    raise UsageError(f"{option} {name} is not in the pool; known machines: {known}")

@@ -17,7 +17,7 @@ def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
     names = []
     for part in parts:
         if not isinstance(part, Call) or part.args or part.named:
-            raise SpecError(f"{where} is {part}: must be even, auto, or names of layers")
+            raise SpecError(f"{where} must be even, auto, or names of layers, got {part}")
         names.append(part.name)
     return names[0] if names in (["even"], ["auto"]) else tuple(names)
 

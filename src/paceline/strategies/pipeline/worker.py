@@ -178,7 +178,7 @@ class PipelineRunner(ModelParallelRunner):
                 self._sent += all_reduce_gradients(parameters, self._together(stages))
             self.clip([p for n, p in trained if self._holds(n)], [p for _, p in trained])
         except RuntimeError as error:
-            raise PeerLost(f"the exchange of step {work.step} broke ({error})") from None
+            raise PeerLost(f"the exchange of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         self.replica.apply_gradients()
 

@@ -303,7 +303,7 @@ class ParameterServerProcess:
             self._execute(self._shard.on_pull(ticket, at_least, after))
             if not self._changed.wait_for(lambda: ticket in self._answered, self._timeout_s):
                 raise DeadlineExceeded(
-                    f"version {at_least} did not come within {self._timeout_s:g} s "
+                    f"version {at_least} was not available within {self._timeout_s:g} s "
                     f"(now {self._shard.version})"
                 )
             self._answered.discard(ticket)

@@ -121,7 +121,7 @@ class Dssp(SyncMode):
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
             raise SpecError(
-                f"dssp({self.low}, {self.high}): bounds must be at least 0, the low one first"
+                f"dssp({self.low}, {self.high}): bounds must be at least 0, and low at most high"
             )
 
     def make_clock(self, units: int) -> Clock:
@@ -142,7 +142,7 @@ class KAsync(SyncMode):
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise SpecError(f"kasync({self.k}): at least one gradient makes an update")
+            raise SpecError(f"kasync({self.k}): k must be at least 1")
 
     def make_clock(self, units: int) -> Clock:
         return KAsyncClock(units, self.k)
@@ -150,8 +150,8 @@ class KAsync(SyncMode):
     def check_workers(self, workers: int) -> None:
         if self.k > workers:
             raise SpecError(
-                f"kasync({self.k}) waits for {self.k} gradients, but there are {workers} workers: "
-                "lower k, or add workers"
+                f"kasync({self.k}) waits for {self.k} gradients, but there are only {workers} "
+                "workers; lower k, or add workers"
             )
 
 

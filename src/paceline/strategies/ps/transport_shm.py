@@ -151,7 +151,7 @@ class SharedMemoryEndpoint:
             return None
         header = data_from_wire(unpack_head(packed))
         if not isinstance(header, PushHeader):
-            raise WireError(f"{type(header).__name__} in a gradient's mailbox")
+            raise WireError(f"unexpected {type(header).__name__} in a gradient mailbox")
         return self._pending(header)
 
     def _pending(self, header: PushHeader) -> PendingGradient:

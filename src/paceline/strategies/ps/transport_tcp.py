@@ -88,7 +88,7 @@ class TcpTransport:
         weights, size = self.receive_message(Weights, max_body=out.numel())
         if weights.payload is None:
             if size != out.numel():
-                raise WireError(f"{self.peer} sent {size} bytes, {out.numel()} expected")
+                raise WireError(f"{self.peer} sent {size} bytes, expected {out.numel()}")
             if size:
                 self._channel.receive_into(as_memoryview(out))
         elif self._compressor is None:
@@ -133,7 +133,7 @@ class TcpTransport:
             raise PeerLost(f"{self.peer} reports: {message.error}")
         if not isinstance(message, expected):
             raise WireError(
-                f"{self.peer} sent {type(message).__name__}, {expected.__name__} expected"
+                f"{self.peer} sent {type(message).__name__}, expected {expected.__name__}"
             )
         return message, size
 
@@ -173,14 +173,16 @@ class TcpEndpoint:
         coder = self._store.coder
         if table is None or coder is None:
             if body_bytes != expected or table is not None:
-                raise WireError(f"a gradient of {body_bytes} bytes, {expected} expected")
+                raise WireError(f"a gradient has {body_bytes} bytes, expected {expected}")
             if expected:
                 self.channel.receive_into(as_memoryview(buffer))
             return
         values = buffer.view(coder.dtype)
         most = coder.max_payload_bytes(values.numel())
         if body_bytes > most:
-            raise WireError(f"a compressed gradient of {body_bytes} bytes, {most} at most expected")
+            raise WireError(
+                f"a compressed gradient has {body_bytes} bytes, expected at most {most}"
+            )
         coder.decode(from_bytes(table, _receive_body(self.channel, body_bytes)), values)
 
     def find(self, handle: int) -> PendingGradient | None:
@@ -240,7 +242,7 @@ def pack_slots(slots: Iterable[Slot]) -> tuple[tuple[SlotEntry, ...], list[memor
 def unpack_slots(entries: Sequence[SlotEntry], body: torch.Tensor) -> list[Slot]:
     """Returns the optimizer tensors of a message; raises WireError if the table does not fit."""
     if sum(entry.nbytes for entry in entries) != body.numel():
-        raise WireError(f"{body.numel()} bytes of optimizer state, but its table says otherwise")
+        raise WireError(f"optimizer state of {body.numel()} bytes does not match its table")
     slots, at = [], 0
     for index, name, dtype, shape, nbytes in entries:
         # Copied: a view would keep the whole message alive.

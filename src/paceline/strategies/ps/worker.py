@@ -41,7 +41,9 @@ class ParameterServerRunner(Runner):
         self._spec = spec
         optimizer = self.replica.optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("LBFGS evaluates the loss several times a step: ps cannot run it")
+            raise UsageError(
+                "ps does not support LBFGS, which evaluates the loss several times per step"
+            )
         if type(optimizer).__module__ == "__main__":
             raise UsageError(
                 f"{type(optimizer).__name__} is defined in the script itself; "
@@ -130,7 +132,7 @@ class ParameterServerRunner(Runner):
             return []
         kinds = {p.dtype for p in self._parameters}
         if len(kinds) > 1:
-            raise UsageError("ps(codec=...) needs parameters of one type")
+            raise UsageError("ps(codec=...) requires parameters of one dtype")
         dtype = kinds.pop()
         layout = self._layout
         return [Compressor(self._spec.codec, layout.shapes_of(s), dtype) for s in layout.shards]
@@ -272,7 +274,8 @@ class ParameterServerRunner(Runner):
                 view.zero_()  # Do not send an earlier step's gradient again.
             elif parameter.grad.is_sparse:
                 raise UsageError(
-                    f"parameter {self._names[index]} has a sparse gradient: ps needs dense"
+                    f"parameter {self._names[index]} has a sparse gradient, which ps does not "
+                    "support; use Embedding(sparse=False)"
                 )
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
@@ -439,8 +442,8 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 value = value.item()
             if not isinstance(value, bool | int | float | str | list | tuple):
                 raise UsageError(
-                    f"optimizer option {key} is a {type(value).__name__}: "
-                    "ps sends plain values only"
+                    f"optimizer option {key} is a {type(value).__name__}; "
+                    "ps supports only plain values"
                 )
             options[key] = value
         plain.append(options)

@@ -27,6 +27,6 @@ class Single(Strategy):
     def check_workers(self, workers: int) -> None:
         if workers != 1:
             raise SpecError(
-                f"single trains on one worker, not {workers}: "
+                f"single trains on one worker, not {workers}; "
                 "use --workers 1, or a strategy such as allreduce"
             )

@@ -52,8 +52,9 @@ class Switch(Strategy):
                 )
         elif len(self.at) != len(self.parts) - 1:
             raise SpecError(
-                f"switch between {len(self.parts)} strategies needs {len(self.parts) - 1} "
-                f"point(s), {len(self.at)} given: write at=50%, or at=(25%, 75%) for three"
+                f"switch: {len(self.parts)} strategies require {len(self.parts) - 1} switch "
+                f"point(s), got {len(self.at)}; "
+                "use at=50% for two strategies, at=(25%, 75%) for three"
             )
 
     @property
@@ -102,7 +103,7 @@ class Switch(Strategy):
         named = dict(call.named)
         at, when = named.pop("at", None), named.pop("when", None)
         for name in named:
-            raise SpecError(f"switch has no option {name!r}: it takes strategies, at and when")
+            raise SpecError(f"switch has no option {name!r}; it accepts strategies, at and when")
         parts = tuple(strategy_from_value(a) for a in call.args)
         points = None
         if at is not None:

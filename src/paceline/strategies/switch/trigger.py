@@ -48,7 +48,7 @@ def _read_share(value: Value, where: str) -> float:
     else:
         share = float_field(0.0, 1.0)(value, where)
     if not 0 <= share <= 1:
-        raise SpecError(f"{where} is {format_expression(value)}: must be within 0..100% of the run")
+        raise SpecError(f"{where} must be 0% to 100% of the run, got {format_expression(value)}")
     return share
 
 
