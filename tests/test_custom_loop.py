@@ -165,9 +165,9 @@ def test_ordinary_script_is_left_alone(script: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("prepare", "never called paceline.prepare(model, optimizer, loader)"),
+        ("prepare", "called neither paceline.prepare(model, optimizer, loader)"),
         ("step", "optimizer.step() was not called"),
-        ("twice", "optimizer.step() without a batch"),
+        ("twice", "optimizer.step() was called without a batch"),
     ],
 )
 def test_mistake_in_the_loop_is_one_line(

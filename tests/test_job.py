@@ -282,9 +282,9 @@ def test_live_parts_are_built() -> None:
     ("fields", "words"),
     [
         ({"data": lambda: 3}, "(train, val, test)"),
-        ({"data": (None, None, None)}, "no training samples"),
+        ({"data": (None, None, None)}, "the training data is empty"),
         ({"data": [1, 2]}, "(train, val, test)"),
-        ({"model": lambda: 3, "data": make_points}, "not a module"),
+        ({"model": lambda: 3, "data": make_points}, "expected a torch.nn.Module"),
         ({"model": 3, "data": make_points}, "a name, a module or a function"),
         ({"data": make_points, "device": "cuda"}, "device=cuda"),
     ],

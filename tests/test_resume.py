@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     paceline.train(refer_to_job(file, {}), "single", 1, out=tmp_path / "run", timeout_s=60)
     before = read_weights(tmp_path / "run")
     file.write_text(JOB_FILE.format(hidden=9, epochs=2))
-    with pytest.raises(UsageError, match="is of another model; resume with the model it was made"):
+    with pytest.raises(UsageError, match="belongs to another model; resume with the model that"):
         paceline.train(
             refer_to_job(file, {}), "single", 1, out=tmp_path / "run", resume=True, timeout_s=60
         )

@@ -49,7 +49,7 @@ def prepare(
     if _session is None:
         return model, optimizer, loader
     if _session.agent is not None:
-        raise UsageError("paceline.prepare() was called twice: one model is trained a run")
+        raise UsageError("paceline.prepare() was called twice; a run trains one model")
     dataset, batch = _inspect(loader)
     session = _session
     replica = Replica(model, optimizer, reduce_in_backward=True)
@@ -80,11 +80,13 @@ def _inspect(loader: DataLoader[Any]) -> tuple[Any, int]:
     batch = getattr(loader, "batch_size", None)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UsageError(
-            "prepare() needs a DataLoader over a dataset with __len__ and __getitem__: "
-            "samples are leased by their index"
+            "prepare() requires a DataLoader over a dataset with __len__ and __getitem__, "
+            "because samples are leased by index"
         )
     if not batch:
-        raise UsageError("prepare() needs a DataLoader with a batch_size: it is the global batch")
+        raise UsageError(
+            "prepare() requires a DataLoader with a batch_size (the global batch size)"
+        )
     if len(dataset) == 0:
         raise UsageError("the loader's dataset is empty")
     return dataset, int(batch)
@@ -95,7 +97,7 @@ def _take_over_step(optimizer: torch.optim.Optimizer, loader: LeasedLoader) -> N
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
-            raise UsageError("optimizer.step(closure) evaluates several times: call step() alone")
+            raise UsageError("optimizer.step(closure) is not supported; remove the closure")
         loader.finish_step()
 
     # Learning-rate schedulers look for this mark, and wrap bound methods only.
@@ -124,7 +126,7 @@ class LeasedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._work is not None:
-            raise UsageError("a batch was taken but optimizer.step() was not called for it")
+            raise UsageError("optimizer.step() was not called for a batch; call it once per batch")
         for work in self._stream:
             if isinstance(work, EpochEnd):
                 return
@@ -144,12 +146,14 @@ class LeasedLoader:
             self._clock.enter(FORWARD)
             yield batch
             if self._work is not None:
-                raise UsageError("a batch was taken but optimizer.step() was not called for it")
+                raise UsageError(
+                    "optimizer.step() was not called for a batch; call it once per batch"
+                )
 
     def finish_step(self) -> None:
         work, self._work = self._work, None
         if work is None:
-            raise UsageError("optimizer.step() without a batch from the prepared loader")
+            raise UsageError("optimizer.step() was called without a batch from the prepared loader")
         samples = work.lease.samples
         loss_sum = None if self._loss is None else self._loss * samples
         self._agent.finish(work, StepStats(samples, samples, loss_sum, None))

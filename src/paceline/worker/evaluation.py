@@ -36,7 +36,7 @@ def evaluate_shard(
     `alive` is called before each batch: a long evaluation is not a stuck worker.
     """
     if len(table) == 0:
-        raise UsageError("an empty table cannot be evaluated")
+        raise UsageError("an empty dataset cannot be evaluated")
     part, parts = share
     cuts = split_batch(len(table), parts)
     loss_sum, count = 0.0, 0

@@ -55,12 +55,12 @@ def load_job_data(job: Job) -> JobData:
     if isinstance(given, DatasetSplits):
         return JobData(given.train, given.val, given.test, given)
     if not isinstance(given, list | tuple) or len(given) != 3:
-        raise UsageError("data must give (train, val, test); val and test may be None")
+        raise UsageError("data must be, or return, (train, val, test); val and test may be None")
     train, val, test = (
         None if part is None else as_dataset(part, dtype=job.dtype) for part in given
     )
     if train is None or len(train) == 0:
-        raise UsageError("data gives no training samples: at least one is needed")
+        raise UsageError("the training data is empty; at least one sample is required")
     return JobData(train, val, test)
 
 
@@ -91,10 +91,11 @@ def build_model(job: Job, tables: JobData) -> torch.nn.Module:
         model = job.model()
         if not isinstance(model, torch.nn.Module):
             raise UsageError(
-                f"model {display_name(job.model)} gave {type(model).__name__}, not a module"
+                f"model {display_name(job.model)} returned {type(model).__name__}, "
+                "expected a torch.nn.Module"
             )
     else:
-        raise UsageError(f"model is {job.model!r}: a name, a module or a function is needed")
+        raise UsageError(f"model must be a name, a module or a function, got {job.model!r}")
     model = model.to(dtype=getattr(torch, job.dtype), device=choose_device(job))
     if job.recompute:
         checkpoint_activations(model)
@@ -137,7 +138,7 @@ def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
         rows = np.arange(start, min(start + 4096, len(tables.train)))
         inputs, targets = tables.train.batch(rows)
         if targets.is_floating_point():
-            raise UsageError("a model by name needs integer class labels: pass your own model")
+            raise UsageError("built-in models require integer class labels; pass a custom model")
         shape = tuple(inputs.shape[1:])
         highest = max(highest, int(targets.max()))
     return shape, highest + 1

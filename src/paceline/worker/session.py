@@ -215,8 +215,8 @@ class Session:
         mine = state_from_model(replica.model, replica.optimizer).tensors
         if state.fingerprint() != fingerprint_of(mine):
             raise CheckpointError(
-                f"checkpoint {self.assignment.checkpoint} is of another model; "
-                "resume with the model it was made with"
+                f"checkpoint {self.assignment.checkpoint} belongs to another model; "
+                "resume with the model that created it"
             )
 
     def write_input(self, facts: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s
             raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
     if session.agent is None:
         raise UsageError(
-            f"{assignment.script} never called paceline.prepare(model, optimizer, loader), "
+            f"{assignment.script} called neither paceline.prepare(model, optimizer, loader) "
             "nor fit() of a Keras model"
         )
     session.agent.finish_custom_loop()

@@ -29,7 +29,7 @@ def pack_live(thing: Any) -> bytes:
         return pickle.dumps(preparation) + pickle.dumps(thing)
     except Exception as error:
         raise UsageError(
-            f"the job's objects cannot be handed to worker processes ({error}): "
+            f"the job's objects cannot be sent to worker processes ({error}); "
             "define functions and classes at the top level of a module, or use a job file"
         ) from None
 
