@@ -88,9 +88,9 @@ def compare_with_brute_force(seeds: range, most: int) -> float:
         every = try_all(machines)
         best = {o: min(e.value(o) for e in every) for o in OBJECTIVES}
         for text in ("time", "energy", "cost", "time=0.5,energy=0.5"):
-            wish = parse_objective(text, None, None)
-            ours = wish.score(search(machines, wish).chosen, best)
-            worst = max(worst, ours / min(wish.score(e, best) for e in every) - 1)
+            objective = parse_objective(text, None, None)
+            ours = objective.score(search(machines, objective).chosen, best)
+            worst = max(worst, ours / min(objective.score(e, best) for e in every) - 1)
     return worst
 
 
@@ -127,12 +127,12 @@ def test_a_machine_too_small_is_left_out_and_named() -> None:
     big = Workload(**{**vars(WORK), "shapes": ((100_000, 10_000),)})
     hosts = (Host(host="large", memory_gb=64), Host(host="small", memory_gb=2))
     machines = PoolArrays(Pool(hosts=hosts), big)
-    wish = parse_objective("time", None, None)
-    plain = plan_to_json(machines, search(machines, wish), wish)
+    objective = parse_objective("time", None, None)
+    plain = plan_to_json(machines, search(machines, objective), objective)
     assert plain["chosen"]["machines"] == ["large"]
-    assert plain["left_out"] == [{"host": "small", "why": "the model needs 12.4 GB, it has 2"}]
+    assert plain["left_out"] == [{"host": "small", "why": "the model needs 12.4 GB, it has 2 GB"}]
     with pytest.raises(UsageError, match=r"the model fits on no machine: it needs 12\.4 GB"):
-        search(PoolArrays(Pool(hosts=hosts[1:]), big), wish)
+        search(PoolArrays(Pool(hosts=hosts[1:]), big), objective)
 
 
 def test_a_model_for_no_machine_alone_is_split_over_several() -> None:
@@ -142,11 +142,11 @@ def test_a_model_for_no_machine_alone_is_split_over_several() -> None:
     sizes = {"a": 2, "b": 2, "c": 9, "d": 3, "e": 8}
     hosts = tuple(Host(host=name, memory_gb=size) for name, size in sizes.items())
     machines = PoolArrays(Pool(hosts=hosts), big)
-    wish = parse_objective("cost", None, None)
+    objective = parse_objective("cost", None, None)
     with pytest.raises(UsageError, match="no price_per_hour"):
-        search(machines, wish)
-    wish = parse_objective("energy", None, None)
-    plain = plan_to_json(machines, search(machines, wish), wish)
+        search(machines, objective)
+    objective = parse_objective("energy", None, None)
+    plain = plan_to_json(machines, search(machines, objective), objective)
     assert plain["chosen"]["machines"] == ["c", "e"]
     assert plain["chosen"]["strategy"].startswith("pipeline(")
     assert "does not fit on one machine" in plain["why"]
@@ -167,9 +167,9 @@ def test_the_published_energy_case_ends_on_one_machine() -> None:
     )
     machines = PoolArrays(pool, work)
     for objective in OBJECTIVES[:2]:
-        wish = parse_objective(objective, None, None)
+        objective = parse_objective(objective, None, None)
         pair = estimate(machines, np.array([0, 1]), parse_strategy("allreduce"))
-        plain = plan_to_json(machines, search(machines, wish, ("allreduce",)), wish)
+        plain = plan_to_json(machines, search(machines, objective, ("allreduce",)), objective)
         assert pair.step_s == pytest.approx(0.035, rel=0.1)
         if objective == "energy":
             assert len(plain["chosen"]["machines"]) == 1

@@ -164,7 +164,7 @@ def test_the_interval_follows_past_errors() -> None:
     assert wide[1] / wide[0] > 2.5
 
 
-def test_the_file_lies_beside_the_pool_and_reads_back(tmp_path: Path) -> None:
+def test_the_history_file_is_next_to_the_pool_and_reads_back(tmp_path: Path) -> None:
     path = history_path(tmp_path / "my pool.yaml")
     assert path == tmp_path / "my pool.history.jsonl"
     assert read_history(path) == []
@@ -201,7 +201,7 @@ def test_servers_go_where_the_links_are_best() -> None:
 
 
 def test_the_best_strategy_on_machines_that_are_given() -> None:
-    """One is slow: whoever keeps in step with equal shares waits for it."""
+    """One is slow: with equal shares, all workers wait for it."""
     pool = make_pool(1e-3, 1e-3, 2e-2)
     found = search_strategy(PoolArrays(pool, WORK), parse_objective("time", None, None))
     assert found.chosen.machines == (0, 1, 2)
@@ -214,7 +214,7 @@ def test_machines_that_hold_the_others_back_are_left_out() -> None:
     hosts = [Host(host=f"h{i}", gflops=g) for i, g in enumerate((10.0, 9.0, 1.0, 8.0))]
     chosen, why = choose_hosts_by_speed(Pool(hosts=tuple(hosts)))
     assert [h.host for h in chosen] == ["h0", "h1", "h3"]
-    assert "3 of 4 machines, 24 GFLOP/s in step; with h2" in why
+    assert "3 of 4 machines, 24 GFLOP/s in lockstep; with h2" in why
 
 
 @given(st.lists(st.floats(0.1, 1000), min_size=1, max_size=7))
@@ -231,9 +231,9 @@ def test_a_strategy_for_several_is_not_answered_with_one() -> None:
     """Exchanging over such a link costs more than it saves."""
     slow = Link(mbit_s=0.1, latency_ms=100)
     machines = PoolArrays(make_pool(1e-4, 1e-4, 1e-4, link=slow), WORK)
-    wish = parse_objective("time", None, None)
-    assert len(search(machines, wish, ["allreduce"]).chosen.machines) == 1
-    several = search(machines, wish, ["allreduce"], may_be_alone=False)
+    objective = parse_objective("time", None, None)
+    assert len(search(machines, objective, ["allreduce"]).chosen.machines) == 1
+    several = search(machines, objective, ["allreduce"], allow_single_host=False)
     assert len(several.chosen.machines) == 2
     only = PoolArrays(make_pool(1e-4), WORK)
-    assert search(only, wish, ["allreduce"], may_be_alone=False).chosen.machines == (0,)
+    assert search(only, objective, ["allreduce"], allow_single_host=False).chosen.machines == (0,)

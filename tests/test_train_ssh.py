@@ -362,7 +362,7 @@ def test_launch_plans_by_speed_or_by_a_job(run_cli: RunCli, project: Path, tmp_p
     args = ("launch", "train.py", "--pool", pool, "--select", "auto", "--dry-run")
     done = run_cli(*args)
     assert done.code == 0, done.stderr
-    assert "plan: 2 of 3 machines, 18 GFLOP/s in step; with 10.9.9.2" in done.stdout
+    assert "plan: 2 of 3 machines, 18 GFLOP/s in lockstep; with 10.9.9.2" in done.stdout
     assert "worker 1 on 10.9.9.3, rank 1:" in done.stdout
     assert "on 10.9.9.2, rank" not in done.stdout
     planned = run_cli(*args, "--job", project / "job.py")

@@ -42,7 +42,7 @@ def plan_on_pool(
     used = [h.model_copy(update={"workers": 1}) for h in hosts] if single else list(hosts)
     smaller = pool.model_copy(update={"hosts": tuple(used)})
     machines = calibrate_from_log(smaller, workload_of_job(job), records)
-    wish = parse_objective(objective, None, None)
+    target = parse_objective(objective, None, None)
     plain = None
     all_machines = tuple(range(len(machines.hosts)))
     best: Estimate | None = None
@@ -50,15 +50,15 @@ def plan_on_pool(
         from paceline.plan.explanation import plan_to_json
 
         if not choosing:
-            found = search_strategy(machines, wish)
+            found = search_strategy(machines, target)
         elif strategy is not None:
             found = search(
-                machines, wish, [str(strategy)], may_be_alone=_allows_one_worker(strategy)
+                machines, target, [str(strategy)], allow_single_host=_allows_one_worker(strategy)
             )
         else:
-            found = search(machines, wish)
+            found = search(machines, target)
         best = found.chosen
-        plain = plan_to_json(machines, found, wish)
+        plain = plan_to_json(machines, found, target)
     earlier = sum(r.model == machines.work.model for r in records)
     return PoolPlan(
         path=path,

@@ -98,6 +98,7 @@ def step_time_on(host: Host, work: Workload, pool: Pool) -> StepTime:
 
 
 def ring_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
+    """Returns the seconds of a ring all-reduce on the network."""
     if members < 2:
         return 0.0
     return 2 * (members - 1) * (latency_s + nbytes / (members * bytes_per_s))
@@ -116,15 +117,15 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
     if members < 2 or not nbytes:
         return 0.0
     names = {h.host for h in hosts}
-    crowd = max(_crowding(h) for h in hosts)
-    own = endpoint_s(pool, members, nbytes) * crowd
+    crowding = max(_crowding(h) for h in hosts)
+    endpoint = endpoint_s(pool, members, nbytes) * crowding
     links = [pool.link_of(h) for h in hosts]
     latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
     if len(names) == 1:
         # On one machine nothing crosses a network, but every hop is a context switch.
-        return own + 2 * (members - 1) * latency_s
+        return endpoint + 2 * (members - 1) * latency_s
     slowest = min(link.bytes_per_s for link in links)
-    return network_s(pool, members, nbytes, latency_s, slowest) + own
+    return network_s(pool, members, nbytes, latency_s, slowest) + endpoint
 
 
 def network_s(
@@ -137,7 +138,7 @@ def network_s(
 
 
 def endpoint_s(pool: Pool, members: int, nbytes: float) -> float:
-    """Returns the time that each process sends, receives and adds in an all-reduce."""
+    """Returns the seconds that each process sends, receives and adds in an all-reduce."""
     return 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9)
 
 

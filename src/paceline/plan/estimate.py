@@ -1,4 +1,4 @@
-"""Time, energy and price of training on some hosts with one strategy."""
+"""Time, energy and price of training on given hosts with one strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNMEASURED_DOUBT = 0.35
 
 @dataclass(frozen=True)
 class Estimate:
-    """A choice of hosts and strategy, and what it would cost."""
+    """Predicted cost of a strategy on a set of hosts."""
 
     strategy: str
     machines: tuple[int, ...]
@@ -40,7 +40,7 @@ class Estimate:
 
 
 def correction_key(strategy: Strategy, machines: int) -> str:
-    """Groups runs whose predictions err alike: by strategy; on one host all strategies do."""
+    """Returns the key of runs that share a correction: their strategy, or one key on one host."""
     return strategy.name if machines > 1 else BASELINE
 
 

@@ -14,7 +14,9 @@ from paceline.strategies.registry import cost, parse_strategy
 MAX_REASONS = 20
 
 
-def plan_to_json(machines: PoolArrays, found: SearchResult, wish: Objective) -> dict[str, Any]:
+def plan_to_json(
+    machines: PoolArrays, result: SearchResult, objective: Objective
+) -> dict[str, Any]:
     """Returns the output of `--json` and the contents of `plan.json`."""
     return {
         "job": {
@@ -26,16 +28,16 @@ def plan_to_json(machines: PoolArrays, found: SearchResult, wish: Objective) -> 
             "batch": machines.work.batch,
             "epochs": machines.work.epochs,
         },
-        "objective": dict(wish.weights),
-        "deadline_s": wish.deadline_s,
-        "budget": wish.budget,
-        "chosen": estimate_to_json(machines, found.chosen),
-        "why": explain_choice(machines, found, wish),
-        "runners_up": [estimate_to_json(machines, e) for e in found.runners_up],
-        "left_out": excluded_hosts(machines, found.chosen, wish),
-        "frontier": [estimate_to_json(machines, e) for e in found.frontier],
-        "one_machine": estimate_to_json(machines, found.best_single)
-        if found.best_single is not None
+        "objective": dict(objective.weights),
+        "deadline_s": objective.deadline_s,
+        "budget": objective.budget,
+        "chosen": estimate_to_json(machines, result.chosen),
+        "why": explain_choice(machines, result, objective),
+        "runners_up": [estimate_to_json(machines, e) for e in result.runners_up],
+        "left_out": excluded_hosts(machines, result.chosen, objective),
+        "frontier": [estimate_to_json(machines, e) for e in result.frontier],
+        "one_machine": estimate_to_json(machines, result.best_single)
+        if result.best_single is not None
         else None,
     }
 
@@ -54,49 +56,53 @@ def estimate_to_json(machines: PoolArrays, one: Estimate) -> dict[str, Any]:
     }
 
 
-def explain_choice(machines: PoolArrays, found: SearchResult, wish: Objective) -> str:
-    chosen, alone = found.chosen, found.best_single
-    objective = max(wish.weights, key=lambda o: wish.weights[o])
-    if alone is None:
+def explain_choice(machines: PoolArrays, result: SearchResult, objective: Objective) -> str:
+    """Returns the reason for the choice, compared with the best alternative."""
+    chosen, single = result.chosen, result.best_single
+    metric = max(objective.weights, key=lambda o: objective.weights[o])
+    if single is None:
         names = [machines.hosts[i].host for i in chosen.machines]
         largest = max(h.memory_gb or 0.0 for h in machines.hosts)
         return (
             f"the model does not fit on one machine (it needs {machines.needed_gb:.1f} GB, the "
-            f"largest has {largest:g}): {len(names)} stages on {', '.join(names[:-1])} "
-            f"and {names[-1]}, {_amount(chosen, objective)} of {objective}"
+            f"largest has {largest:g} GB): {len(names)} stages on {', '.join(names[:-1])} "
+            f"and {names[-1]}, {metric} {_amount(chosen, metric)}"
         )
     if len(chosen.machines) == 1:
         name = machines.hosts[chosen.machines[0]].host
-        more = [e for e in found.runners_up if len(e.machines) > 1]
+        more = [e for e in result.runners_up if len(e.machines) > 1]
         if not more:
-            limited = wish.deadline_s is not None or wish.budget is not None
-            why = "no other choice keeps within the limits" if limited else "there is no other"
-            return f"use one machine, {name}: {why}"
-        best = min(more, key=lambda e: e.value(objective))
+            limited = objective.deadline_s is not None or objective.budget is not None
+            rule = "meets the limits" if limited else "is possible"
+            return f"use one machine, {name}: no plan with several machines {rule}"
+        best = min(more, key=lambda e: e.value(metric))
         return (
-            f"use one machine, {name}: {_amount(chosen, objective)} of {objective}, where the best "
-            f"of several ({len(best.machines)} under {best.strategy}) needs "
-            f"{_amount(best, objective)}: exchanging costs more than sharing saves"
+            f"use one machine, {name}: {metric} {_amount(chosen, metric)}; the best plan with "
+            f"several ({len(best.machines)} with {best.strategy}) needs "
+            f"{_amount(best, metric)}, because communication costs more than it saves"
         )
-    name = machines.hosts[alone.machines[0]].host
-    ratio = alone.value(objective) / max(chosen.value(objective), 1e-12)
+    name = machines.hosts[single.machines[0]].host
+    ratio = single.value(metric) / max(chosen.value(metric), 1e-12)
     return (
-        f"{len(chosen.machines)} machines under {chosen.strategy}: {_amount(chosen, objective)} of "
-        f"{objective}, {name} alone {_amount(alone, objective)} (x{ratio:.2f})"
+        f"{len(chosen.machines)} machines with {chosen.strategy}: {metric} "
+        f"{_amount(chosen, metric)}; the best single machine, {name}, needs "
+        f"{_amount(single, metric)} (x{ratio:.2f})"
     )
 
 
-def _amount(one: Estimate, objective: str) -> str:
-    if objective == "time":
+def _amount(one: Estimate, metric: str) -> str:
+    if metric == "time":
         return f"{one.seconds:,.4g} s"
-    return f"{one.joules / 1000:,.4g} kJ" if objective == "energy" else f"{one.price:,.4g}"
+    return f"{one.joules / 1000:,.4g} kJ" if metric == "energy" else f"{one.price:,.4g}"
 
 
-def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> list[dict[str, str]]:
-    """Returns why each excluded machine is not in the plan: memory, or a worse objective."""
+def excluded_hosts(
+    machines: PoolArrays, chosen: Estimate, objective: Objective
+) -> list[dict[str, str]]:
+    """Returns why each excluded machine is not in the plan: memory, or a worse result."""
     spec = parse_strategy(chosen.strategy if len(chosen.machines) > 1 else "allreduce")
     inside = set(chosen.machines)
-    objective = max(wish.weights, key=lambda o: wish.weights[o])
+    metric = max(objective.weights, key=lambda o: objective.weights[o])
     reasons = []
     outside = [i for i in range(len(machines.hosts)) if i not in inside]
     for index in outside[:MAX_REASONS]:
@@ -107,19 +113,19 @@ def excluded_hosts(machines: PoolArrays, chosen: Estimate, wish: Objective) -> l
         if not facet.fits(machines, wider, spec):
             whole_model = spec.state_fraction(len(wider)).weights == 1
             why = (
-                f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g}"
+                f"the model needs {machines.needed_gb:.1f} GB, it has {host.memory_gb:g} GB"
                 if whole_model
-                else "no stage fits into its memory"
+                else "no stage fits in its memory"
             )
         else:
             more = estimate(machines, wider, spec)
-            change = 100 * (more.value(objective) / max(chosen.value(objective), 1e-12) - 1)
-            why = f"with it {objective} would be {_amount(more, objective)} ({change:+.1f} %)"
-            if not wish.is_met_by(more):
-                why += ", beyond the limit"
+            change = 100 * (more.value(metric) / max(chosen.value(metric), 1e-12) - 1)
+            why = f"with it, {metric} would be {_amount(more, metric)} ({change:+.1f}%)"
+            if not objective.is_met_by(more):
+                why += ", which exceeds the limits"
         reasons.append({"host": host.host, "why": why})
     if len(outside) > MAX_REASONS:
         reasons.append(
-            {"host": f"{len(outside) - MAX_REASONS} more", "why": "for the same reasons"}
+            {"host": f"{len(outside) - MAX_REASONS} more", "why": "not evaluated individually"}
         )
     return reasons

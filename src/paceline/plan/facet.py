@@ -1,4 +1,4 @@
-"""Interface of a strategy's cost facet: what a step on some hosts would take."""
+"""Interface of a strategy's cost facet: the expected time of a step on given hosts."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class CostFacet(ABC, Generic[StrategyT]):
         return bool(arrays.fits[hosts].all())
 
     def on_hosts(self, spec: StrategyT, count: int) -> StrategyT:
-        """The same strategy for another number of hosts. By default it does not depend on it."""
+        """Returns the strategy for another number of hosts; by default it is the same."""
         return spec
 
     def splits(self, arrays: PoolArrays, count: int) -> Iterator[StrategyT]:
-        """Strategies that spread a model that fits on no single host over `count` hosts."""
+        """Yields strategies that split a model over `count` hosts if it does not fit on one."""
         return iter(())
 
     def calibrate(
         self, spec: StrategyT, steps: Sequence[Sequence[RecordedStep]], nbytes: float
     ) -> dict[str, float]:
-        """Pool fields that describe the measured exchange, from recorded steps per worker.
+        """Returns pool fields that describe the measured exchange, from recorded steps per worker.
 
         Empty by default: the recorded steps do not show what an exchange costs.
         """

@@ -61,7 +61,7 @@ class PoolArrays:
         needed = work.bytes * (2 + work.slots) + BASE_MEMORY_BYTES
         self.needed_gb = needed / 1e9
         self.fits = self.memory_bytes >= needed
-        """Returns whether each host can hold the whole model with gradients and optimizer state."""
+        """True for each host that can hold the model with its gradients and optimizer state."""
 
     @property
     def speed(self) -> Floats:

@@ -34,13 +34,13 @@ def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepE
     best = np.sort(arrays.bandwidth[hosts])[::-1][:servers]
     lane = float(best.min()) * servers
     compute = arrays.fixed[hosts] + share * arrays.per_sample[hosts]
-    own = (push + pull) / (pool.transfer_gb_s * 1e9)
+    endpoint = (push + pull) / (pool.transfer_gb_s * 1e9)
     wire = (push + pull) / np.minimum(arrays.bandwidth[hosts], lane)
     apply_s = float(arrays.update[hosts].min()) / servers + push / servers / (
         pool.transfer_gb_s * 1e9
     )
     trips = 4 * arrays.latency[hosts] + pool.control_ms / 1e3
-    cycle = compute + own + wire + apply_s + trips
+    cycle = compute + endpoint + wire + apply_s + trips
     if size > 1:
         cycle = cycle + all_reduce_s(arrays, hosts[:size], work.bytes) * 1.5
         cycle = np.full(count, slowest_s(cycle, arrays.cv[hosts]))
@@ -49,10 +49,10 @@ def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepE
         # All pulls of a round arrive at the servers at the same time.
         slowest = slowest_s(cycle, arrays.cv[hosts]) + (count - 1) * max(push, pull) / lane
         rate = work.batch / slowest
-    most = min(lane / max(push, pull, 1.0), 1 / max(apply_s, 1e-12))
+    max_pushes_per_s = min(lane / max(push, pull, 1.0), 1 / max(apply_s, 1e-12))
     if pool.control_ms:
-        most = min(most, 1e3 / pool.control_ms / size)
-    rate = min(rate, most * share * size)
+        max_pushes_per_s = min(max_pushes_per_s, 1e3 / pool.control_ms / size)
+    rate = min(rate, max_pushes_per_s * share * size)
     step_s = work.batch / rate
     busy = (
         compute * (step_s / cycle) * np.minimum(1.0, rate / max(rate, float((share / cycle).sum())))

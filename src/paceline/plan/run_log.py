@@ -2,7 +2,7 @@
 
 One line of JSON per run in `<pool>.history.jsonl`. Two corrections are derived from the last few
 runs of the same model: the compute time of a machine relative to the cost model, and then the step
-time of a strategy. Both are medians, so that a single outlier has no effect.
+time of a strategy. Both are medians, so that a single outlier does not dominate.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_history(path: Path) -> list[LoggedRun]:
             work = tuple(WorkerTiming(**part) for part in plain.pop("work"))
             record = LoggedRun(**{**plain, "machines": tuple(plain["machines"]), "work": work})
             if not all(w.samples > 0 and w.busy_s > 0 for w in work) or not record.step_s > 0:
-                raise ValueError("figures must be above 0")
+                raise ValueError("times and samples must be greater than 0")
             records.append(record)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
@@ -89,14 +89,14 @@ def add_record(path: Path, record: LoggedRun) -> None:
 
 def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> PoolArrays:
     """Returns the pool's machines for this job, corrected by past runs of its model."""
-    mine = [r for r in records if r.model == work.model]
-    hosts = tuple(_correct(host, pool, work, mine) for host in pool.hosts)
+    same_model = [r for r in records if r.model == work.model]
+    hosts = tuple(_correct(host, pool, work, same_model) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
-    kinds = {_kind(r) for r in mine}
+    kinds = {_kind(r) for r in same_model}
     machines.corrections = {
-        kind: found
+        kind: correction
         for kind in kinds
-        if kind is not None and (found := _compare(machines, kind, mine)) is not None
+        if kind is not None and (correction := _compare(machines, kind, same_model)) is not None
     }
     return machines
 
@@ -134,22 +134,22 @@ def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> C
     for record in records:
         if _kind(record) != kind or not set(record.machines) <= set(places):
             continue
-        then = PoolArrays(machines.pool, dataclasses.replace(machines.work, batch=record.batch))
+        arrays = PoolArrays(machines.pool, dataclasses.replace(machines.work, batch=record.batch))
         chosen = np.array(sorted(places[name] for name in record.machines))
-        said = estimate(then, chosen, parse_strategy(record.strategy))
-        ratios.append(record.step_s / said.step_s)
+        predicted = estimate(arrays, chosen, parse_strategy(record.strategy))
+        ratios.append(record.step_s / predicted.step_s)
     ratios = ratios[-MAX_RUNS:]
     if not ratios:
         return None
-    middle = statistics.median(ratios)
+    median = statistics.median(ratios)
     doubt = None
     if len(ratios) >= MIN_RUNS_FOR_SPREAD:
-        doubt = max(MIN_SPREAD, max(abs(r / middle - 1) for r in ratios))
-    return Correction(factor=middle, relative_error=doubt)
+        doubt = max(MIN_SPREAD, max(abs(r / median - 1) for r in ratios))
+    return Correction(factor=median, relative_error=doubt)
 
 
 def _kind(record: LoggedRun) -> str | None:
-    """Returns the strategy; None if it is not registered in this process."""
+    """Returns the correction key; None if the strategy is not registered in this process."""
     try:
         strategy = parse_strategy(record.strategy)
     except SpecError:
@@ -165,9 +165,9 @@ def describe_prediction_error(
     if not actual or actual["actual_step_s"] is None:
         return None
     step = 100 * (actual["actual_step_s"] / predicted["step_s"] - 1)
-    whole = 100 * (actual["actual_seconds"] / predicted["seconds"] - 1)
+    total = 100 * (actual["actual_seconds"] / predicted["seconds"] - 1)
     return (
         f"predicted {predicted['step_s']:.4g} s per step, actual {actual['actual_step_s']:.4g} s "
         f"({step:+.1f}%); predicted {predicted['seconds']:.4g} s of training and evaluation, "
-        f"actual {actual['actual_seconds']:.4g} s ({whole:+.1f}%)"
+        f"actual {actual['actual_seconds']:.4g} s ({total:+.1f}%)"
     )

@@ -40,14 +40,15 @@ class Objective:
     deadline_s: float | None = None
     budget: float | None = None
 
-    def is_met_by(self, found: Estimate) -> bool:
-        late = self.deadline_s is not None and found.seconds > self.deadline_s
-        dear = self.budget is not None and found.price > self.budget
-        return not (late or dear)
+    def is_met_by(self, candidate: Estimate) -> bool:
+        """Returns True if the estimate is within the deadline and the budget."""
+        too_slow = self.deadline_s is not None and candidate.seconds > self.deadline_s
+        too_expensive = self.budget is not None and candidate.price > self.budget
+        return not (too_slow or too_expensive)
 
-    def score(self, found: Estimate, best: Mapping[str, float]) -> float:
+    def score(self, candidate: Estimate, best: Mapping[str, float]) -> float:
         """Returns the weighted sum of the ratios to the best value of each objective."""
-        return sum(w * found.value(o) / max(best[o], 1e-12) for o, w in self.weights.items())
+        return sum(w * candidate.value(o) / max(best[o], 1e-12) for o, w in self.weights.items())
 
 
 def parse_objective(text: str, deadline_s: float | None, budget: float | None) -> Objective:
@@ -73,9 +74,11 @@ def parse_objective(text: str, deadline_s: float | None, budget: float | None) -
 
 @dataclass(frozen=True)
 class SearchResult:
+    """The best plan and its alternatives."""
+
     chosen: Estimate
     runners_up: list[Estimate]
-    """Result of a search: the choice, and the best of each other strategy."""
+    """The best plan of each other strategy, and the best single machine."""
     frontier: list[Estimate]
     """Pareto-optimal choices in time, energy and cost."""
     best_single: Estimate | None
@@ -84,29 +87,29 @@ class SearchResult:
 
 def search(
     machines: PoolArrays,
-    wish: Objective,
+    objective: Objective,
     strategies: Sequence[str] | None = None,
     *,
-    may_be_alone: bool = True,
+    allow_single_host: bool = True,
 ) -> SearchResult:
-    """Searches hosts and strategy. Raises UsageError if the model fits on no machine or no plan
-    meets the limits.
+    """Returns the best hosts and strategy.
 
-    `may_be_alone`: whether a single machine is a valid result.
+    With `allow_single_host` false, one machine is chosen only if no other fits the model. Raises
+    UsageError if the model does not fit, or no plan meets the limits.
     """
     usable = np.flatnonzero(machines.fits)
-    if "cost" in wish.weights or wish.budget is not None:
+    if "cost" in objective.weights or objective.budget is not None:
         unpriced = [h.host for h in machines.hosts if h.price_per_hour is None]
         if unpriced:
             raise UsageError(
                 f"machine {unpriced[0]} has no price_per_hour, which a plan by cost requires"
             )
     if not len(usable):
-        return _search_split(machines, wish)
+        return _search_split(machines, objective)
     specs = [parse_strategy(s) for s in (candidates() if strategies is None else strategies)]
     tried: dict[tuple[str, bytes], Estimate] = {}
 
-    def look(chosen: Ints, spec: Strategy) -> Estimate:
+    def evaluate(chosen: Ints, spec: Strategy) -> Estimate:
         key = (str(spec), chosen.tobytes())
         if key not in tried:
             tried[key] = estimate(machines, chosen, spec)
@@ -114,44 +117,44 @@ def search(
 
     single = parse_strategy(BASELINE)
     for index in usable if len(usable) <= MAX_HOSTS_ALL_SIZES else _extremes(machines, usable):
-        look(np.array([index]), single)
+        evaluate(np.array([index]), single)
     for order in _orders(machines, usable):
         for size in _sizes(len(order)):
             for spec in specs:
                 if _possible(spec, size, machines.work.batch):
-                    look(np.sort(order[:size]), spec)
+                    evaluate(np.sort(order[:size]), spec)
     best = {o: min(e.value(o) for e in tried.values()) for o in OBJECTIVES}
     if len(usable) <= MAX_CLIMB_HOSTS:
         for spec in specs:
-            mine = [e for (text, _), e in tried.items() if text == str(spec)]
-            if mine:
-                mine.sort(key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
+            starts = [e for (text, _), e in tried.items() if text == str(spec)]
+            if starts:
+                starts.sort(key=lambda e: (not objective.is_met_by(e), objective.score(e, best)))
                 # The best start may lead to a local optimum.
-                for start in mine[:CLIMB_STARTS]:
-                    _hill_climb(machines, usable, spec, start, wish, best, look)
+                for start in starts[:CLIMB_STARTS]:
+                    _hill_climb(machines, usable, spec, start, objective, best, evaluate)
     allowed = [
         e
         for e in tried.values()
-        if wish.is_met_by(e) and (may_be_alone or len(e.machines) > 1 or len(usable) == 1)
+        if objective.is_met_by(e) and (allow_single_host or len(e.machines) > 1 or len(usable) == 1)
     ]
     if not allowed:
-        quickest = min(tried.values(), key=lambda e: e.seconds)
+        fastest = min(tried.values(), key=lambda e: e.seconds)
         cheapest = min(tried.values(), key=lambda e: e.price)
         raise UsageError(
-            f"no plan meets the limits; the fastest takes {quickest.seconds:.0f} s, "
+            f"no plan meets the limits; the fastest takes {fastest.seconds:.0f} s, "
             f"the cheapest costs {cheapest.price:.2f}"
         )
-    ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
+    ranked = sorted(allowed, key=lambda e: (objective.score(e, best), len(e.machines)))
     return SearchResult(
         ranked[0],
         _runners_up(ranked),
         _frontier(list(tried.values())),
-        _best_single_host(tried, wish, best),
+        _best_single_host(tried, objective, best),
     )
 
 
-def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
-    """Searches the best strategy that splits a model that fits on no single host.
+def _search_split(machines: PoolArrays, objective: Objective) -> SearchResult:
+    """Returns the best strategy that splits a model that fits on no single host.
 
     Raises UsageError if it does not fit on all of them together either.
     """
@@ -177,19 +180,19 @@ def _search_split(machines: PoolArrays, wish: Objective) -> SearchResult:
             f"the model fits on no machine: it needs {machines.needed_gb:.1f} GB, the largest has "
             f"{largest:g} GB, and no pipeline over {len(order)} of them fits either"
         )
-    allowed = [e for e in tried if wish.is_met_by(e)]
+    allowed = [e for e in tried if objective.is_met_by(e)]
     if not allowed:
-        quickest = min(tried, key=lambda e: e.seconds)
+        fastest = min(tried, key=lambda e: e.seconds)
         raise UsageError(
-            f"no plan meets the limits; the fastest takes {quickest.seconds:.0f} s, "
+            f"no plan meets the limits; the fastest takes {fastest.seconds:.0f} s, "
             f"the cheapest costs {min(e.price for e in tried):.2f}"
         )
     best = {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
-    ranked = sorted(allowed, key=lambda e: (wish.score(e, best), len(e.machines)))
+    ranked = sorted(allowed, key=lambda e: (objective.score(e, best), len(e.machines)))
     return SearchResult(ranked[0], ranked[1:4], _frontier(tried), None)
 
 
-def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
+def search_strategy(machines: PoolArrays, objective: Objective) -> SearchResult:
     """Returns the best strategy on all of these machines. Raises UsageError like `search`."""
     all_hosts = np.arange(len(machines.hosts))
     unfit = np.flatnonzero(~machines.fits)
@@ -199,22 +202,22 @@ def search_strategy(machines: PoolArrays, wish: Objective) -> SearchResult:
             f"the model does not fit on machine {host.host}: it needs {machines.needed_gb:.1f} GB, "
             f"the machine has {host.memory_gb:g} GB; use --select auto to exclude such machines"
         )
-    alone = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in all_hosts]
+    singles = [estimate(machines, np.array([i]), parse_strategy(BASELINE)) for i in all_hosts]
     tried = [
         estimate(machines, all_hosts, spec)
         for spec in map(parse_strategy, candidates())
         if _possible(spec, len(all_hosts), machines.work.batch)
-    ] or alone
-    allowed = [e for e in tried if wish.is_met_by(e)]
+    ] or singles
+    allowed = [e for e in tried if objective.is_met_by(e)]
     if not allowed:
         raise UsageError("nothing on these machines keeps within the limits: use --select auto")
-    best = {o: min(e.value(o) for e in [*tried, *alone]) for o in OBJECTIVES}
-    ranked = sorted(allowed, key=lambda e: wish.score(e, best))
+    best = {o: min(e.value(o) for e in [*tried, *singles]) for o in OBJECTIVES}
+    ranked = sorted(allowed, key=lambda e: objective.score(e, best))
     return SearchResult(
         ranked[0],
         _runners_up(ranked),
         _frontier(tried),
-        min(alone, key=lambda e: wish.score(e, best)),
+        min(singles, key=lambda e: objective.score(e, best)),
     )
 
 
@@ -234,12 +237,12 @@ def choose_hosts_by_speed(pool: Pool) -> tuple[list[Host], str]:
     size = 1 + max(range(len(order)), key=lambda i: (totals[i], i))
     inside = {h.host for h in order[:size]}
     chosen = [h for h in pool.hosts if h.host in inside]
-    why = f"{size} of {len(order)} machines, {totals[size - 1]:.4g} GFLOP/s in step"
+    why = f"{size} of {len(order)} machines, {totals[size - 1]:.4g} GFLOP/s in lockstep"
     if size < len(order):
         next_best = order[size]
         why += (
-            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s per process) all would "
-            f"compute {totals[size]:.4g}"
+            f"; with {next_best.host} ({speed[next_best.host]:.4g} GFLOP/s per process) "
+            f"the total would be {totals[size]:.4g} GFLOP/s"
         )
     return chosen, why
 
@@ -271,10 +274,11 @@ def _orders(machines: PoolArrays, usable: Ints) -> Iterator[Ints]:
     yield usable[np.lexsort((-speed, -machines.bandwidth[usable]))]
 
 
-def _sizes(most: int) -> list[int]:
-    if most <= MAX_HOSTS_ALL_SIZES:
-        return list(range(2, most + 1))
-    steps = np.unique(np.round(np.geomspace(2, most, 40)).astype(int))
+def _sizes(count: int) -> list[int]:
+    """Returns the numbers of machines to try, up to `count`."""
+    if count <= MAX_HOSTS_ALL_SIZES:
+        return list(range(2, count + 1))
+    steps = np.unique(np.round(np.geomspace(2, count, 40)).astype(int))
     return [int(s) for s in steps]
 
 
@@ -282,11 +286,11 @@ def _extremes(machines: PoolArrays, usable: Ints) -> Ints:
     """Returns candidates for the best single machine out of many."""
     speed = machines.speed[usable]
     keys = (-speed, machines.busy_w[usable] / speed, machines.price[usable] / speed)
-    found: Ints = np.unique(np.concatenate([usable[np.argsort(k)[:8]] for k in keys]))
-    return found
+    extremes: Ints = np.unique(np.concatenate([usable[np.argsort(k)[:8]] for k in keys]))
+    return extremes
 
 
-Look = Callable[[Ints, Strategy], Estimate]
+Estimator = Callable[[Ints, Strategy], Estimate]
 
 
 def _hill_climb(
@@ -294,46 +298,47 @@ def _hill_climb(
     usable: Ints,
     spec: Strategy,
     start: Estimate,
-    wish: Objective,
+    objective: Objective,
     best: Mapping[str, float],
-    look: Look,
+    evaluate: Estimator,
 ) -> None:
     """Adds, removes or swaps single machines as long as the score improves."""
-    now = start
+    current = start
     while True:
-        inside = set(now.machines)
+        inside = set(current.machines)
         outside = [int(i) for i in usable if int(i) not in inside]
         moves = [inside | {i} for i in outside]
         moves += [inside - {i} for i in inside]
         moves += [(inside - {i}) | {j} for i in inside for j in outside]
-        found = [
-            look(np.array(sorted(move)), spec)
+        neighbors = [
+            evaluate(np.array(sorted(move)), spec)
             for move in moves
             if _possible(spec, len(move), machines.work.batch)
         ]
-        if not found:
+        if not neighbors:
             return
-        step = min(found, key=lambda e: (not wish.is_met_by(e), wish.score(e, best)))
-        if (not wish.is_met_by(step), wish.score(step, best)) >= (
-            not wish.is_met_by(now),
-            wish.score(now, best),
+        step = min(neighbors, key=lambda e: (not objective.is_met_by(e), objective.score(e, best)))
+        if (not objective.is_met_by(step), objective.score(step, best)) >= (
+            not objective.is_met_by(current),
+            objective.score(current, best),
         ):
             return
-        now = step
+        current = step
 
 
 def _runners_up(ranked: list[Estimate]) -> list[Estimate]:
     """Returns the best of each strategy except the chosen one."""
-    seen, found = {(ranked[0].strategy, len(ranked[0].machines) > 1)}, []
+    seen, best = {(ranked[0].strategy, len(ranked[0].machines) > 1)}, []
     for candidate in ranked[1:]:
         key = (candidate.strategy, len(candidate.machines) > 1)
         if key not in seen:
             seen.add(key)
-            found.append(candidate)
-    return found
+            best.append(candidate)
+    return best
 
 
 def _frontier(tried: list[Estimate]) -> list[Estimate]:
+    """Returns the Pareto-optimal estimates, fastest first."""
     kept: list[Estimate] = []
     for one in sorted(tried, key=lambda e: (e.seconds, e.joules, e.price)):
         if not any(k.joules <= one.joules and k.price <= one.price for k in kept):
@@ -342,7 +347,7 @@ def _frontier(tried: list[Estimate]) -> list[Estimate]:
 
 
 def _best_single_host(
-    tried: Mapping[tuple[str, bytes], Estimate], wish: Objective, best: Mapping[str, float]
+    tried: Mapping[tuple[str, bytes], Estimate], objective: Objective, best: Mapping[str, float]
 ) -> Estimate:
     single = [e for e in tried.values() if len(e.machines) == 1]
-    return min(single, key=lambda e: wish.score(e, best))
+    return min(single, key=lambda e: objective.score(e, best))
