@@ -46,11 +46,11 @@ def calibrate_from_run(path: Path) -> Pool:
         raise UsageError(f"--calibrate {path}: that run was simulated; its machines are in {path}")
     workers = int(result["workers"])
     steps = [read_warm_steps(path, worker) for worker in range(workers)]
-    few = [w for w, s in enumerate(steps) if len(s) < MIN_STEPS]
-    if few:
+    too_short = [w for w, s in enumerate(steps) if len(s) < MIN_STEPS]
+    if too_short:
         raise UsageError(
-            f"--calibrate {path}: worker {few[0]} has {len(steps[few[0]])} recorded steps, "
-            f"at minima {MIN_STEPS} are required"
+            f"--calibrate {path}: worker {too_short[0]} has {len(steps[too_short[0]])} recorded "
+            f"steps, but at least {MIN_STEPS} are required"
         )
     model = str(result["model"])
     hosts = tuple(
@@ -108,9 +108,9 @@ def measure_share(steps: list[StepRecord]) -> tuple[float, float]:
 
 def trim_outliers(values: list[float]) -> list[float]:
     """Returns sorted values without the lowest and the highest 2%."""
-    each = sorted(values)
-    edge = len(each) // 50
-    return each[edge : len(each) - edge] or each
+    ordered = sorted(values)
+    edge = len(ordered) // 50
+    return ordered[edge : len(ordered) - edge] or ordered
 
 
 def trimmed_mean(values: list[float]) -> float:
@@ -128,7 +128,7 @@ def coefficient_of_variation(steps: list[StepRecord]) -> float:
 def fit_exchange(
     result: RunResult, strategy: str, steps: list[list[StepRecord]]
 ) -> dict[str, float]:
-    """Pool fields for the exchange, fitted to the steps under the run's first strategy."""
+    """Returns pool fields for the exchange, fitted to the steps under the run's first strategy."""
     spec = parse_strategy(strategy).phases[0]
     if len(steps) < 2 or not result.get("parameter_bytes"):
         return {}

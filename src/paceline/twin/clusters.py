@@ -1,7 +1,4 @@
-"""Sources of a virtual cluster.
-
-A file, a number, a recorded run or a probe; and what-if changes.
-"""
+"""Sources of a virtual cluster (file, number, recorded run or probe) and what-if changes."""
 
 from __future__ import annotations
 
@@ -79,19 +76,19 @@ def apply_what_if(pool: Pool, *, without: tuple[int, ...] = (), bandwidth: float
         first += host.workers
         remaining = host.workers - len(set(without) & set(ranks))
         if remaining > 0:
-            link = _faster(host.link, bandwidth) if host.link is not None else None
+            link = _scale_link(host.link, bandwidth) if host.link is not None else None
             hosts.append(host.model_copy(update={"workers": remaining, "link": link}))
     if not hosts:
         raise UsageError("--without removes every worker; keep at least one")
     return pool.model_copy(
         update={
             "hosts": tuple(hosts),
-            "link": _faster(pool.link, bandwidth),
+            "link": _scale_link(pool.link, bandwidth),
             "collective_gb_s": pool.collective_gb_s * bandwidth,
             "transfer_gb_s": pool.transfer_gb_s * bandwidth,
         }
     )
 
 
-def _faster(link: Link, factor: float) -> Link:
+def _scale_link(link: Link, factor: float) -> Link:
     return link.model_copy(update={"mbit_s": link.mbit_s * factor})

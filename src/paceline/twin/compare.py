@@ -1,4 +1,4 @@
-"""Several strategies in virtual time, side by side."""
+"""Compares several strategies in simulated runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compare_twins(
     *,
     progress: bool = False,
 ) -> Comparison:
-    """Every strategy with every seed; a run that fails or diverges is kept and counted."""
+    """Simulates every strategy with every seed; failed and diverged runs are included."""
     folder = options.out
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
@@ -53,9 +53,11 @@ def compare_twins(
         for number, strategy in enumerate(chosen):
             out = folder / f"{number + 1}-{strategy.name}-seed{seed}"
             labels = {**options.labels, **label_as_given(strategies[number], strategy)}
-            mine = dataclasses.replace(options, out=out, labels=labels)
+            run_options = dataclasses.replace(options, out=out, labels=labels)
             try:
-                result = run_labelled(with_job_seed(job, seed), strategy, mine, progress=progress)
+                result = run_labelled(
+                    with_job_seed(job, seed), strategy, run_options, progress=progress
+                )
             except UsageError:
                 raise
             except PacelineError:

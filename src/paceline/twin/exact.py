@@ -1,7 +1,8 @@
 """Weights of exact strategies: one model, one optimizer step on the weighted mean gradient.
 
-"Exact" means equal to one process on the global batch, so this is the definition, not a copy, of
-what those strategies compute. With a codec, gradients are summed as the workers would sum them.
+"Exact" means equal to one process on the global batch, so this is the definition of what those
+strategies compute, not a copy of their code. With a codec, gradients are summed as
+the workers would sum them.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _accumulate(
 class _CompressedSum:
     """Compresses and sums every worker's gradients, in the buckets of a real exchange.
 
-    `residuals`: per worker and parameter, what the codec has not sent yet; kept across switches.
+    `residuals`: unsent values of the codec per worker and parameter; kept across switches.
     """
 
     def __init__(
@@ -127,16 +128,18 @@ class _CompressedSum:
         ]
         self._flats: list[list[tuple[Compressor, torch.Tensor]]] = [[] for _ in self._buckets]
         self._names, self._residuals = layout, residuals
-        for mine, kept in zip(self._compressors, self._residuals, strict=True):
-            for compressor, names, bucket in zip(mine, layout, self._buckets, strict=True):
+        for compressors, kept in zip(self._compressors, self._residuals, strict=True):
+            for compressor, names, bucket in zip(compressors, layout, self._buckets, strict=True):
                 if compressor.feedback is not None and all(n in kept for n in names):
                     flat = [kept[n].reshape(-1) for n in names]
                     compressor.feedback.load(torch.cat(flat).to(bucket[0].dtype))
 
     def store_residuals(self) -> None:
-        """Writes back what was not sent yet, for the next strategy."""
-        for mine, kept in zip(self._compressors, self._residuals, strict=True):
-            for compressor, names, bucket in zip(mine, self._names, self._buckets, strict=True):
+        """Writes the unsent values back, for the next strategy."""
+        for compressors, kept in zip(self._compressors, self._residuals, strict=True):
+            for compressor, names, bucket in zip(
+                compressors, self._names, self._buckets, strict=True
+            ):
                 if compressor.feedback is not None:
                     parts = torch.split(compressor.feedback.residual, [p.numel() for p in bucket])
                     for name, parameter, part in zip(names, bucket, parts, strict=True):
@@ -153,8 +156,8 @@ class _CompressedSum:
 
     def finish(self) -> None:
         for index, bucket in enumerate(self._buckets):
-            given, self._flats[index] = self._flats[index], []
-            total = reference_sum(given)
+            inputs, self._flats[index] = self._flats[index], []
+            total = reference_sum(inputs)
             parts = torch.split(total, [p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter).clone()

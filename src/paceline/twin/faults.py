@@ -36,7 +36,7 @@ from paceline.twin.simulator import DETECT_S, Simulator
 from paceline.twin.timeline import Timeline
 
 FAULTS = ("delay", "repeat", "lose", "die")
-MAX_LIVES = 6
+MAX_FAILURES = 6
 """After this many failures, no more faults are injected, so that the run can end."""
 
 STRATEGIES = (
@@ -107,7 +107,7 @@ class FaultCase:
         return parse_strategy(self.strategy)
 
     @property
-    def playable(self) -> bool:
+    def is_valid(self) -> bool:
         """True if a run with these sizes is valid."""
         try:
             self.spec.check_workers(self.workers)
@@ -141,7 +141,7 @@ def draw_case(seed: int) -> FaultCase:
             faults=tuple(f for f in FAULTS if rng.random() < 0.5),
             seed=seed,
         )
-        if case.playable:
+        if case.is_valid:
             return case
 
 
@@ -151,12 +151,12 @@ def run_case(case: FaultCase) -> int:
     seen: Counter[tuple[int, int]] = Counter()
     memory: CoordinatorMemory | None = None
     workers = case.workers
-    for life in range(MAX_LIVES + 1):
-        faults = case.faults if life < MAX_LIVES else ()
+    for failures in range(MAX_FAILURES + 1):
+        faults = case.faults if failures < MAX_FAILURES else ()
         audit, status, error = run_until_failure(case, workers, faults, rng, seen.copy(), memory)
         if status == "done":
             check_complete(case, audit.seen)
-            return life
+            return failures
         if status != "failed" or not ("died" in error or "lost" in error):
             raise Violation(f"the run ended {status}: {error}")
         if audit.saved is not None:
@@ -164,11 +164,11 @@ def run_case(case: FaultCase) -> int:
             if memory["history"]["epoch"] >= case.epochs:
                 # It failed after its last checkpoint: there is nothing left to resume.
                 check_complete(case, seen)
-                return life + 1
+                return failures + 1
         # The number of machines changes between two attempts.
         scales = case.spec.worker_count(2) > 1
         wanted = rng.randint(1, case.workers) if scales else 1
-        if dataclasses.replace(case, workers=wanted).playable:
+        if dataclasses.replace(case, workers=wanted).is_valid:
             workers = wanted
     raise Violation("the run did not finish without faults")
 
@@ -284,7 +284,7 @@ def shrink(case: FaultCase) -> tuple[FaultCase, str]:
     while shrunk:
         shrunk = False
         for candidate in simpler_cases(case):
-            if not candidate.playable:
+            if not candidate.is_valid:
                 continue
             # Another seed may still fail after the reduction.
             for seed in range(case.seed, case.seed + 8):
@@ -306,11 +306,11 @@ def run_cases(seeds: range) -> tuple[int, int]:
     survived = 0
     for seed in seeds:
         case = draw_case(seed)
-        lives, why = try_case(case)
+        failures, why = try_case(case)
         if why is not None:
-            minimum, how = shrink(case)
-            raise Violation(f'{how}\nreplay: python -m paceline.twin.faults "{minimum}"')
-        survived += lives
+            smallest, violation = shrink(case)
+            raise Violation(f'{violation}\nreplay: python -m paceline.twin.faults "{smallest}"')
+        survived += failures
     return len(seeds), survived
 
 
@@ -319,21 +319,21 @@ def main() -> None:
     parser.add_argument("line", nargs="?", help="a case to replay")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    if given.line:
+    args = parser.parse_args()
+    if args.line:
         try:
-            case = FaultCase.parse(given.line)
+            case = FaultCase.parse(args.line)
         except (KeyError, ValueError):
-            parser.error(f"{given.line!r} is not a case; copy the whole line that was printed")
-        lives = run_case(case)
-        print(f"passed, after {lives} failures")
+            parser.error(f"{args.line!r} is not a case; copy the whole line that was printed")
+        failures = run_case(case)
+        print(f"passed, after {failures} failures")
         return
     try:
-        played, survived = run_cases(range(given.seed, given.seed + given.count))
+        count, survived = run_cases(range(args.seed, args.seed + args.count))
     except Violation as violation:
         print(violation, file=sys.stderr)
         sys.exit(1)
-    print(f"{played} schedules passed; {survived} failures were survived by resuming")
+    print(f"{count} schedules passed; {survived} failures were survived by resuming")
 
 
 if __name__ == "__main__":

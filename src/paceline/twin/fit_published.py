@@ -17,7 +17,7 @@ from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Timeline
 
 ROUNDS = 12
-CLOSE = 2e-4
+TOLERANCE = 2e-4
 
 
 def simulated_seconds(pool: Pool, work: Workload, strategy: str, *, seed: int = 0) -> float:
@@ -42,7 +42,7 @@ def fit_pool(pool: Pool, work: Workload, *, allreduce_s: float, servers_s: float
     for _ in range(ROUNDS):
         tried = with_step_time(pool, per_sample, cv)
         sync, free = (simulated_seconds(tried, work, s) for s in ("allreduce", "ps"))
-        if abs(sync / allreduce_s - 1) < CLOSE and abs(free / servers_s - 1) < CLOSE:
+        if abs(sync / allreduce_s - 1) < TOLERANCE and abs(free / servers_s - 1) < TOLERANCE:
             return tried
         # Servers are hardly affected by the variation and give the mean; the rest is waiting.
         per_sample *= servers_s / free

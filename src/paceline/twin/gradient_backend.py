@@ -51,7 +51,7 @@ class PerWorkerState:
     """Random state and buffers of each simulated worker, for workers that share one model."""
 
     def __init__(self, model: torch.nn.Module, workers: int, seed: int) -> None:
-        self._alone = workers == 1
+        self._single = workers == 1
         self._buffers = persistent_buffers(model)
         self.rng = [torch.get_rng_state()]
         for rank in range(1, workers):
@@ -65,13 +65,13 @@ class PerWorkerState:
     def copy_to_all(self) -> None:
         """Copies the model's buffers to all workers."""
         self._samples = [0] * len(self.rng)
-        if not self._alone and self._buffers:
+        if not self._single and self._buffers:
             self._kept = [[b.clone() for b in self._buffers.values()] for _ in self.rng]
 
     @contextlib.contextmanager
     def random_state(self, worker: int) -> Iterator[None]:
         """Uses this worker's random state."""
-        if self._alone:
+        if self._single:
             yield
             return
         torch.set_rng_state(self.rng[worker])
@@ -82,7 +82,7 @@ class PerWorkerState:
     def active(self, worker: int, samples: int) -> Iterator[None]:
         """Uses this worker's random state and buffers."""
         with self.random_state(worker):
-            if self._alone:
+            if self._single:
                 yield
                 return
             self._samples[worker] += samples
@@ -140,7 +140,7 @@ class GradientBackend:
     # ---- one share ----------------------------------------------------------------------------
 
     def forward_backward(self, worker: int, lease: Lease) -> StepOutcome:
-        """Forward and backward of a worker's share, on the weights in the shared model."""
+        """Runs forward and backward on a worker's share, with the weights of the shared model."""
         model = self.replica.model
         for parameter in model.parameters():
             parameter.grad = None

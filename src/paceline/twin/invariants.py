@@ -32,7 +32,7 @@ class SampleAudit(TimeOnlyBackend):
         self.applied = 0
         self.saved: tuple[CoordinatorMemory, Counter[tuple[int, int]]] | None = None
 
-    def _see(self, leases: Sequence[Lease]) -> list[StepOutcome]:
+    def _count(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         for lease in leases:
             for position in range(lease.lo, lease.hi):
                 self.seen[lease.epoch, position] += 1
@@ -41,10 +41,10 @@ class SampleAudit(TimeOnlyBackend):
         return [NOTHING for _ in leases]
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        return self._see(leases)
+        return self._count(leases)
 
     def compute(self, worker: int, lease: Lease) -> StepOutcome:
-        return self._see([lease])[0]
+        return self._count([lease])[0]
 
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         self._waiting[worker, handle] = lease.samples
@@ -53,7 +53,7 @@ class SampleAudit(TimeOnlyBackend):
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:
         self._waiting[members[0], handle] = sum(lease.samples for lease in leases)
-        return self._see(leases)
+        return self._count(leases)
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
         for part in order.parts:

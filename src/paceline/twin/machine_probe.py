@@ -120,9 +120,9 @@ def _run_pair(target: Any, *args: Any) -> float:
     for child in children:
         child.start()
     try:
-        both = [results.get(timeout=TIMEOUT_S) for _ in children]
+        timings = [results.get(timeout=TIMEOUT_S) for _ in children]
         # The process that arrives last does not wait, so its time is that of the exchange.
-        return float(statistics.median(min(same) for same in zip(*both, strict=True)))
+        return float(statistics.median(min(same) for same in zip(*timings, strict=True)))
     except Exception as error:
         raise PacelineError(
             f"the probe between two processes timed out after {TIMEOUT_S:g} s ({error!r})"
@@ -189,7 +189,7 @@ def _send_back(port: int, token: str, nbytes: int, shared: str | None) -> None:
         head, size = channel.receive_head(max_body=len(buffer))
         if size:
             channel.receive_into(buffer[:size])
-        elif head["there"] and memory is not None:
+        elif head["payload"] and memory is not None:
             buffer[:] = memory
         channel.send({"size": size})
     channel.close()
@@ -213,13 +213,13 @@ def _send_and_wait(
     long: list[float] = []
     short: list[float] = []
     for _ in range(WARM_UP + ROUNDS):
-        for into, there in ((long, True), (short, False)):
+        for into, has_payload in ((long, True), (short, False)):
             time.sleep(PAUSE_S)
             began = time.perf_counter()
-            if there and memory is not None:
+            if has_payload and memory is not None:
                 memory[:] = body
-            views = (body,) if there and memory is None else ()
-            channel.send({"op": "probe", "there": there}, *views)
+            views = (body,) if has_payload and memory is None else ()
+            channel.send({"op": "probe", "payload": has_payload}, *views)
             channel.receive_head(max_body=0)
             into.append(time.perf_counter() - began)
     channel.close()

@@ -148,11 +148,11 @@ class SimulatedMachines:
             seconds[worker] *= self._slowness(worker, float(begins[worker]))
         seconds[shares == 0] = 0.0
         ends: Floats = begins + seconds
-        suffering = {t.worker for t in self._slowdowns}
-        slow = {w: ActiveSlowdown.of(self._slowdowns, w, epoch) for w in suffering}
-        apart = {w for w, slowness in slow.items() if slowness.cores < 1.0}
+        slowed = {t.worker for t in self._slowdowns}
+        slow = {w: ActiveSlowdown.of(self._slowdowns, w, epoch) for w in slowed}
+        with_quota = {w for w, slowness in slow.items() if slowness.cores < 1.0}
         for cores, ranks in self._crowds:
-            crowd = [w for w in ranks if w not in apart] if apart else ranks
+            crowd = [w for w in ranks if w not in with_quota] if with_quota else ranks
             ends[crowd] = share_evenly(begins[crowd], seconds[crowd], cores)
         for w, slowness in slow.items():
             ends[w] = begins[w] + slowness.wall_s(float(ends[w] - begins[w]), float(seconds[w]))

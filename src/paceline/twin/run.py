@@ -90,7 +90,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     folder = RunFolder(options.out)
     memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
     # All usage errors are raised before anything is written or replaced.
-    work, learner, splits = prepare_twin(resolved, workers, options, folder)
+    work, weights, splits = prepare_twin(resolved, workers, options, folder)
     work = with_measured_gradient_size(work, options.pool.hosts[0])
     make_switch_policy(
         strategy,
@@ -128,8 +128,8 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
-    keeper = EventLog(writer, options.show)
-    keeper.started(strategy=str(strategy), workers=workers, servers=plan.servers)
+    event_log = EventLog(writer, options.show)
+    event_log.started(strategy=str(strategy), workers=workers, servers=plan.servers)
     timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
     fleet = SimulatedMachines(
         options.pool,
@@ -140,21 +140,21 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         slowdowns=slowdowns,
         servers=plan.servers,
     )
-    world = Simulator(
+    simulator = Simulator(
         plan,
         fleet,
         work,
-        learner,
+        weights,
         timeline,
-        note=keeper.record,
+        note=event_log.record,
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
         splits=splits,
     )
-    _show_progress(world, options.show)
-    end = world.run()
-    outcome = RunOutcome(end.status, end.error, timeline.now, world.coordinator, end.usage)
-    keeper.ended(end.status, end.error, timeline.now)
+    _show_progress(simulator, options.show)
+    end = simulator.run()
+    outcome = RunOutcome(end.status, end.error, timeline.now, simulator.coordinator, end.usage)
+    event_log.ended(end.status, end.error, timeline.now)
     writer.close()
     result = make_result(config, outcome, folder, virtual=True)
     write_json(folder.result, result)
@@ -221,7 +221,7 @@ def prepare_twin(
     return work, training, tables.splits
 
 
-def _show_progress(world: Simulator, show: OnEvent) -> None:
+def _show_progress(simulator: Simulator, show: OnEvent) -> None:
     """Shows progress in real time; the run folder contains virtual time only."""
     due = time.monotonic() + PROGRESS_INTERVAL_S
 
@@ -230,7 +230,7 @@ def _show_progress(world: Simulator, show: OnEvent) -> None:
         if time.monotonic() < due:
             return
         due = time.monotonic() + PROGRESS_INTERVAL_S
-        history = world.coordinator.history
+        history = simulator.coordinator.history
         show(
             RunProgress(
                 t=now,
@@ -241,4 +241,4 @@ def _show_progress(world: Simulator, show: OnEvent) -> None:
             )
         )
 
-    world.observers.append(watch)
+    simulator.observers.append(watch)

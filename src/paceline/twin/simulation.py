@@ -30,7 +30,7 @@ class StrategySimulation(Protocol):
     def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None: ...
 
     def on_order(self, message: Message, now: float) -> None:
-        """A message from the coordinator to the servers."""
+        """Handles a message from the coordinator to the servers."""
         ...
 
     def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:

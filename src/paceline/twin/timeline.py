@@ -1,4 +1,4 @@
-"""Virtual time: an event queue; ties are resolved in the order of scheduling."""
+"""Virtual time: an event queue in which simultaneous events run in the order of scheduling."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ Callback = Callable[[float], None]
 
 
 class Timeline:
+    """Event queue of a simulation and its current time."""
+
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
         self.events = 0

@@ -32,31 +32,31 @@ def count_workload(job: Job, tables: JobData) -> Workload:
     generator = torch.get_rng_state()
     model = build_model(job, tables)
     count = min(PROBE_SAMPLES, len(tables.train))
-    feed = BatchLoader(tables.train, job.seed, choose_device(job))
-    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
-    was = {n: b.clone() for n, b in model.named_buffers()}
+    loader = BatchLoader(tables.train, job.seed, choose_device(job))
+    inputs, targets = loader.batch(Lease(0, 0, 0, count, 0, count))
+    buffers_before = {n: b.clone() for n, b in model.named_buffers()}
     counter = FlopCounterMode(display=False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    done: dict[torch.nn.Parameter, int] = {}
+    flops_before: dict[torch.nn.Parameter, int] = {}
 
-    def note(parameter: torch.Tensor) -> None:
-        done[parameter] = counter.get_total_flops()  # type: ignore[index]
+    def record_flops(parameter: torch.Tensor) -> None:
+        flops_before[parameter] = counter.get_total_flops()  # type: ignore[index]
 
-    entering: dict[torch.nn.Parameter, float] = {}
+    input_bytes: dict[torch.nn.Parameter, float] = {}
 
-    def note_inputs(module: torch.nn.Module, given: tuple[object, ...]) -> None:
-        nbytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor)) / count
+    def record_inputs(module: torch.nn.Module, inputs_of_module: tuple[object, ...]) -> None:
+        nbytes = sum(t.nbytes for t in inputs_of_module if isinstance(t, torch.Tensor)) / count
         for parameter in module.parameters(recurse=False):
-            entering.setdefault(parameter, nbytes)
+            input_bytes.setdefault(parameter, nbytes)
 
-    hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]
-    hooks += [m.register_forward_pre_hook(note_inputs) for m in model.modules()]
+    hooks = [p.register_post_accumulate_grad_hook(record_flops) for p in trained]  # type: ignore[no-untyped-call]
+    hooks += [m.register_forward_pre_hook(record_inputs) for m in model.modules()]
     with counter:
         build_loss(job, model)(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()
     for name, buffer in model.named_buffers():
-        buffer.copy_(was[name])
+        buffer.copy_(buffers_before[name])
     model.zero_grad(set_to_none=True)
     torch.set_rng_state(generator)
     total = max(1, counter.get_total_flops())
@@ -73,6 +73,6 @@ def count_workload(job: Job, tables: JobData) -> Workload:
         evaluated={split: len(getattr(tables, split)) for split in tables.splits},
         slots=count_slots(spec.name, spec.options()),
         # An unused parameter never has a gradient; its bucket waits until the end.
-        gradient_ready=tuple(min(1.0, done.get(p, total) / total) for p in trained),
-        input_bytes_per_sample=tuple(entering.get(p, 0.0) for p in trained),
+        gradient_ready=tuple(min(1.0, flops_before.get(p, total) / total) for p in trained),
+        input_bytes_per_sample=tuple(input_bytes.get(p, 0.0) for p in trained),
     )
