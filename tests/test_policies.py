@@ -190,7 +190,7 @@ def test_auto_stays_where_nothing_is_to_be_gained() -> None:
     assert decision is not None
     assert (decision.phase, decision.cause) == (0, "no gain")
     assert decision.measurements["gain"] == pytest.approx(0.01, abs=1e-6)
-    assert "would save 1 %" in decision.reason
+    assert "would save 1%" in decision.reason
 
 
 def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
@@ -199,7 +199,7 @@ def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
     decision = auto().decide(history_of(5000, windows))
     assert decision is not None
     assert (decision.phase, decision.snapshot) == (1, True)
-    assert "would save 60 %" in decision.reason
+    assert "would save 60%" in decision.reason
 
 
 def test_auto_probes_once_and_comes_back() -> None:

@@ -63,25 +63,27 @@ class AutoPolicy:
             return None
         figures = self.evaluate(history, windows)
         gain, progress, needed = figures["gain"], figures["progress"], figures["safe_from"]
-        saved = f"auto: would save {100 * gain:.0f} % of the remaining time"
+        saved = f"auto: would save {100 * gain:.0f}% of the remaining time"
         if gain < self.MIN_GAIN:
-            why = f"{saved}, less than {100 * self.MIN_GAIN:g} %: stays"
+            why = f"{saved}, less than {100 * self.MIN_GAIN:g}%: stays"
             return SwitchDecision(FIRST, why, "no gain", measurements=figures)
         lesson = self._failed_before(history, gain)
         if lesson is not None:
             why = f"{saved}, but {lesson}: stays until then"
             return SwitchDecision(FIRST, why, "failed before", measurements=figures)
         if self._on_hold(history):
-            return SwitchDecision(FIRST, f"{saved}, but switched only lately: stays", "on hold")
+            return SwitchDecision(
+                FIRST, f"{saved}, but the last switch was too recent: stays", "on hold"
+            )
         where = (
-            f"{saved}; at {100 * progress:.0f} % of the run, safe from {100 * needed:.0f} % "
+            f"{saved}; at {100 * progress:.0f}% of the run, safe from {100 * needed:.0f}% "
             f"(learning rate x{figures['lr_factor']:.3g}, staleness {figures['staleness']:.3g}, "
             f"{self._describe_noise(history)})"
         )
         if progress >= needed:
             return SwitchDecision(SECOND, where, "gain", measurements=figures, snapshot=True)
         if self._probe_pays(history, windows, figures):
-            why = f"{saved} by what is measured here: a short probe"
+            why = f"{saved}, by prediction: starts a short probe"
             return SwitchDecision(SECOND, why, "probe", measurements=figures, snapshot=True)
         return SwitchDecision(FIRST, f"{where}: stays", "too early", measurements=figures)
 
@@ -171,7 +173,9 @@ class AutoPolicy:
             return f"the loss rose twice, at learning rate x{then:.3g} last; half of that is safe"
         if self._horizon.progress(history.samples) >= plain:
             return None
-        return f"the loss rose when it was tried; {100 * plain:.0f} % of the run is safe"
+        return (
+            f"the loss rose when it was tried; a switch is safe from {100 * plain:.0f}% of the run"
+        )
 
     # ---- with the second strategy -------------------------------------------------------------
 
@@ -183,7 +187,10 @@ class AutoPolicy:
         now, was = _mean_loss(windows), _mean_loss(before)
         figures: dict[str, Any] = {"loss": now, "loss_before": was}
         if now is not None and was is not None and not now <= self.REGRESSION * was + 0.01:
-            why = f"auto: the loss rose from {was:.4g} to {now:.4g}: uses the weights before"
+            why = (
+                f"auto: the loss rose from {was:.4g} to {now:.4g}: "
+                "restores the weights before the switch"
+            )
             return SwitchDecision(FIRST, why, "regressed", measurements=figures, restore=True)
         fast, slow = _mean_rate(windows), _mean_rate(before)
         gain = 1 - slow / fast if fast > 0 else 0.0
@@ -197,7 +204,7 @@ class AutoPolicy:
         }
         speeds = f"{fast:.0f} samples/s, {slow:.0f} before"
         if progress < needed - self.MARGIN:
-            why = f"auto: {speeds}; at {100 * progress:.0f} % of the run too early to stay"
+            why = f"auto: {speeds}; at {100 * progress:.0f}% of the run it is too early to stay"
             return SwitchDecision(FIRST, why, "probed", measurements=figures)
         if len(windows) < self.WINDOWS:
             return None

@@ -37,8 +37,8 @@ class PlateauPolicy:
             return None
         return SwitchDecision(
             SECOND,
-            f"plateau: val_loss improved by {100 * max(gains):.2f} % at most in {self.patience} "
-            f"epochs, below {100 * self.tolerance:g} %",
+            f"plateau: val_loss improved by {100 * max(gains):.2f}% at most in {self.patience} "
+            f"epochs, below {100 * self.tolerance:g}%",
             "plateau",
             measurements={"improvements": gains},
         )
@@ -66,7 +66,9 @@ class StragglerPolicy:
             if history.phase == SECOND:
                 return None
             return SwitchDecision(
-                SECOND, f"the first strategy has had its {100 * self.quota:g} %", "quota"
+                SECOND,
+                f"the first strategy has completed its quota of {100 * self.quota:g}%",
+                "quota",
             )
         windows = history.throughput.latest(history.phase, self.windows)
         if len(windows) < self.windows:
@@ -77,7 +79,7 @@ class StragglerPolicy:
             figures = {"speeds": windows[-1].speeds}
             if self.policy == "elastic":
                 return SwitchDecision(
-                    FIRST, f"{reason}: it sits out", "straggler", slow, measurements=figures
+                    FIRST, f"{reason}; it is excluded", "straggler", slow, measurements=figures
                 )
             return SwitchDecision(
                 SECOND, f"{reason} than the median", "straggler", measurements=figures
