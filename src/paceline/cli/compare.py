@@ -29,7 +29,7 @@ class CompareOptions:
     out: Annotated[Path, Option(short="o", metavar="DIR")]
     """Directory for all runs."""
     strategies: Annotated[str | None, Option(metavar="LIST")] = None
-    """Strategies, separated by semicolons: "single; allreduce; ps"."""
+    """Strategies, separated by semicolons: "single; allreduce; ps". Required without --matrix."""
     seeds: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_SEEDS))] = None
     """Number of runs per strategy, with consecutive seeds."""
     workers: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_WORKERS))] = None

@@ -78,7 +78,7 @@ class PoolOptions:
     """Job file similar to what the script trains, for --select auto."""
     roles: Annotated[str | None, Option(default="one worker per slot of each machine")] = None
     """Roles of the tasks, for example chief=1,worker=6,ps=2."""
-    project: Annotated[Path | None, Option(metavar="DIR", default="that of the script")] = None
+    project: Annotated[Path | None, Option(metavar="DIR", default="directory of the script")] = None
     """Project directory to copy to the machines."""
     venv: bool = False
     """Create a virtual environment from requirements.txt on the machines."""

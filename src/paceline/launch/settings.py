@@ -39,7 +39,7 @@ class ProcessSettings:
     timeout_s: Annotated[float, Option(metavar="SECONDS")] = DEFAULT_TIMEOUT_S
     """Stop the run if a worker makes no progress for this long."""
     telemetry: bool = True
-    """Record single steps, resource usage and bottlenecks; without it only totals."""
+    """Record each step, resource usage and bottlenecks; otherwise only totals are recorded."""
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -120,7 +120,9 @@ class PlacementSettings:
         None
     )
     """Machine that runs the parameter servers."""
-    project: Annotated[Path | None, Option(metavar="DIR", default="that of the job file")] = None
+    project: Annotated[Path | None, Option(metavar="DIR", default="directory of the job file")] = (
+        None
+    )
     """Project directory to copy to the machines."""
     venv: bool = False
     """Create a virtual environment from requirements.txt on the machines."""

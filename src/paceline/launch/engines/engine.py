@@ -1,6 +1,6 @@
-"""Places on an engine as machines: each has called back (`worker/outpost.py`) and runs programs.
+"""Engine slots as machines: a host agent in each slot (`worker/outpost.py`) runs programs.
 
-An engine is a thing of three methods (`Engine`); `EngineLauncher` makes a launcher of one.
+`Engine` is the interface that an engine implements; `EngineLauncher` launches runs on it.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from paceline.worker.outpost import BEAT_S, MAX_PART, SILENT_S, make_agent_ticke
 STARTUP_TIMEOUT_S = 120.0
 """Default time for an engine to start its host agents."""
 CLOSE_S = 12.0
-"""Programs of a place may take some seconds to end; then the place itself goes."""
+"""Time for the programs in a slot to exit before the slot is released."""
 
 Head = dict[str, Any]
 """The head of a frame on the connection to a host agent."""
 
 
 class Engine(Protocol):
-    """Runs a Python function in several places at the same time."""
+    """Runs a Python function in several slots concurrently."""
 
     name: str
     """One word for run.json and messages: ray, spark."""
 
     def find_address(self) -> str:
-        """An address of this machine that the engine's machines reach. Called first; may block."""
+        """Returns an address of this machine that the engine can reach. Called first; may block."""
         ...
 
     def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
         """Runs `paceline.worker.outpost.run_host_agent(ticket)` for all tickets concurrently.
 
         Returns at once or blocks until all are placed; raises UsageError or RunFailed if they
-        cannot be. `on_lost` may be called from any thread when a place is known to be gone.
+        cannot be. `on_lost` may be called from any thread when a slot is lost.
         """
         ...
 
     def end(self) -> None:
-        """Let go of everything that `begin` took; called once, whatever happened. May block."""
+        """Releases everything that `begin` allocated. Called once, in every case; may block."""
         ...
 
 
 class OnAgentLost(Protocol):
     def __call__(self, index: int, why: str) -> None:
-        """Place `index` will not come back; `why` names its machine and what is known."""
+        """Reports that slot `index` is lost; `why` names its machine and the cause, if known."""
 
 
 class EngineLauncher(RemoteLauncher):
-    """One place a worker, and one more if servers are to have a place of their own."""
+    """Uses one slot per worker, and further slots if servers do not share those of workers."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class EngineLauncher(RemoteLauncher):
 
 
 class HostAgentListener:
-    """Listens for places that call back, and keeps their connections."""
+    """Accepts the connections of host agents and keeps them."""
 
     def __init__(self, engine: str, count: int) -> None:
         self.token = secrets.token_hex(32)
@@ -145,7 +145,7 @@ class HostAgentListener:
         return port
 
     async def wait_for_all(self, timeout_s: float) -> list[HostAgentShell]:
-        """All places, as soon as all have called; raises RunFailed when one cannot."""
+        """Returns all slots once all have connected. Raises RunFailed if one cannot."""
         try:
             async with asyncio.timeout(timeout_s):
                 while None in self._shells:
@@ -187,7 +187,7 @@ class HostAgentListener:
             self._changed.set()
             await shell.listen(reader)
         except (WireError, OSError, EOFError, TimeoutError, KeyError, TypeError, ValueError):
-            pass  # A stranger, or a place whose machine went away: `lose` says which.
+            pass  # An unknown peer, or a slot whose machine was lost, which `lose` reports.
         finally:
             if shell is not None:
                 shell.lose("")
@@ -207,7 +207,7 @@ class HostAgentListener:
             if shell is not None:
                 await shell.close()
         if self._serving:
-            # They end when the other side hangs up, after it has ended its programs.
+            # They end when the host agent disconnects, after it has stopped its programs.
             await asyncio.wait(list(self._serving), timeout=CLOSE_S)
             for task in list(self._serving):
                 task.cancel()
@@ -225,7 +225,7 @@ async def _read(reader: asyncio.StreamReader) -> Head:
 
 
 class HostAgentShell(Shell):
-    """A place on an engine as a machine that runs programs."""
+    """A slot of an engine, as a machine that runs programs."""
 
     def __init__(self, hello: Head, writer: asyncio.StreamWriter) -> None:
         self.host = Host(host=str(hello["address"]))
@@ -256,7 +256,7 @@ class HostAgentShell(Shell):
         await self._writer.drain()
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
-        """Until the other side hangs up, or has been silent for too long."""
+        """Reads frames until the host agent disconnects or is silent for too long."""
         while True:
             async with asyncio.timeout(SILENT_S):
                 head = await _read(reader)
@@ -290,7 +290,7 @@ class HostAgentShell(Shell):
 
 
 class HostAgentStreams:
-    """One program there."""
+    """A program that runs in a slot."""
 
     def __init__(self, shell: HostAgentShell, number: int) -> None:
         self.number = number
@@ -346,5 +346,5 @@ class HostAgentStreams:
 async def _next_piece(pieces: asyncio.Queue[bytes]) -> bytes:
     piece = await pieces.get()
     if not piece:
-        pieces.put_nowait(b"")  # The end stays the end, however often it is read.
+        pieces.put_nowait(b"")  # Further reads also return the end of the stream.
     return piece
