@@ -147,7 +147,8 @@ def make_resource_table(task: RunGroup) -> ReportTable:
         ),
         rows=rows,
         note="Per process of the role: means over processes and runs; peaks are the busiest second "
-        "of any process.",
+        "of any process. Intervals below 0.5 s count only for means, so the peak rates of a short "
+        "run can be below its means.",
     )
 
 
