@@ -21,7 +21,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,10 +140,12 @@ def fork_server_pids() -> set[int]:
     return {server.pid for server in fork_client._servers.values()}
 
 
-def find_descendants() -> dict[int, str]:
+def find_descendants(known: Collection[int] = ()) -> dict[int, str]:
     """Living processes below this one, except fork servers: pid and command line.
 
     Forked workers show the environment of their fork server, so they carry no test's mark.
+    `known` processes are left out with all that they start: a browser or an engine that serves
+    several tests starts processes of its own at any time.
     """
     kept = fork_server_pids()
     found, parents = {}, [os.getpid()]
@@ -155,6 +157,8 @@ def find_descendants() -> dict[int, str]:
             except OSError:
                 continue  # The thread ended meanwhile.
             for pid in pids:
+                if pid in known:
+                    continue
                 parents.append(pid)
                 line = describe_process(pid)
                 if line is not None and pid not in kept:
@@ -211,8 +215,7 @@ def no_leaks() -> Iterator[None]:
     leaks = []
 
     def find_left() -> dict[int, str]:
-        new = {p: line for p, line in find_descendants().items() if p not in processes}
-        return find_marked(mark) | new
+        return find_marked(mark) | find_descendants(processes)
 
     left = settle(find_left)
     for pid, line in left.items():

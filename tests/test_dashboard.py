@@ -224,7 +224,7 @@ def board(tmp_path: Path) -> Iterator[Dashboard]:
     thread.join(timeout=20)
 
 
-def ask(board: Dashboard, path: str, **headers: str) -> http.client.client.HTTPResponse:
+def ask(board: Dashboard, path: str, **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=20)
     connection.request("GET", path, headers=headers)
     return connection.getresponse()

@@ -325,7 +325,7 @@ def test_each_fault_is_named(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     assert code == 1
     assert errors_of(told) == {(first.name, "interface"), (second.name, "port")}
     interface = next(p for p in told["problems"] if p["kind"] == "interface")
-    assert f"from {first.aside} by eth1" in interface["what"]
+    assert f"from {first.aside} (eth1)" in interface["what"]
     port = next(p for p in told["problems"] if p["kind"] == "port")
     assert "port 29500 blocked from " in port["what"]
 
@@ -372,4 +372,4 @@ def test_machines_that_do_not_answer_are_named(lab: Lab, run_cli: RunCli, tmp_pa
     known.write_text(f"{second.name} {wrong}\n")
     code, told = examine(run_cli, pool, "--timeout", 3)
     changed = next(p for p in told["problems"] if p["host"] == second.name)
-    assert "not the one in known_hosts" in changed["what"]
+    assert "does not match known_hosts" in changed["what"]

@@ -453,7 +453,7 @@ def test_module_shares_its_tensors_with_keras() -> None:
     module.train()
     module(torch.randn(16, 6)).sum().backward()
     assert not torch.equal(before, dict(module.named_buffers())["4/moving_mean"])
-    assert float(module.regularization()) > 0
+    assert module.regularization().item() > 0
     again = read_module(write_keras(model))
     for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b)

@@ -566,7 +566,7 @@ def test_second_launch_of_a_running_project_is_refused(
     command = start_waiting(lab, start_cli, tmp_path)
     done = run_cli("launch", "p/wait.py", "--pool", tmp_path / "pool.yaml", "--out", "second")
     assert done.code == 1
-    assert "another launch of this project is running there" in done.stderr
+    assert "another launch of this project is in progress" in done.stderr
     os.kill(command.pid, signal.SIGINT)
     command.wait(15)
 

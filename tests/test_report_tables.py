@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from paceline.errors import UsageError
 from paceline.report.document import make_content
@@ -219,7 +220,6 @@ def test_one_seed_claims_nothing() -> None:
     st.lists(st.floats(-5, 5), min_size=2, max_size=8),
 )
 def test_chance_agrees_with_scipy(one: list[float], other: list[float]) -> None:
-    stats = pytest.importorskip("scipy.stats")
     a, b = mean_and_std(one), mean_and_std(other)
     if a["std"] < 1e-3 or b["std"] < 1e-3:
         return

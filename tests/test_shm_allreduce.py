@@ -41,6 +41,7 @@ TIMEOUT_S = 20.0
 
 
 def left_behind() -> set[str]:
+    """Segments of any process, so tests that compare them are exclusive."""
     return {p.name for p in SHM_DIR.glob("paceline-*")}
 
 
@@ -67,6 +68,7 @@ def sum_in(
     told.put((rank, found))
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_have_the_bits_of_adding_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
@@ -116,6 +118,7 @@ def sum_across(names: list[str], rank: int, meeting: str, count: int, told: Any)
     dist.destroy_process_group()
 
 
+@pytest.mark.exclusive
 def test_sums_reach_over_machines_through_their_first_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +252,7 @@ def test_memory_shorter_than_it_should_be_is_refused() -> None:
         unlink_segment(name)
 
 
+@pytest.mark.exclusive
 def test_no_room_leaves_nothing() -> None:
     before = left_behind()
     with pytest.raises(OSError, match=r"."):
@@ -263,6 +267,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("workers", [2, 3])
 def test_both_ways_train_to_the_same_weights(run_cli: RunCli, tmp_path: Path, workers: int) -> None:
     before = left_behind()
@@ -287,6 +292,7 @@ def test_auto_says_what_decided_and_a_resumed_run_keeps_it(run_cli: RunCli, tmp_
     assert read_result(out)["collectives"] == {"way": first["way"], "why": "it was chosen before"}
 
 
+@pytest.mark.exclusive
 def test_a_server_on_this_machine_gets_no_bodies(run_cli: RunCli, tmp_path: Path) -> None:
     """Weights and gradients are counted, but do not pass the sockets."""
     before = left_behind()
