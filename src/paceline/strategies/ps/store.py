@@ -14,7 +14,7 @@ from paceline.codecs.compressor import make_coder
 from paceline.codecs.registry import parse_codec
 from paceline.comm.shm.parameters import SharedWeightsOwner
 from paceline.comm.shm.segment import shm_domain_id
-from paceline.errors import WireError
+from paceline.errors import UsageError, WireError
 from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.shard import Handle
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
@@ -267,6 +267,26 @@ class ParameterStore:
     def _view(self, buffer: torch.Tensor, piece: StoredSlice) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]
         return raw.view(piece.parameter.dtype).view_as(piece.parameter)
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns the current options of each parameter group; raises UsageError if not plain."""
+    plain = []
+    for group in optimizer.param_groups:
+        options = {}
+        for key, value in group.items():
+            if key == "params" or value is None:
+                continue
+            if isinstance(value, torch.Tensor):
+                value = value.item()
+            if not isinstance(value, bool | int | float | str | list | tuple):
+                raise UsageError(
+                    f"optimizer option {key} is a {type(value).__name__}; "
+                    "ps supports only plain values"
+                )
+            options[key] = value
+        plain.append(options)
+    return plain
 
 
 def optimizer_from_reference(

@@ -21,7 +21,7 @@ from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.ps.connect import Connect, ConnectRequest, connect
 from paceline.strategies.ps.messages import Options, PushHeader, SliceEntry
 from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.ps.store import ShardState, Slot
+from paceline.strategies.ps.store import ShardState, Slot, optimizer_options
 from paceline.strategies.ps.transport import ParameterTransport, PendingExchange
 from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
@@ -428,23 +428,3 @@ def _make_hook(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
             parameter.grad = view
 
     return move
-
-
-def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the current options of each parameter group; raises UsageError if not plain."""
-    plain = []
-    for group in optimizer.param_groups:
-        options = {}
-        for key, value in group.items():
-            if key == "params" or value is None:
-                continue
-            if isinstance(value, torch.Tensor):
-                value = value.item()
-            if not isinstance(value, bool | int | float | str | list | tuple):
-                raise UsageError(
-                    f"optimizer option {key} is a {type(value).__name__}; "
-                    "ps supports only plain values"
-                )
-            options[key] = value
-        plain.append(options)
-    return plain
