@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 from paceline.report.html_page import drop_nan
 
 COOKIE = "paceline-token"
-MOST_COMPARED = 24
+MAX_COMPARED = 24
 SLOW_CLIENT_S = 30.0
 
 HEADERS = {
@@ -134,7 +134,7 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
         elif parts.path == "/api/run":
             self._give_run(query)
         elif parts.path == "/api/curves":
-            idents = query.get("ids", "").split("\n")[:MOST_COMPARED]
+            idents = query.get("ids", "").split("\n")[:MAX_COMPARED]
             self._give({"runs": self.server.dashboard.shelf.curves_payload(idents)})
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_BINS = 512
+MAX_BINS = 512
 FIRST_WIDTH_S = 1.0
 
 Array = NDArray[np.float64]
@@ -20,7 +20,7 @@ class TimeBins:
     peaks keep the maximum. A day in 512 bins has bins of about three minutes.
     """
 
-    def __init__(self, most: int = MOST_BINS, width_s: float = FIRST_WIDTH_S) -> None:
+    def __init__(self, most: int = MAX_BINS, width_s: float = FIRST_WIDTH_S) -> None:
         self.most = most
         self.width_s = width_s
         self.used = 0

@@ -28,7 +28,7 @@ from paceline.telemetry.schema import RunResult
 
 Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
-AGAIN = ("cancelled",)
+RETRY_STATUSES = ("cancelled",)
 """Statuses after which a run is repeated automatically."""
 
 
@@ -145,7 +145,7 @@ def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:
         return None
     result = folder.read_result()
     status = result.get("status")
-    if status in AGAIN or (retry and status != "done"):
+    if status in RETRY_STATUSES or (retry and status != "done"):
         return None
     return result
 

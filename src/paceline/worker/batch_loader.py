@@ -29,12 +29,12 @@ from paceline.worker.shuffle_windows import ShuffleWindowReader, block_layout_of
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-SHARE = 0.005
+WAIT_FRACTION = 0.005
 """Fraction of the step time spent waiting for a batch above which batches are prefetched."""
-MOST_AHEAD = 32
-MOST_AHEAD_BYTES = 64 << 20
+MAX_AHEAD = 32
+MAX_AHEAD_BYTES = 64 << 20
 """Memory limit of prefetched batches; at least one batch is allowed."""
-CALM = 256
+IDLE_STEPS_BEFORE_SHRINK = 256
 """Steps without waiting after which the prefetch depth is reduced by one."""
 WINDOW_S = 1.0
 
@@ -58,15 +58,15 @@ class PrefetchDepth:
         """Records the waiting time for a batch and the duration of the step."""
         if self._fixed or step_s <= 0:
             return
-        if waited_s > SHARE * step_s:
+        if waited_s > WAIT_FRACTION * step_s:
             self._calm = 0
             # A depth that was too small is not tried again.
             self._least = max(self._least, min(self.now + 1, 2))
-            most = max(1, min(MOST_AHEAD, MOST_AHEAD_BYTES // max(1, batch_bytes)))
+            most = max(1, min(MAX_AHEAD, MAX_AHEAD_BYTES // max(1, batch_bytes)))
             self.now = min(max(1, 2 * self.now), most)
         else:
             self._calm += 1
-            if self._calm >= CALM and self.now > self._least:
+            if self._calm >= IDLE_STEPS_BEFORE_SHRINK and self.now > self._least:
                 self.now -= 1
                 self._calm = 0
 

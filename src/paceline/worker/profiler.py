@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.telemetry.run_folder import write_json
 
-MOST_STEPS = 200
+MAX_STEPS = 200
 """Maximum number of profiled steps, because the profiler keeps every call in memory."""
-MOST_OPERATORS = 300
+MAX_OPERATORS = 300
 
 
 class EpochProfiler:
@@ -40,7 +40,7 @@ class EpochProfiler:
         if self._running is None:
             if epoch + 1 == self._epoch:
                 self._start()
-        elif epoch + 1 != self._epoch or self._steps >= MOST_STEPS:
+        elif epoch + 1 != self._epoch or self._steps >= MAX_STEPS:
             self.stop()
         if self._running is not None:
             self._steps += 1
@@ -78,7 +78,7 @@ class EpochProfiler:
             "steps": self._steps,
             "seconds": round(seconds, 6),
             "self_us": round(sum(o["self_us"] for o in operators), 1),
-            "operators": operators[:MOST_OPERATORS],
+            "operators": operators[:MAX_OPERATORS],
         }
         write_json(self._path, body)
         self._written(self._epoch, self._steps, f"profile/{self._path.name}")

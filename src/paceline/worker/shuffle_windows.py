@@ -32,7 +32,7 @@ Key = tuple[int, int]
 
 MIN_WINDOWS = 16
 """Minimum number of windows per epoch, if there are enough blocks."""
-MOST_WINDOWS = 3
+MAX_WINDOWS = 3
 """Windows in memory at a time: the current one and the next ones."""
 
 
@@ -100,10 +100,10 @@ class ShuffleWindowReader:
         while self._route and self._route[0] not in wanted:
             self._route.popleft()
         upcoming = dict.fromkeys((*wanted, *self._route))
-        if len(upcoming) < MOST_WINDOWS:
+        if len(upcoming) < MAX_WINDOWS:
             following = list(self._find(lease.epoch, lease.next_ranges))
             upcoming.update(dict.fromkeys(following or self._guess_start(lease.epoch + 1)))
-        near = list(upcoming)[: max(len(wanted), MOST_WINDOWS)]
+        near = list(upcoming)[: max(len(wanted), MAX_WINDOWS)]
         with self._lock:
             for key in [key for key in self._held if key not in near]:
                 del self._held[key]
