@@ -127,7 +127,7 @@ def exchange(
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     control: Any = Numbered(connection)
     no_group: Any = None
-    around = WorkerContext(
+    context = WorkerContext(
         rank=rank,
         size=size,
         replica=replica,
@@ -138,7 +138,7 @@ def exchange(
         timeout_s=WAIT_S,
         phase=PhaseContext(servers=(address,)),
     )
-    runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), around)  # type: ignore[arg-type]
+    runner: Any = ParameterServerRunner(parse_strategy(WAYS[way]), context)  # type: ignore[arg-type]
     alone = way == "tcp alone"
     if alone:
         hold_bytes(runner._transports[0], 4 * floats)

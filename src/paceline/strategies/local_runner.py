@@ -26,8 +26,8 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 class LocalStepsRunner(Runner):
     """Local steps and synchronization; subclasses define how replicas are combined."""
 
-    def __init__(self, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
         self._parameters = [p for _, p in self.replica.trained]
         self._anchor: list[torch.Tensor] = []
         self._samples = 0

@@ -25,8 +25,8 @@ from paceline.strategies.runner import Runner, WorkerContext, average_running_st
 class ModelParallelRunner(Runner):
     """Sums the gradients of each part in its data-parallel group."""
 
-    def __init__(self, spec: ModelParallel, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: ModelParallel, context: WorkerContext) -> None:
+        super().__init__(context)
         model = self.replica.model
         reject_non_cpu(spec.name, model)
         if self.replica.reduce_in_backward:
@@ -38,16 +38,16 @@ class ModelParallelRunner(Runner):
         reject_compiled(spec.name, model)
         self._word = spec.name
         self._parts = spec.model_parts
-        self._part = around.rank % spec.model_parts
-        self._replica = around.rank // spec.model_parts
-        self._replicas = around.size // spec.model_parts
-        self._first = around.rank - self._part
+        self._part = context.rank % spec.model_parts
+        self._replica = context.rank // spec.model_parts
+        self._replicas = context.size // spec.model_parts
+        self._first = context.rank - self._part
         """Rank of this replica's first part."""
         self._loss_part = spec.loss_part
-        self._shares = spec.batch_weights(around.size)
-        self._data_parallel_group = around.group.new_subgroup(
+        self._shares = spec.batch_weights(context.size)
+        self._data_parallel_group = context.group.new_subgroup(
             tuple(
-                tuple(range(part, around.size, spec.model_parts))
+                tuple(range(part, context.size, spec.model_parts))
                 for part in range(spec.model_parts)
             )
         )

@@ -123,10 +123,10 @@ class Runner(ABC):
     communicates_in_backward = False
     """True if gradients are being sent when backward returns and must not be changed."""
 
-    def __init__(self, around: WorkerContext) -> None:
-        self.context = around
-        self.replica = around.replica
-        self.clock = around.clock
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.replica = context.replica
+        self.clock = context.clock
 
     @abstractmethod
     def import_state(self, state: Section) -> None:

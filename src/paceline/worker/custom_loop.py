@@ -53,10 +53,10 @@ def prepare(
     dataset, batch = _inspect(loader)
     session = _session
     replica = Replica(model, optimizer, reduce_in_backward=True)
-    around = session.join_group(replica)
+    context = session.join_group(replica)
     session.start_heartbeat()
     session.seed_worker(torch.initial_seed() % 2**31)
-    state = session.broadcast_state(around)
+    state = session.broadcast_state(context)
 
     def save(name: str, state: Any) -> str:
         raise AssertionError("a user's own loop keeps its own checkpoints")
@@ -66,7 +66,7 @@ def prepare(
         save=save,
         save_model=lambda distant: session.files.save_model(model, distant),
     )
-    agent = session.make_client(around, state, duties, samples=len(dataset))
+    agent = session.make_client(context, state, duties, samples=len(dataset))
     session.control.send(WorkerReady(session.rank, len(dataset), batch, epochs, ()))
     global _loader
     leased = _loader = LeasedLoader(loader, agent, session)

@@ -190,21 +190,21 @@ class Session:
         path = RunFolder(self.assignment.folder).profile(self.assignment.process_name)
         return EpochProfiler(epoch, path, self.rank, written)
 
-    def broadcast_state(self, around: WorkerContext) -> TrainState:
+    def broadcast_state(self, context: WorkerContext) -> TrainState:
         """Returns the initial state of worker 0 or its checkpoint, equal on every worker."""
-        replica = around.replica
+        replica = context.replica
         state = TrainState(state_from_model(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
             if self.rank == 0:
                 state = self.files.load(self.assignment.checkpoint)
                 self._check_model(state, replica)
-            workers = _broadcast_all(state.workers if self.rank == 0 else None, around.group)
-            state = TrainState(broadcast_section(state.shared, around.group), workers)
+            workers = _broadcast_all(state.workers if self.rank == 0 else None, context.group)
+            state = TrainState(broadcast_section(state.shared, context.group), workers)
             replica.bucket_layout = state.shared.plain["layout"]
             # A run with another number of workers adds in another order anyway.
             replica.comm_backend = state.shared.plain.get("way")
         elif self.size > 1:
-            state = TrainState(_broadcast_initial_state(state.shared, around.group))
+            state = TrainState(_broadcast_initial_state(state.shared, context.group))
         try:
             load_into_model(state.shared, replica.model, replica.optimizer)
         except StateError as error:
@@ -285,13 +285,13 @@ def run_worker_job(
     loss_of = build_loss(job, model)
     check_memory(parse_strategy(assignment.strategy), model, optimizer, session.size)
     replica = Replica(model, optimizer, clip=job.clip)
-    around = session.join_group(replica)
+    context = session.join_group(replica)
     session.start_heartbeat()
     session.seed_worker(job.seed)
     set_worker = getattr(model, "set_worker", None)
     if set_worker is not None:
         set_worker(session.rank)
-    state = session.broadcast_state(around)
+    state = session.broadcast_state(context)
 
     def evaluate(split: str, share: EvalShard, predict: Predict) -> tuple[float, int | None, int]:
         return evaluate_shard(
@@ -324,7 +324,7 @@ def run_worker_job(
     hooks = LoopHooks(on_leases_known=feed.prefetch, input_stats=feed.totals)
     if profiler is not None:
         hooks = dataclasses.replace(hooks, on_quiesce=profiler.stop)
-    agent = session.make_client(around, state, duties, samples=feed.samples, hooks=hooks)
+    agent = session.make_client(context, state, duties, samples=feed.samples, hooks=hooks)
     del state  # Its tensors are the model's: strategies that split it free what they can.
     speed = 0.0
     if parse_strategy(assignment.strategy).needs_worker_speeds:

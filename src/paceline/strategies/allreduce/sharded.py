@@ -69,9 +69,9 @@ class ShardedOptimizerRunner(AllReduceRunner):
 
     can_share_weights = False
 
-    def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
-        super().__init__(spec, around)
-        self._owners = assign_owners(self.replica.trained, around.size)
+    def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
+        super().__init__(spec, context)
+        self._owners = assign_owners(self.replica.trained, context.size)
         self._shared_bytes = 0
 
     def optimizer_path(self) -> str:
@@ -147,8 +147,8 @@ class ShardedOptimizerRunner(AllReduceRunner):
 class FullyShardedRunner(Runner):
     """Trains a copy of the model that torch shards; the original model is emptied."""
 
-    def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
+        super().__init__(context)
         model = self.replica.model
         reject_non_cpu("allreduce(shard=full)", model)
         reject_compiled("allreduce(shard=full)", model)

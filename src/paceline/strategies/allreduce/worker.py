@@ -32,15 +32,15 @@ class AllReduceRunner(Runner):
     can_share_weights = True
     """Workers of one machine may share their weights."""
 
-    def __init__(self, spec: AllReduce, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
+        super().__init__(context)
         self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
         self._common: SharedModelWeights | None = None
         self._comm_report: CommReport | None = None
         self._count = 0
         """Number of steps so far, the same on every worker."""
-        if around.size > 1 or spec.codec is not None:
+        if context.size > 1 or spec.codec is not None:
             if self.replica.bucket_layout is None:
                 bucket_bytes = int(spec.bucket_mb * (1 << 20))
                 self.replica.bucket_layout = plan_layout(self.replica.trained, bucket_bytes)
@@ -48,11 +48,11 @@ class AllReduceRunner(Runner):
             room = self._shared_weight_memory(chosen)
             self._exchange = GradientExchange(
                 self.replica.trained,
-                around.group,
+                context.group,
                 self.replica.bucket_layout,
                 in_backward=self.replica.reduce_in_backward,
                 codec=spec.codec,
-                on_bucket_ready=around.on_bucket_ready,
+                on_bucket_ready=context.on_bucket_ready,
                 shared=chosen.shared,
                 own_pieces=room is not None,
             )
@@ -60,7 +60,7 @@ class AllReduceRunner(Runner):
                 assert self._exchange.shared is not None
                 self._common = SharedModelWeights(
                     self.replica,
-                    around.group,
+                    context.group,
                     room,
                     self._exchange.shared,
                     self._exchange.buckets,

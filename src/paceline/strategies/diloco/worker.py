@@ -13,8 +13,8 @@ from paceline.strategies.runner import WorkerContext
 class DiLoCoRunner(LocalStepsRunner):
     """Applies an outer optimizer to the change of the weights since the last synchronization."""
 
-    def __init__(self, spec: DiLoCo, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: DiLoCo, context: WorkerContext) -> None:
+        super().__init__(context)
         self._spec = spec
         self._outer: torch.optim.SGD | None = None
 

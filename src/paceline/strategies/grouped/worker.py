@@ -19,12 +19,12 @@ class GroupedRunner(ParameterServerRunner):
     If a worker dies, the collective of its group fails and the run ends.
     """
 
-    def __init__(self, spec: Grouped, around: WorkerContext, connect: Connect = connect) -> None:
+    def __init__(self, spec: Grouped, context: WorkerContext, connect: Connect = connect) -> None:
         servers = ParameterServer(servers=spec.servers, lr_scale=spec.lr_scale)
-        super().__init__(servers, around, connect)
-        self._mine = next(g for g in around.phase.groups if around.rank in g)
-        self._leads = self._mine[0] == around.rank
-        self._inner = around.group.new_subgroup(around.phase.groups)
+        super().__init__(servers, context, connect)
+        self._mine = next(g for g in context.phase.groups if context.rank in g)
+        self._leads = self._mine[0] == context.rank
+        self._inner = context.group.new_subgroup(context.phase.groups)
         kinds = {p.dtype for p in self._parameters}
         if len(kinds) > 1:
             raise UsageError("grouped requires parameters of one dtype; use ps for mixed dtypes")

@@ -13,8 +13,8 @@ from paceline.strategies.runner import WorkerContext
 class LocalSgdRunner(LocalStepsRunner):
     """Weights are averaged every `h` steps, or when a replica has drifted too far."""
 
-    def __init__(self, spec: LocalSgd, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: LocalSgd, context: WorkerContext) -> None:
+        super().__init__(context)
         self._spec = spec
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 

@@ -39,8 +39,8 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 class PipelineRunner(ModelParallelRunner):
     """Runs one stage. If a stage dies, the adjacent stages raise PeerLost."""
 
-    def __init__(self, spec: PipelineParallel, around: WorkerContext) -> None:
-        super().__init__(spec, around)
+    def __init__(self, spec: PipelineParallel, context: WorkerContext) -> None:
+        super().__init__(spec, context)
         self._spec = spec
         self._stage, self._stages = self._part, self._parts
         check_cuts(self.replica.model, spec.cuts)

@@ -34,10 +34,10 @@ class ParameterServerRunner(Runner):
     """
 
     def __init__(
-        self, spec: ParameterServer, around: WorkerContext, connect: Connect = connect
+        self, spec: ParameterServer, context: WorkerContext, connect: Connect = connect
     ) -> None:
         """`connect` makes the links to the servers; a simulation passes its own."""
-        super().__init__(around)
+        super().__init__(context)
         self._spec = spec
         optimizer = self.replica.optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -54,7 +54,7 @@ class ParameterServerRunner(Runner):
         self._traits = optimizer_traits(optimizer)
         self._layout = FlatLayout(
             self._parameters,
-            len(around.phase.servers),
+            len(context.phase.servers),
             # A part of a matrix is not a matrix: powersgd needs whole tensors.
             elementwise=self._traits.elementwise
             and not (spec.codec is not None and spec.codec.needs_whole_tensors),
@@ -78,10 +78,10 @@ class ParameterServerRunner(Runner):
                 spec=spec,
                 layout=self._layout,
                 compressors=self._compressors,
-                servers=around.phase.servers,
-                rank=around.rank,
-                token=around.token,
-                timeout_s=around.timeout_s,
+                servers=context.phase.servers,
+                rank=context.rank,
+                token=context.token,
+                timeout_s=context.timeout_s,
             )
         )
         self._transports = connected.transports

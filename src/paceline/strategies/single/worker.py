@@ -10,8 +10,8 @@ from paceline.telemetry.phase_clock import OPTIMIZER
 
 
 class SingleRunner(Runner):
-    def __init__(self, spec: Single, around: WorkerContext) -> None:
-        super().__init__(around)
+    def __init__(self, spec: Single, context: WorkerContext) -> None:
+        super().__init__(context)
 
     def import_state(self, state: Section) -> None:
         load_into_model(state, self.replica.model, self.replica.optimizer)

@@ -33,11 +33,11 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 class TensorRunner(ModelParallelRunner):
     """If a worker dies, the exchange inside a layer fails and the others raise PeerLost."""
 
-    def __init__(self, spec: TensorParallel, around: WorkerContext) -> None:
-        super().__init__(spec, around)
-        size = around.size
+    def __init__(self, spec: TensorParallel, context: WorkerContext) -> None:
+        super().__init__(spec, context)
+        size = context.size
         ranks = [tuple(range(r, r + spec.size)) for r in range(0, size, spec.size)]
-        self._inside = around.group.new_subgroup(tuple(ranks))
+        self._inside = context.group.new_subgroup(tuple(ranks))
         self._sliced = slice_model(self.replica.model, self._part, self._parts, self._inside)
         if self._parts > 1 and not self._sliced.cuts:
             raise UsageError(
