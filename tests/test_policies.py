@@ -303,7 +303,7 @@ def test_impossible_parameters_are_one_clear_line(text: str) -> None:
 def test_what_needs_more_workers_than_there_are_is_refused() -> None:
     with pytest.raises(SpecError, match="cannot be larger"):
         parse_strategy("grouped(size=4)").check_workers(3)
-    with pytest.raises(SpecError, match="waits for 4 gradients, but there are 3"):
+    with pytest.raises(SpecError, match="waits for 4 gradients, but there are only 3 workers"):
         parse_strategy("ps(sync=kasync(4))").check_workers(3)
 
 

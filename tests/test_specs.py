@@ -191,8 +191,16 @@ def test_texts_of_strategies(text: str, spec: Strategy) -> None:
         (parse_strategy, "switch(allreduce, at=50%)", "at least two"),
         (parse_strategy, "switch(allreduce, ps, at=150%)", "below 100%"),
         (parse_strategy, "switch(allreduce, ps, at=0%)", "above 0%"),
-        (parse_strategy, "switch(allreduce, ps, at=(25%, 75%))", "needs 1 point"),
-        (parse_strategy, "switch(allreduce, ps, ps, at=50%)", "needs 2 point"),
+        (
+            parse_strategy,
+            "switch(allreduce, ps, at=(25%, 75%))",
+            "2 strategies require 1 switch point",
+        ),
+        (
+            parse_strategy,
+            "switch(allreduce, ps, ps, at=50%)",
+            "3 strategies require 2 switch point",
+        ),
         (parse_strategy, "switch(ps, switch(ps, ps, at=1%), at=50%)", "switch inside switch"),
         (
             parse_strategy,
