@@ -27,6 +27,15 @@ def test_a_case_is_replayed_from_its_line() -> None:
         assert run_case(case) == run_case(case)
 
 
+def test_nothing_passes_a_connection_after_a_lost_message() -> None:
+    """A worker that misses one plan must not receive the next one, which would skip samples."""
+    line = (
+        "workers=3 samples=34 batch=3 epochs=1 clip=0 every=19 faults=lose seed=103313 "
+        "strategy=allreduce"
+    )
+    assert run_case(FaultCase.parse(line)) == 1
+
+
 def test_a_bound_that_is_overstepped_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "STRATEGIES", ("ps(sync=ssp(2))",))
     monkeypatch.setattr(

@@ -23,6 +23,8 @@ class UnreliableDelivery:
         self._timeline, self._rng, self._faults = timeline, rng, faults
         self._lost = lost
         self._last: dict[object, float] = {}
+        self._broken: set[int] = set()
+        """Workers whose control connection is broken."""
 
     def to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
         if self._loses(worker):
@@ -45,7 +47,11 @@ class UnreliableDelivery:
         self.to_coordinator(worker, at_s, notification)
 
     def _loses(self, worker: int) -> bool:
+        """A lost message means a broken connection: nothing passes it afterwards."""
+        if worker in self._broken:
+            return True
         if "lose" in self._faults and self._rng.random() < self.LOST:
+            self._broken.add(worker)
             self._lost(worker)
             return True
         return False
