@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import RunCli, read_result
+from paceline.dashboard.run_index import RunIndex
 
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
@@ -51,6 +52,20 @@ def test_report_opens_runs_of_version_0_1_0(run_cli: RunCli, run_folder: Path) -
     done = run_cli("report", run_folder, "-o", "report.html")
     assert done.code == 0, done.stderr
     assert (run_folder.parent / "report.html").stat().st_size > 10_000
+
+
+def test_dashboard_opens_runs_of_version_0_1_0() -> None:
+    index = RunIndex(GOLDEN / "runs")
+    index.refresh()
+    runs = index.list_runs()
+    assert sorted(run["id"] for run in runs) == RUNS
+    for run in runs:
+        shown = index.run_payload(run["id"], generation="", first=0, who=None)
+        assert shown is not None
+        assert shown["missing"] == []
+        assert len(shown["history"]) >= 2
+        # A simulated run has no events of processes.
+        assert bool(shown["timeline"]) == (run["id"] != "virtual")
 
 
 @pytest.mark.parametrize("run_folder", RUNS, indirect=True)
