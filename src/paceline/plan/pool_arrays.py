@@ -34,15 +34,10 @@ class Correction:
 class PoolArrays:
     """Costs, links, power, prices and memory of every host of a pool for one workload."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        work: Workload,
-        corrections: Mapping[str, Correction] | None = None,
-    ) -> None:
+    def __init__(self, pool: Pool, work: Workload) -> None:
         work = with_measured_gradient_size(work, pool.hosts[0])
-        self.corrections: Mapping[str, Correction] = corrections or {}
-        """By kind of run (`correction_key`)."""
+        self.corrections: Mapping[str, Correction] = {}
+        """By kind of run (`correction_key`); set by `calibrate_from_log`."""
         self.pool, self.work = pool, work
         self.hosts: list[Host] = list(pool.hosts)
         costs = [step_time_on(h, work, pool) for h in self.hosts]

@@ -52,7 +52,7 @@ class RunnerGroup:
         self.runners: list[Runner] = []
         for group in self._groups:
             model, optimizer = copy.deepcopy((source.model, source.optimizer))
-            replica = Replica(model, optimizer, clip=source.clip, reduce_in_backward=True)
+            replica = Replica(model, optimizer, clip=source.clip)
             self.runners.append(make(_make_context(replica, group, phase)))
         self._losses = [backend.build_loss(runner.replica.model) for runner in self.runners]
         self._samples = [0] * backend.workers
