@@ -42,7 +42,7 @@ from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import PhaseContext, Replica, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import PhaseClock
-from paceline.worker.malloc import tune_malloc
+from paceline.worker.process_settings import tune_malloc
 from results_store import keep
 
 HERE = Path(__file__).parent

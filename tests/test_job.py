@@ -22,7 +22,7 @@ from paceline.plugins import hash_file
 from paceline.specs.optimizer import AdamSpec
 from paceline.specs.point import RunPoint
 from paceline.strategies.registry import parse_strategy
-from paceline.worker.cpu_affinity import pin
+from paceline.worker.assignment import pack_live, unpack_live
 from paceline.worker.job_builder import (
     JobData,
     build_loss,
@@ -31,7 +31,7 @@ from paceline.worker.job_builder import (
     input_facts,
     load_job_data,
 )
-from paceline.worker.spawn import pack_live, unpack_live
+from paceline.worker.process_settings import pin
 
 GOOD = """
 from paceline import Job

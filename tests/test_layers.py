@@ -270,7 +270,7 @@ TORCH_FREE = (
 
 TORCH_FREE_MODULES = {
     # Of layers with torch, what a process without it uses.
-    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "cpu_affinity", "spawn"},
+    "worker": {"__init__", "__main__", "main", "assignment", "outpost", "process_settings"},
     "comm": {"__init__", "wire", "control"},
     "data": {
         "__init__",
@@ -298,10 +298,10 @@ TORCH_FREE_MODULES = {
 }
 """Modules of other layers that launch, job and the command line import before torch is needed."""
 
-WORKER_FROM_LAUNCH = {"assignment", "fork_server", "main", "outpost", "spawn"}
+WORKER_FROM_LAUNCH = {"assignment", "fork_server", "main", "outpost"}
 """All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
 
-PICKLE_ALLOWED = {"worker/spawn.py"}
+PICKLE_ALLOWED = {"worker/assignment.py"}
 """Live jobs go to our own children there; nothing else is ever unpickled."""
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.keras.backend import import_keras
-from paceline.worker.batch_loader import epoch_order
+from paceline.worker.batch_loader import EpochOrder
 
 DIGEST_ROWS = 64
 DEFAULT_BATCH = 32
@@ -121,7 +121,7 @@ class ArrayFitData:
         if not self.samples:
             raise UsageError("fit() received empty arrays")
         self._arrays = arrays
-        self._order = EpochOrder(shuffle, seed, self.samples)
+        self._order = EpochOrder(self.samples, seed, shuffle=bool(shuffle))
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         rows = self._order.rows(epoch, lo, hi)
@@ -167,7 +167,7 @@ class LoaderFitData:
         self.samples, self.batch = len(data), int(loader.batch_size)
         # The loader's own sampler decides; Keras ignores `shuffle` for loaders.
         shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
-        self._order = EpochOrder(shuffled, seed, self.samples)
+        self._order = EpochOrder(self.samples, seed, shuffle=shuffled)
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         rows = self._order.rows(epoch, lo, hi)
@@ -187,7 +187,7 @@ class BatchFitData:
         self.batch = self._size(data[0])
         self._count = int(data.num_batches)
         self.samples = self.batch * (self._count - 1) + self._size(data[self._count - 1])
-        self._order = EpochOrder(shuffle, seed, self._count)
+        self._order = EpochOrder(self._count, seed, shuffle=bool(shuffle))
         self._epoch = 0
         self._held: tuple[int, Any] = (-1, None)
 
@@ -230,22 +230,6 @@ class BatchFitData:
 
     def digest(self) -> str:
         return ""
-
-
-class EpochOrder:
-    """Maps positions of an epoch to rows: in a seeded order, or unchanged."""
-
-    def __init__(self, shuffle: bool, seed: int, count: int) -> None:
-        self.shuffle, self.seed = bool(shuffle), seed
-        self._count = count
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.arange(count, dtype=np.int64)
-
-    def rows(self, epoch: int, lo: int, hi: int) -> NDArray[np.int64]:
-        if self.shuffle and epoch != self._epoch:
-            self._order = epoch_order(self._count, self.seed, epoch)
-            self._epoch = epoch
-        return self._order[lo:hi]
 
 
 def _three(batch: Any) -> tuple[Any, Any, Any]:

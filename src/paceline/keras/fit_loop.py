@@ -27,10 +27,9 @@ from paceline.keras.optimizer_conversion import (
 from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady
 from paceline.protocol.shares import split_batch
 from paceline.state import Section, slots_by_parameter
-from paceline.strategies.runner import Replica, WorkerContext
+from paceline.strategies.runner import Replica
 from paceline.telemetry.phase_clock import BACKWARD, EVAL, FORWARD, INPUT
-from paceline.worker.coordinator_client import CoordinatorClient
-from paceline.worker.loop_hooks import LoopCallbacks
+from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
 from paceline.worker.session import Session
 
 BUILD_ROWS = 2
@@ -40,80 +39,60 @@ class FitSession:
     """The model of this run, from the first `fit` of the script to its end."""
 
     def __init__(
-        self, session: Session, model: Any, source: FitData, validation: FitData | None, seed: int
+        self,
+        session: Session,
+        model: Any,
+        source: FitData,
+        validation: FitData | None,
+        *,
+        seed: int,
+        epochs: int,
     ) -> None:
+        """Joins the other workers; all start from worker 0's weights."""
         self._session = session
         self.model = model
         self._source, self._validation = source, validation
         self._facts = (source.samples, source.batch)
-        self._seed = seed
         self.in_batch = False
         self._batch_loss: float | None = None
         self._applied = False
         self._callbacks: Any = None
         self._train_logs: dict[str, Any] | None = None
         self._validation_logs: dict[str, Any] = {}
+        self._epoch = 0
+        """Epoch of the run; it keeps counting if a script calls fit several times."""
         count = min(BUILD_ROWS, source.samples)
         model._symbolic_build(data_batch=_without_none(source.take(0, 0, count)))
         if not model.trainable_variables:
             raise UsageError("the Keras model has no trainable weights: nothing to train")
+        if source.batch < session.size:
+            raise UsageError(
+                f"batch_size {source.batch} is smaller than --workers {session.size}; "
+                "it is the global batch size and must cover at least one sample per worker"
+            )
         self._optimizer = model.optimizer
-        self._translated = translate(model.optimizer)
+        self._steps_before = int(model.optimizer.iterations)
         self._module = KerasModule(model)
         self._torch = make_torch_optimizer(model.optimizer, self._module.parameters())
         import_slots(model.optimizer, model, self._torch)
-        self._steps_before = int(model.optimizer.iterations)
-        self._context: WorkerContext | None = None
-        self._client: CoordinatorClient | None = None
-        self._stream: Any = None
-        self._epoch = 0
-        """Epoch of the run; it keeps counting if a script calls fit several times."""
-
-    # ---- setup --------------------------------------------------------------------------------
-
-    def begin(self, epochs: int) -> None:
-        """Joins the other workers; all start from worker 0's weights."""
-        session, batch = self._session, self._source.batch
-        if batch < session.size:
-            raise UsageError(
-                f"batch_size {batch} is smaller than --workers {session.size}; "
-                "it is the global batch size and must cover at least one sample per worker"
-            )
-        replica = Replica(self._module, self._torch, clip=self._translated.clip)
-        context = self._context = session.join_group(replica)
-        session.start_heartbeat()
-        self._check_same_data(context)
-        session.seed_worker(self._seed)
+        clip = translate(model.optimizer).clip
+        session.join_group(Replica(self._module, self._torch, clip=clip), seed=seed)
+        self._group = session.context.group
+        self._check_same_data(seed)
         self._module.set_worker(session.rank)
-        state = session.broadcast_state(context)
-
-        def save(name: str, state: Any) -> str:
-            raise AssertionError("scripts write their own checkpoints")
-
-        callbacks = LoopCallbacks(
-            evaluate=lambda split, share, predict: self._evaluate(split),
-            save=save,
-            save_model=lambda distant: session.files.save_model(self._module, distant),
+        hooks = LoopHooks(evaluate=lambda split, share, predict: self._evaluate())
+        self._client = session.client = CoordinatorClient(
+            session, session.broadcast_state(), hooks, samples_per_epoch=source.samples
         )
-        client = self._client = session.make_client(
-            context, state, callbacks, samples=self._source.samples
-        )
-        splits = ("val",) if self._validation is not None else ()
+        splits = ("val",) if validation is not None else ()
         session.control.send(
-            WorkerReady(
-                session.rank,
-                self._source.samples,
-                batch,
-                epochs,
-                splits,
-                clip=self._translated.clip,
-            )
+            WorkerReady(session.rank, source.samples, source.batch, epochs, splits, clip=clip)
         )
-        self._stream = client.steps()
+        self._stream = self._client.steps()
 
-    def _check_same_data(self, context: WorkerContext) -> None:
-        local = Section(plain={"digest": self._source.digest(), "seed": self._seed})
-        others = [section.plain for section in all_gather_sections(local, context.group)]
+    def _check_same_data(self, seed: int) -> None:
+        local = Section(plain={"digest": self._source.digest(), "seed": seed})
+        others = [section.plain for section in all_gather_sections(local, self._group)]
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise UsageError(
@@ -136,8 +115,7 @@ class FitSession:
             )
 
     def synchronize(self) -> None:
-        assert self._context is not None
-        self._context.group.barrier()
+        self._group.barrier()
 
     # ---- fit ----------------------------------------------------------------------------------
 
@@ -196,7 +174,6 @@ class FitSession:
         return logs
 
     def _run_epoch(self) -> None:
-        assert self._client is not None
         client, clock, batches = self._client, self._session.clock, 0
         for work in self._stream:
             if isinstance(work, EpochEnd):
@@ -272,11 +249,10 @@ class FitSession:
 
     def _sum_metrics(self) -> dict[str, Any]:
         """Sums metric variables over all workers, as tf.distribute does."""
-        assert self._context is not None
         variables = [v for metric in self.model.metrics for v in metric.variables]
         if variables:
             flat = torch.cat([v.value.detach().double().reshape(-1).cpu() for v in variables])
-            self._context.group.all_reduce(flat)
+            self._group.all_reduce(flat)
             parts = torch.split(flat, [v.value.numel() for v in variables])
             for variable, part in zip(variables, parts, strict=True):
                 variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
@@ -285,7 +261,7 @@ class FitSession:
             name: float(value) if _is_scalar(value) else value for name, value in results.items()
         }
 
-    def _evaluate(self, split: str) -> tuple[float, int | None, int]:
+    def _evaluate(self) -> tuple[float, int | None, int]:
         """Evaluates this worker's share of the validation data, as requested by the coordinator."""
         assert self._validation is not None
         source, session = self._validation, self._session
@@ -313,14 +289,13 @@ class FitSession:
 
     def _restore_optimizer(self) -> None:
         """Copies step count and slots to the Keras optimizer, so that they are saved with it."""
-        assert self._client is not None
         steps = self._epoch * -(-self._facts[0] // self._facts[1])
         self._optimizer.iterations.assign(self._steps_before + steps)
         if not self._epoch:
             return
         trained = {id(p): name for name, p in self._module.named_parameters()}
         variables = self.model.trainable_variables
-        slots = slots_by_parameter(self._client.export_state())
+        slots = slots_by_parameter(self._client.runner.export_state())
         export_slots(self._optimizer, variables, [trained[id(v.value)] for v in variables], slots)
 
 

@@ -149,8 +149,14 @@ class _FitPatch:
                 raise UsageError("validation_split requires arrays; pass validation_data")
             source, validation = source.split(validation_split)
         if self._fit_session is None:
-            self._fit_session = FitSession(self._session, model, source, validation, seed)
-            self._fit_session.begin(max(0, epochs - initial_epoch))
+            self._fit_session = FitSession(
+                self._session,
+                model,
+                source,
+                validation,
+                seed=seed,
+                epochs=max(0, epochs - initial_epoch),
+            )
         fit_session = self._fit_session
         fit_session.check_again(model, source)
         return fit_session.fit(

@@ -103,7 +103,7 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
                 "the job contains live objects, which cannot be sent to other machines; use names "
                 "for model and data, or a job file with a function job()"
             )
-        from paceline.worker.spawn import pack_live
+        from paceline.worker.assignment import pack_live
 
         live = pack_live(resolved)
     files = [reference.file] if reference is not None else []

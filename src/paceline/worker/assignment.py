@@ -6,11 +6,15 @@ allowed to leak that way.
 
 from __future__ import annotations
 
+import io
 import json
-from typing import IO, Literal
+import pickle
+from multiprocessing import current_process, spawn
+from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from paceline.errors import UsageError
 from paceline.job import JobRef
 from paceline.plugins import Plugin
 
@@ -80,3 +84,29 @@ def _read_block(stream: IO[bytes]) -> bytes:
     if len(block) != size:
         raise EOFError("the parent process exited before it sent the assignment")
     return block
+
+
+def pack_live(thing: Any) -> bytes:
+    """Pickles live objects for a child process, with the path of the main script they come from."""
+    preparation = spawn.get_preparation_data("paceline")
+    preparation.pop("authkey", None)
+    try:
+        # Plain pickle: torch's reductions for multiprocessing would pass file descriptors.
+        return pickle.dumps(preparation) + pickle.dumps(thing)
+    except Exception as error:
+        raise UsageError(
+            f"the job's objects cannot be sent to worker processes ({error}); "
+            "define functions and classes at the top level of a module, or use a job file"
+        ) from None
+
+
+def unpack_live(data: bytes) -> Any:
+    buffer = io.BytesIO(data)
+    # As multiprocessing marks its own children: `run_training` refuses to start in the script.
+    process: Any = current_process()
+    process._inheriting = True
+    try:
+        spawn.prepare(pickle.load(buffer))
+    finally:
+        del process._inheriting
+    return pickle.load(buffer)

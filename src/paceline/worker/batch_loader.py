@@ -45,6 +45,22 @@ def epoch_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+class EpochOrder:
+    """Maps positions of an epoch to rows: in a seeded order, or unchanged."""
+
+    def __init__(self, count: int, seed: int, *, shuffle: bool = True) -> None:
+        self.shuffle, self.seed = shuffle, seed
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.arange(0 if shuffle else count, dtype=np.int64)
+        self._count = count
+
+    def rows(self, epoch: int, lo: int, hi: int) -> NDArray[np.int64]:
+        if self.shuffle and epoch != self._epoch:
+            self._order = epoch_order(self._count, self.seed, epoch)
+            self._epoch = epoch
+        return self._order[lo:hi]
+
+
 class PrefetchDepth:
     """Number of batches to prefetch: 0 while the loop never waits, more while it does."""
 
@@ -108,10 +124,8 @@ class BatchLoader:
         """`tell` receives input statistics about once per second."""
         self._table = table if isinstance(table, PipelinedDataset) else PipelinedDataset(table)
         self.samples = len(table)
-        self._seed = seed
         self._device = device
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self._order = EpochOrder(self.samples, seed)
         self.layout: BlockLayout | None = block_layout_of(self._table, seed)
         self._shuffle_windows: ShuffleWindowReader | None = None
         if self.layout is not None:
@@ -195,10 +209,7 @@ class BatchLoader:
         if self.layout is not None or not self._table.shuffle_rows:
             # Blocks are read in the order of their rows unless a lease requires otherwise.
             return np.arange(lease.lo, lease.hi, dtype=np.int64)
-        if lease.epoch != self._epoch:
-            self._order = epoch_order(len(self._table), self._seed, lease.epoch)
-            self._epoch = lease.epoch
-        return self._order[lease.lo : lease.hi]
+        return self._order.rows(lease.epoch, lease.lo, lease.hi)
 
     def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Returns the cost since the last call, about a second ago."""

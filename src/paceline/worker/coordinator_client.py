@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,18 +42,14 @@ from paceline.protocol.messages import (
     WorkerFinished,
 )
 from paceline.protocol.shares import split_batch
-from paceline.specs.strategy import Strategy
 from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
 from paceline.strategies.runner import (
     INNER_PREFIX,
-    Batch,
     CommReport,
-    LossOf,
     PhaseContext,
     Runner,
     TrainStep,
-    WorkerContext,
 )
 from paceline.telemetry.phase_clock import (
     BACKWARD,
@@ -66,50 +63,58 @@ from paceline.telemetry.phase_clock import (
     SWITCH,
     TRAIN,
     WAIT,
-    PhaseClock,
 )
 from paceline.telemetry.step_recorder import StepRecorder
-from paceline.worker.loop_hooks import LoopCallbacks, LoopHooks
-from paceline.worker.malloc import trim_malloc
-from paceline.worker.slowdown import SlowdownInjector
+from paceline.worker.evaluation import EvalShard, Predict
+from paceline.worker.process_settings import trim_malloc
+from paceline.worker.session import Session
+from paceline.worker.telemetry_reporter import peak_rss_bytes
 
 REPORT_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopHooks:
+    """Callbacks of a training loop, each optional."""
+
+    evaluate: Callable[[str, EvalShard, Predict], tuple[float, int | None, int]] | None = None
+    """Returns the sum of losses, correct predictions and predictions on a share of a split."""
+    on_leases_known: Callable[[list[Lease]], None] = lambda leases: None
+    """Receives leases well before their steps begin, to prefetch their rows."""
+    on_quiesce: Callable[[], None] = lambda: None
+    """Called when no more steps come until the coordinator continues."""
+    input_stats: Callable[[], dict[str, Any]] = dict
+    """Returns the totals of the input pipeline, for the worker's report."""
 
 
 class CoordinatorClient:
     """Handles the coordinator's messages, from the first EnterPhase to FinishRun."""
 
     def __init__(
-        self,
-        *,
-        strategy: Strategy,
-        context: WorkerContext,
-        state: TrainState,
-        callbacks: LoopCallbacks,
-        hooks: LoopHooks,
-        recorder: StepRecorder,
-        stages: PhaseClock,
-        initial_step: int,
-        samples_per_epoch: int,
-        slowdown: SlowdownInjector | None,
+        self, session: Session, state: TrainState, hooks: LoopHooks, *, samples_per_epoch: int
     ) -> None:
-        self._phases = strategy.phases
-        self._context = context
-        self._control = context.control
-        self._clock = context.clock
-        self._stages = stages
-        self._callbacks = callbacks
+        """Trains from `state`; restores this worker's random state with it."""
+        self._session, self._context = session, session.context
+        self._control, self._clock, self._stages = session.control, session.clock, session.stages
+        self._rank, self._size = session.rank, session.size
+        self._slowdown = session.slowdown
         self._hooks = hooks
-        self._recorder = recorder
-        self._slowdown = slowdown
         self._samples_per_epoch = samples_per_epoch
-        self._step = initial_step
         self._state: Section | None = state.shared
-        self._initial_local_state = (
-            state.workers[context.rank] if context.rank < len(state.workers) else None
+        self._initial_local_state: Section | None = None
+        self.step = 0
+        """Steps of this worker so far, including those before a resume."""
+        if self._rank < len(state.workers):
+            own = self._initial_local_state = state.workers[self._rank]
+            torch.set_rng_state(own.tensors["rng/torch"])
+            self.step = int(own.plain["step"])
+        self._recorder = StepRecorder(
+            session.files.events if session.assignment.telemetry else None,
+            self._clock,
+            self.step,
+            session.counters,
         )
         self._runner: Runner | None = None
-        self._rank, self._size = context.rank, context.size
         self._samples_since_settle = 0
         self._sum = StepStats(0, 0, 0.0, 0)
         self._report_due = 0.0
@@ -129,11 +134,13 @@ class CoordinatorClient:
         self._finished = False
         self._between_epochs = False
         self._strategy_text = ""
+        self._stages.enter(TRAIN)
 
     @property
-    def step(self) -> int:
-        """Steps of this worker so far, including those before a resume."""
-        return self._step
+    def runner(self) -> Runner:
+        """The runner of the current phase."""
+        assert self._runner is not None
+        return self._runner
 
     # ---- the loop's side ----------------------------------------------------------------------
 
@@ -171,15 +178,9 @@ class CoordinatorClient:
         for _ in self.steps():
             raise PacelineError("received a lease after the loop had ended")
 
-    def export_state(self) -> Section:
-        """The whole global state; only between epochs, when all workers are synchronized."""
-        assert self._runner is not None
-        return self._runner.export_state()
-
     def begin(self, work: TrainStep) -> None:
         """Prepares the weights; the forward pass comes next."""
-        assert self._runner is not None
-        self._runner.begin_step(work)
+        self.runner.begin_step(work)
         if self._entered_at is not None:
             pause_s = self._settle_s + time.perf_counter() - self._entered_at
             self._control.send(TrainingResumed(self._rank, pause_s))
@@ -187,39 +188,28 @@ class CoordinatorClient:
         if self._slowdown is not None:
             self._slowdown.begin_step(work.lease.epoch + work.lease.start / self._samples_per_epoch)
 
-    def rows_for(self, lease: Lease) -> Lease:
-        """Returns the rows that this worker needs for a lease."""
-        assert self._runner is not None
-        return self._runner.rows_for(lease)
-
-    def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
-        """Runs forward and backward as the strategy defines them."""
-        assert self._runner is not None
-        return self._runner.forward_backward(work, batch, loss_of)
-
     def finish(self, work: TrainStep, measured: StepStats) -> None:
         """Exchanges gradients, updates the weights, and records the step."""
-        assert self._runner is not None
+        runner = self.runner
         if self._slowdown is not None:
             self._slowdown.apply()
         self._clock.enter(OTHER)
         busy_s, comm_s = self._times_since()
         work.measured = dataclasses.replace(
-            measured, busy_s=busy_s, comm_s=comm_s, norms=self._runner.pop_grad_norms()
+            measured, busy_s=busy_s, comm_s=comm_s, norms=runner.pop_grad_norms()
         )
-        if measured.loss_sum is not None and measured.samples:
-            self._check_loss(measured.loss_sum / measured.samples)
-        if self._diverged and not self._runner.communicates_in_backward:
-            # The trial will be rolled back; until then this worker changes nothing.
-            self._context.replica.optimizer.zero_grad(set_to_none=False)
-        self._runner.finish_step(work)
-        self._clock.enter(OTHER)
-        self._step += 1
-        self._samples_since_settle += work.lease.samples
         loss = None
         if measured.loss_sum is not None and measured.samples:
             loss = measured.loss_sum / measured.samples
-        self._recorder.step_done(work.lease, loss, self._runner.pop_overlapped_us())
+            self._check_loss(loss)
+        if self._diverged and not runner.communicates_in_backward:
+            # The trial will be rolled back; until then this worker changes nothing.
+            self._context.replica.optimizer.zero_grad(set_to_none=False)
+        runner.finish_step(work)
+        self._clock.enter(OTHER)
+        self.step += 1
+        self._samples_since_settle += work.lease.samples
+        self._recorder.step_done(work.lease, loss, runner.pop_overlapped_us())
 
     def _planned_steps(self, plan: PlannedSteps) -> Iterator[TrainStep]:
         leases = self._cut_leases(plan)
@@ -283,18 +273,19 @@ class CoordinatorClient:
     # ---- the coordinator's side ---------------------------------------------------------------
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, EnterPhase):
-            self._enter(message)
-        elif isinstance(message, Quiesce):
-            self._sync_weights(message.version)
-        elif isinstance(message, Evaluate):
-            self._evaluate(message.split)
-        elif isinstance(message, SaveCheckpoint):
-            self._save(message)
-        elif isinstance(message, FinishRun):
-            self._finish(message)
-        else:
-            raise PacelineError(f"a worker cannot handle a {type(message).__name__} message")
+        match message:
+            case EnterPhase():
+                self._enter(message)
+            case Quiesce():
+                self._sync_weights(message.version)
+            case Evaluate():
+                self._evaluate(message.split)
+            case SaveCheckpoint():
+                self._save(message)
+            case FinishRun():
+                self._finish(message)
+            case _:
+                raise PacelineError(f"a worker cannot handle a {type(message).__name__} message")
         self._clock.enter(OTHER)
         self._stages.enter(TRAIN)
 
@@ -313,14 +304,15 @@ class CoordinatorClient:
             self._snapshot_or_restore(message)
         assert self._state is not None
         phase = PhaseContext(servers=message.servers, groups=message.groups)
-        self._runner = make_runner(self._phases[message.phase], self._context, phase)
-        self._comm_report = self._runner.comm_report() or self._comm_report
-        self._log_optimizer_path(self._runner)
-        self._runner.import_state(self._state)
-        strategy = str(self._phases[message.phase])
+        spec = self._session.strategy.phases[message.phase]
+        runner = self._runner = make_runner(spec, self._context, phase)
+        self._comm_report = runner.comm_report() or self._comm_report
+        self._log_optimizer_path(runner)
+        runner.import_state(self._state)
+        strategy = str(spec)
         if self._local_state.plain.get("strategy", strategy) != strategy:
             self._drop_inner_state()  # A checkpoint of another strategy.
-        self._runner.import_local_state(self._local_state)
+        runner.import_local_state(self._local_state)
         self._drop_inner_state()
         self._strategy_text = strategy
         self._state = self._initial_local_state = None
@@ -348,64 +340,56 @@ class CoordinatorClient:
             self._rollback_state = (copy_section(self._state), copy_section(self._local_state))
 
     def _drop_inner_state(self) -> None:
-        kept = {
-            k: v for k, v in self._local_state.tensors.items() if not k.startswith(INNER_PREFIX)
-        }
-        self._local_state = Section(kept)
+        tensors = self._local_state.tensors.items()
+        self._local_state = Section({k: v for k, v in tensors if not k.startswith(INNER_PREFIX)})
 
     def _sync_weights(self, version: int) -> None:
         """Brings this replica to the latest weights; all replicas are equal afterwards."""
-        assert self._runner is not None
         self._hooks.on_quiesce()
         began = time.perf_counter()
         self._clock.enter(COMM)
-        self._runner.sync_weights(version)
-        self._runner.average_buffers(self._samples_since_settle)
+        self.runner.sync_weights(version)
+        self.runner.average_buffers(self._samples_since_settle)
         self._samples_since_settle = 0
         lr = float(self._context.replica.optimizer.param_groups[0]["lr"])
-        digest = self._runner.checksum()
+        digest = self.runner.checksum()
         self._settle_s = time.perf_counter() - began
         self._control.send(Quiesced(self._rank, digest, lr))
 
     def _evaluate(self, split: str) -> None:
         self._clock.enter(EVAL)
         self._stages.enter(EVALUATE)
-        assert self._callbacks.evaluate is not None
-        assert self._runner is not None
-        runner = self._runner
-        loss_sum, correct, count = self._callbacks.evaluate(
-            split, runner.eval_shard, runner.predict
-        )
-        self._control.send(Evaluated(self._rank, loss_sum, correct, count))
+        assert self._hooks.evaluate is not None
+        found = self._hooks.evaluate(split, self.runner.eval_shard, self.runner.predict)
+        self._control.send(Evaluated(self._rank, *found))
 
     def _save(self, message: SaveCheckpoint) -> None:
         self._stages.enter(SAVE)
-        assert self._runner is not None
         self._save_local_state()
         facts = {"step": self.step, "strategy": self._strategy_text}
         own = Section(dict(self._local_state.tensors), facts)
         own.tensors["rng/torch"] = torch.get_rng_state()
         sections = all_gather_sections(own, self._context.group)
         path = ""
-        with self._runner.gather_state(slots=True) as (shared, distant):
+        with self.runner.gather_state(slots=True) as (shared, distant):
             shared.plain["coordinator"] = message.coordinator_state
             shared.plain["layout"] = self._context.replica.bucket_layout
             shared.plain["way"] = self._context.replica.comm_backend
             if self._rank == 0:
-                path = self._callbacks.save(message.name, TrainState(shared, sections, distant))
+                state = TrainState(shared, sections, distant)
+                path = self._session.files.save(message.name, state)
         self._control.send(CheckpointWritten(self._rank, path))
 
     def _save_local_state(self) -> None:
-        assert self._runner is not None
-        self._local_state.tensors.update(self._runner.export_local_state().tensors)
+        self._local_state.tensors.update(self.runner.export_local_state().tensors)
 
     def _finish(self, message: FinishRun) -> None:
         self._stages.enter(SAVE)
         if message.save_model:
-            assert self._runner is not None
-            with self._runner.gather_state(slots=False) as (_, distant):
+            with self.runner.gather_state(slots=False) as (_, distant):
                 if self._rank == 0:
-                    self._callbacks.save_model({k.partition("/")[2]: d for k, d in distant.items()})
+                    tensors = {key.partition("/")[2]: value for key, value in distant.items()}
+                    self._session.files.save_model(self._context.replica.model, tensors)
         self._close_runner()
         self._recorder.flush(final=True)
         self._finished = True
@@ -413,7 +397,8 @@ class CoordinatorClient:
 
     def _close_runner(self) -> None:
         if self._runner is not None:
-            self._hooks.on_close()
+            # The bytes of its connections are counted until they are closed.
+            self._session.telemetry.sample_now()
             self._part = self._runner.model_part() or self._part
             self._bytes_sent += self._runner.bytes_sent
             self._bytes_before += self._runner.uncompressed_bytes
@@ -428,18 +413,10 @@ class CoordinatorClient:
             "bytes_sent": self._bytes_sent,
             "bytes_before": self._bytes_before,
             "bytes_received": self._bytes_received,
-            "parameter_bytes": sum(
-                p.numel() * p.element_size() for _, p in self._context.replica.trained
-            ),
+            "parameter_bytes": sum(p.nbytes for _, p in self._context.replica.trained),
             "collectives": self._comm_report.to_plain() if self._comm_report else None,
             "part": self._part,
             "peak_rss_bytes": peak_rss_bytes(),
             "input": self._hooks.input_stats(),
             "steps": self.step,
         }
-
-
-def peak_rss_bytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

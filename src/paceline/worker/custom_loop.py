@@ -10,20 +10,25 @@ changes nothing. The loader's batch size is the global batch: each worker gets i
 
 from __future__ import annotations
 
+import runpy
+import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.comm.control import ControlConnection
 from paceline.errors import UsageError
 from paceline.protocol.messages import EpochEnd, StepStats, WorkerReady
 from paceline.strategies.runner import Replica, TrainStep
-from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT
-from paceline.worker.batch_loader import epoch_order
-from paceline.worker.coordinator_client import CoordinatorClient
-from paceline.worker.loop_hooks import LoopCallbacks
+from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT, PREPARE
+from paceline.worker.assignment import Assignment
+from paceline.worker.batch_loader import EpochOrder
+from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
+from paceline.worker.import_hooks import install_import_hook
 from paceline.worker.session import Session
 
 _session: Session | None = None
@@ -48,28 +53,18 @@ def prepare(
     """
     if _session is None:
         return model, optimizer, loader
-    if _session.agent is not None:
+    session = _session
+    if session.client is not None:
         raise UsageError("paceline.prepare() was called twice; a run trains one model")
     dataset, batch = _inspect(loader)
-    session = _session
     replica = Replica(model, optimizer, reduce_in_backward=True)
-    context = session.join_group(replica)
-    session.start_heartbeat()
-    session.seed_worker(torch.initial_seed() % 2**31)
-    state = session.broadcast_state(context)
-
-    def save(name: str, state: Any) -> str:
-        raise AssertionError("a user's own loop keeps its own checkpoints")
-
-    duties = LoopCallbacks(
-        evaluate=None,
-        save=save,
-        save_model=lambda distant: session.files.save_model(model, distant),
+    session.join_group(replica, seed=torch.initial_seed() % 2**31)
+    client = session.client = CoordinatorClient(
+        session, session.broadcast_state(), LoopHooks(), samples_per_epoch=len(dataset)
     )
-    agent = session.make_client(context, state, duties, samples=len(dataset))
     session.control.send(WorkerReady(session.rank, len(dataset), batch, epochs, ()))
     global _loader
-    leased = _loader = LeasedLoader(loader, agent, session)
+    leased = _loader = LeasedLoader(loader, client, session)
     _take_over_step(optimizer, leased)
     model.register_forward_hook(lambda *_: session.clock.enter(BACKWARD))
     return model, optimizer, leased
@@ -109,16 +104,16 @@ def _take_over_step(optimizer: torch.optim.Optimizer, loader: LeasedLoader) -> N
 class LeasedLoader:
     """Wraps a loader; yields this worker's share of each global batch."""
 
-    def __init__(self, loader: DataLoader[Any], agent: CoordinatorClient, session: Session) -> None:
-        self.dataset: Any = loader.dataset
+    def __init__(self, loader: DataLoader[Any], client: CoordinatorClient, session: Session):
+        self.dataset = cast(Any, loader.dataset)
         self.batch_size = loader.batch_size
         self._collate = loader.collate_fn
-        self._agent = agent
+        self._client = client
         self._clock = session.clock
-        self._stream = agent.steps()
+        self._stream = client.steps()
         self._work: TrainStep | None = None
         self._loss: float | None = None
-        self._epoch = -1
+        self._order = EpochOrder(len(self.dataset), SEED)
 
     def __len__(self) -> int:
         assert self.batch_size is not None
@@ -132,16 +127,13 @@ class LeasedLoader:
                 return
             lease = work.lease
             if lease.samples == 0:
-                self._agent.begin(work)
-                self._agent.finish(work, StepStats(0, 0, 0.0, 0))
+                self._client.begin(work)
+                self._client.finish(work, StepStats(0, 0, 0.0, 0))
                 continue
             self._clock.enter(INPUT)
-            if lease.epoch != self._epoch:
-                self._order = epoch_order(len(self.dataset), SEED, lease.epoch)
-                self._epoch = lease.epoch
-            rows = self._order[lease.lo : lease.hi]
+            rows = self._order.rows(lease.epoch, lease.lo, lease.hi)
             batch = self._collate([self.dataset[int(i)] for i in rows])
-            self._agent.begin(work)
+            self._client.begin(work)
             self._work, self._loss = work, None
             self._clock.enter(FORWARD)
             yield batch
@@ -156,7 +148,7 @@ class LeasedLoader:
             raise UsageError("optimizer.step() was called without a batch from the prepared loader")
         samples = work.lease.samples
         loss_sum = None if self._loss is None else self._loss * samples
-        self._agent.finish(work, StepStats(samples, samples, loss_sum, None))
+        self._client.finish(work, StepStats(samples, samples, loss_sum, None))
 
     def note_loss(self, loss: float) -> None:
         self._loss = loss
@@ -174,3 +166,26 @@ def log(loss: float | torch.Tensor) -> None:
 def rank() -> int:
     """Returns this worker's rank; 0 in a script started without `paceline launch`."""
     return _session.rank if _session is not None else 0
+
+
+def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
+    """Runs a custom training loop; its `paceline.prepare` finds this session."""
+    global _session
+    assert assignment.script is not None
+    session = _session = Session(assignment, control, wait_s)
+    session.stages.enter(PREPARE)
+    install_import_hook()
+    sys.argv = [assignment.script, *assignment.script_args]
+    sys.path.insert(0, str(Path(assignment.script).parent))
+    try:
+        runpy.run_path(assignment.script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
+    if session.client is None:
+        raise UsageError(
+            f"{assignment.script} called neither paceline.prepare(model, optimizer, loader) "
+            "nor fit() of a Keras model"
+        )
+    session.client.finish_custom_loop()
+    session.close()

@@ -40,7 +40,7 @@ PARENT_CHECK_S = 1.0
 
 PRELOADED = (
     "paceline.worker.main",
-    "paceline.worker.session",
+    "paceline.worker.training_loop",
     "paceline.worker.server_main",
     "paceline.worker.custom_loop",
     "paceline.data.digits",

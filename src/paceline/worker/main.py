@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from typing import IO, NoReturn
 
 from paceline.comm.control import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
 from paceline.protocol.messages import ProcessFailing
-from paceline.worker.assignment import Assignment, read_assignment
-from paceline.worker.cpu_affinity import pin
-from paceline.worker.malloc import tune_malloc
-from paceline.worker.spawn import ChildProcess, fork_child, spawn_child
+from paceline.worker.assignment import Assignment, pack_assignment, read_assignment
+from paceline.worker.process_settings import pin, tune_malloc
 
+COMMAND = [sys.executable, "-m", "paceline.worker"]
 STACKS_BEGIN = "--- stacks of "
 STACKS_END = "--- end of stacks of "
 SERVER_EXIT_S = 5.0
 """Time that the servers of a finished run may take to exit."""
 MARGIN_S = 30.0
 """Margin of waits inside a process over the supervisor's deadline, which names the cause."""
+POLL_S = 0.005
+_running: list[subprocess.Popen[bytes]] = []
+"""Kept, because Popen warns about a child that is still running when it is deleted."""
 
 
 def main(*, can_fork: bool = False) -> NoReturn:
@@ -58,12 +62,9 @@ def run_process(
     )
     code = 1
     try:
-        if assignment.kind == "server":
-            _serve(assignment, control, wait_s)
-        else:
-            _work(assignment, control, live, wait_s)
-            for server in servers:
-                server.wait(SERVER_EXIT_S)  # One that is late ends with this process.
+        _run(assignment, control, live, wait_s)
+        for server in servers:
+            server.wait(SERVER_EXIT_S)  # One that is late ends with this process.
         code = 0
     except Diverged:
         pass  # The coordinator knows, and ends the run.
@@ -87,31 +88,73 @@ def _start_servers(
     return servers
 
 
-def _serve(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:
-    from paceline.worker.server_main import run_server
-
-    load_plugins(assignment)
-    run_server(assignment, control, wait_s)
-
-
-def _work(
+def _run(
     assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
 ) -> None:
-    if assignment.pin:
-        pin(*assignment.local_rank)
-    from paceline.worker.session import run_worker_job, run_worker_script
+    if assignment.pin and assignment.kind == "worker":
+        pin(*assignment.local_rank)  # Before torch is imported and starts threads.
+    for plugin in assignment.plugins:
+        plugin.load()
+    if assignment.kind == "server":
+        from paceline.worker.server_main import run_server
 
-    load_plugins(assignment)
-    if assignment.script is not None:
+        run_server(assignment, control, wait_s)
+    elif assignment.script is not None:
+        from paceline.worker.custom_loop import run_worker_script
+
         run_worker_script(assignment, control, wait_s)
     else:
+        from paceline.worker.training_loop import run_worker_job
+
         run_worker_job(assignment, control, live, wait_s)
 
 
-def load_plugins(assignment: Assignment) -> None:
-    """Registers the user's strategies and codecs. Raises UsageError if their file has changed."""
-    for plugin in assignment.plugins:
-        plugin.load()
+class ChildProcess:
+    """A server started by this worker. It exits when this process does, at end of its input."""
+
+    def __init__(self, pid: int, commands: IO[bytes]) -> None:
+        self._pid = pid
+        self.commands = commands
+        """Kept open: the server exits when it is closed."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns True if the process has ended within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+def spawn_child(assignment: Assignment) -> ChildProcess:
+    """Starts a server of this worker with `python -m paceline.worker`."""
+    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
+    _running.append(child)
+    assert child.stdin is not None
+    child.stdin.write(pack_assignment(assignment))
+    child.stdin.flush()
+    return ChildProcess(child.pid, child.stdin)
+
+
+def fork_child(
+    assignment: Assignment, parent_commands: IO[bytes], siblings: list[ChildProcess]
+) -> ChildProcess:
+    """Forks a server of this worker; the process must have a single thread and torch imported."""
+    from paceline.worker.fork_server import set_process_title
+
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        # Ends of the pipes of other processes would keep those processes alive.
+        os.close(writing)
+        parent_commands.close()
+        for sibling in siblings:
+            sibling.commands.close()
+        set_process_title(assignment.process_name)
+        run_process(assignment, None, os.fdopen(reading, "rb"), [])
+    os.close(reading)
+    return ChildProcess(pid, os.fdopen(writing, "wb"))
 
 
 def _report_failure(
@@ -119,21 +162,19 @@ def _report_failure(
 ) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)
-    if isinstance(error, PacelineError):
-        short = str(error)
-    else:
-        short = f"{type(error).__name__}: {error}"
-    shortage = None
+    # Our own errors are complete in one line; the log contains the traceback.
+    short, details = str(error), ""
     if not isinstance(error, PacelineError):
         from paceline.worker.memory_check import explain_out_of_memory
 
         shortage = explain_out_of_memory(error)
-    short = shortage or short
-    blame = "usage" if isinstance(error, UsageError) else "own"
-    if isinstance(error, PeerLost | DeadlineExceeded):
+        short = shortage or f"{type(error).__name__}: {error}"
+        details = "" if shortage else text
+    blame = "own"
+    if isinstance(error, UsageError):
+        blame = "usage"
+    elif isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
-    # Our own errors are complete in one line; the log contains the traceback.
-    details = "" if isinstance(error, PacelineError) or shortage else text
     try:
         control.send(
             ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.telemetry.run_folder import write_json
+from paceline.telemetry.events import ProfileWritten
+from paceline.telemetry.run_folder import RunFolder, write_json
+from paceline.worker.session import Session
 
 MAX_STEPS = 200
 """Maximum number of profiled steps, because the profiler keeps every call in memory."""
@@ -18,20 +18,18 @@ MAX_OPERATORS = 300
 
 
 class EpochProfiler:
-    """Runs from the first step of its epoch to the quiesce at the epoch's end."""
+    """Runs from the first step of its epoch to the quiesce at the epoch's end.
 
-    def __init__(
-        self, epoch: int, path: Path, worker: int, written: Callable[[int, int, str], None]
-    ) -> None:
-        """`epoch` counts from 1; `written` receives the epoch, the steps and the file."""
-        self._epoch = epoch
-        self._path = path
-        self._worker = worker
-        self._written = written
+    Does nothing without `--profile`. `stop` must be called when the epoch's steps end.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._epoch = session.assignment.profile_epoch
         self._running: Any = None
         self._began = 0.0
         self._steps = 0
-        self._done = False
+        self._done = self._epoch is None
 
     def step_begins(self, epoch: int) -> None:
         """`epoch` counts from 0, as leases do."""
@@ -70,15 +68,27 @@ class EpochProfiler:
             for event in running.key_averages()
         ]
         operators.sort(key=lambda o: -(o["self_us"] + o["self_device_us"]))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        session, assignment = self._session, self._session.assignment
+        # Runs on other machines, which have no run folder, refuse --profile before they start.
+        assert assignment.folder is not None
+        path = RunFolder(assignment.folder).profile(assignment.process_name)
+        path.parent.mkdir(parents=True, exist_ok=True)
         body = {
             "format": 1,
-            "worker": self._worker,
+            "worker": session.rank,
             "epoch": self._epoch,
             "steps": self._steps,
             "seconds": round(seconds, 6),
             "self_us": round(sum(o["self_us"] for o in operators), 1),
             "operators": operators[:MAX_OPERATORS],
         }
-        write_json(self._path, body)
-        self._written(self._epoch, self._steps, f"profile/{self._path.name}")
+        write_json(path, body)
+        assert self._epoch is not None
+        session.telemetry.report(
+            ProfileWritten(
+                t=round(session.clock.now_s(), 6),
+                epoch=self._epoch,
+                steps=self._steps,
+                path=f"profile/{path.name}",
+            )
+        )

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -43,34 +42,6 @@ PART_BYTES = 1 << 20
 AGE_ROUNDS = 5
 
 
-class RunFiles(Protocol):
-    """Access of a worker to the run folder."""
-
-    began_wall_s: float
-    """Start of the run, by this machine's clock."""
-    events: EventSink
-
-    def save(self, name: str, state: TrainState) -> str:
-        """Saves a checkpoint; returns its path inside the run folder."""
-        ...
-
-    def load(self, checkpoint: str) -> TrainState:
-        """Returns the checkpoint that the run starts from."""
-        ...
-
-    def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
-        """Saves the model's weights; `distant` are those of other workers."""
-        ...
-
-
-def open_run_files(assignment: Assignment, control: ControlConnection) -> RunFiles:
-    return (
-        RemoteRunFiles(assignment, control)
-        if assignment.folder is None
-        else LocalRunFiles(assignment)
-    )
-
-
 class LocalRunFiles:
     """Direct access to the folder, on a file system shared with the supervisor."""
 
@@ -79,16 +50,20 @@ class LocalRunFiles:
         self._folder = RunFolder(assignment.folder)
         self._keep = assignment.keep_checkpoints
         self.began_wall_s = assignment.started_wall_s
+        """Start of the run, by this machine's clock."""
         self.events: EventSink = EventWriter(self._folder.events(assignment.process_name))
 
     def save(self, name: str, state: TrainState) -> str:
+        """Saves a checkpoint; returns its path inside the run folder."""
         path = save_checkpoint(self._folder.checkpoints, name, state, keep=self._keep)
         return str(path.relative_to(self._folder.path))
 
     def load(self, checkpoint: str) -> TrainState:
+        """Returns the checkpoint that the run starts from."""
         return load_checkpoint(Path(checkpoint))
 
     def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
+        """Saves the model's weights; `distant` are those of other workers."""
         save_weights(model, self._folder.model, distant)
 
 
@@ -103,17 +78,14 @@ class RemoteRunFiles:
 
     def _estimate_run_start(self) -> float:
         """Estimates the clock offset from the fastest of several round trips."""
-        best: tuple[float, float] | None = None
+        trips = []
         for _ in range(AGE_ROUNDS):
             asked = time.time()
             answer = self._request(RunClockRequest())
             received = time.time()
             assert isinstance(answer, RunClockResponse)
-            took = received - asked
-            if best is None or took < best[0]:
-                best = (took, (asked + received) / 2 - answer.seconds)
-        assert best is not None
-        return best[1]
+            trips.append((received - asked, (asked + received) / 2 - answer.seconds))
+        return min(trips)[1]
 
     def write(self, event: Event) -> None:
         self._control.send(EventLine(event.to_line()))
@@ -173,6 +145,16 @@ class RemoteRunFiles:
         # Nothing else is sent to this worker before it reports that it is ready.
         self._control.send(message)
         return self._control.receive()
+
+
+RunFiles = LocalRunFiles | RemoteRunFiles
+"""Access of a worker to the run folder."""
+
+
+def open_run_files(assignment: Assignment, control: ControlConnection) -> RunFiles:
+    if assignment.folder is None:
+        return RemoteRunFiles(assignment, control)
+    return LocalRunFiles(assignment)
 
 
 def save_weights(

@@ -14,9 +14,8 @@ from paceline.telemetry.phase_clock import ServerClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
 from paceline.telemetry.sampler import ServerCounters, StepCounters
 from paceline.worker.assignment import Assignment
-from paceline.worker.coordinator_client import peak_rss_bytes
 from paceline.worker.run_files import open_run_files
-from paceline.worker.telemetry_reporter import TelemetryReporter
+from paceline.worker.telemetry_reporter import TelemetryReporter, peak_rss_bytes
 
 
 def run_server(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:

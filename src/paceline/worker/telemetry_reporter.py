@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 from paceline.comm.control import ControlConnection
 from paceline.errors import PacelineError
 from paceline.protocol.messages import TelemetryForwarded
@@ -13,7 +15,7 @@ from paceline.worker.assignment import Assignment
 
 
 class TelemetryReporter:
-    """Ignores connection errors; `HeartbeatThread` exits the process if the supervisor is lost."""
+    """Ignores connection errors: the heartbeats exit the process if the supervisor is lost."""
 
     def __init__(
         self,
@@ -65,3 +67,7 @@ class TelemetryReporter:
         if self._sampler is not None:
             self._sampler.stop()
             self._thinner.flush()
+
+
+def peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,48 +1,150 @@
-"""The training loop of a Job, from its first lease to its last."""
+"""Trains a job on a worker, from its assignment to its last lease."""
 
 from __future__ import annotations
 
+import copy
+import time
+
+import torch
+
+from paceline.comm.control import ControlConnection
 from paceline.job import Job
-from paceline.protocol.messages import EpochEnd
-from paceline.strategies.runner import Replica
-from paceline.telemetry.phase_clock import INPUT, OTHER, PhaseClock
+from paceline.protocol.messages import EpochEnd, Lease, WorkerReady
+from paceline.strategies.runner import LossOf, Replica
+from paceline.telemetry.phase_clock import EVAL, INPUT, OTHER, PREPARE, READ
+from paceline.worker.assignment import Assignment, unpack_live
 from paceline.worker.batch_loader import BatchLoader
-from paceline.worker.coordinator_client import CoordinatorClient
-from paceline.worker.job_builder import Loss
+from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
+from paceline.worker.evaluation import EvalShard, Predict, evaluate_shard
+from paceline.worker.job_builder import (
+    build_loss,
+    build_model,
+    build_optimizer,
+    choose_device,
+    load_job_data,
+)
+from paceline.worker.memory_check import check_memory
 from paceline.worker.profiler import EpochProfiler
+from paceline.worker.session import Session
+
+PROBE_PASSES = 4
+
+
+def run_worker_job(
+    assignment: Assignment, control: ControlConnection, live: bytes | None, wait_s: float
+) -> None:
+    """Trains a job: read data, build the model, join the group, train until the run ends."""
+    session = Session(assignment, control, wait_s)
+    session.stages.enter(READ)
+    if live is not None:
+        job: Job = unpack_live(live)
+    else:
+        assert assignment.job is not None
+        job = assignment.job.resolve()
+    device = choose_device(job)
+    tables = load_job_data(job)
+    session.stages.enter(PREPARE)
+    model = build_model(job, tables)
+    optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
+    loss_of = build_loss(job, model)
+    check_memory(session.strategy, model, optimizer, session.size)
+    session.join_group(Replica(model, optimizer, clip=job.clip), seed=job.seed)
+    set_worker = getattr(model, "set_worker", None)
+    if set_worker is not None:
+        set_worker(session.rank)
+    state = session.broadcast_state()
+
+    def evaluate(split: str, share: EvalShard, predict: Predict) -> tuple[float, int | None, int]:
+        return evaluate_shard(
+            model,
+            loss_of,
+            getattr(tables, split),
+            share=share,
+            predict=predict,
+            device=device,
+            alive=lambda: session.clock.enter(EVAL),
+        )
+
+    feed = BatchLoader(
+        tables.train,
+        job.seed,
+        device,
+        rank=session.rank,
+        workers=session.size,
+        tell=session.write_input,
+    )
+    if assignment.checkpoint is None:
+        session.stages.enter(READ)
+        feed.warm_up()
+    profiler = EpochProfiler(session)
+    hooks = LoopHooks(
+        evaluate=evaluate,
+        on_leases_known=feed.prefetch,
+        on_quiesce=profiler.stop,
+        input_stats=feed.totals,
+    )
+    session.client = CoordinatorClient(session, state, hooks, samples_per_epoch=feed.samples)
+    del state  # Its tensors are the model's: strategies that split it free what they can.
+    speed = 0.0
+    if session.strategy.needs_worker_speeds:
+        # At its slowest: the groups are fixed for the whole run.
+        slow = session.slowdown.max_factor if session.slowdown is not None else 1.0
+        speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
+    control.send(
+        WorkerReady(
+            session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout
+        )
+    )
+    run_training_loop(job, session, session.client, feed, loss_of, profiler)
+    feed.close()
+    session.close()
 
 
 def run_training_loop(
     job: Job,
-    agent: CoordinatorClient,
-    replica: Replica,
+    session: Session,
+    client: CoordinatorClient,
     feed: BatchLoader,
-    loss_of: Loss,
-    clock: PhaseClock,
-    profiler: EpochProfiler | None = None,
+    loss_of: LossOf,
+    profiler: EpochProfiler,
 ) -> None:
     """Processes every lease that the coordinator grants."""
-    model, optimizer = replica.model, replica.optimizer
+    replica, clock = session.context.replica, session.clock
     schedule, base_lr, samples = job.schedule_spec, job.base_lr, feed.samples
     total = samples * job.epochs
-    model.train()
-    for work in agent.steps():
+    replica.model.train()
+    for work in client.steps():
         if isinstance(work, EpochEnd):
             continue
         lease = work.lease
-        if profiler is not None:
-            profiler.step_begins(lease.epoch)
+        profiler.step_begins(lease.epoch)
         seen = lease.epoch * samples + lease.start
         lr = base_lr * schedule.factor(seen, per_epoch=samples, total=total)
-        for group in optimizer.param_groups:
+        for group in replica.optimizer.param_groups:
             group["lr"] = lr
-        optimizer.zero_grad(set_to_none=True)
+        replica.optimizer.zero_grad(set_to_none=True)
 
-        rows = agent.rows_for(lease)
+        rows = client.runner.rows_for(lease)
         batch = None
         if rows.samples:
             clock.enter(INPUT)
             batch = feed.batch(rows)
             clock.enter(OTHER)
-        agent.begin(work)
-        agent.finish(work, agent.forward_backward(work, batch, loss_of))
+        client.begin(work)
+        client.finish(work, client.runner.forward_backward(work, batch, loss_of))
+
+
+def probe_speed(model: torch.nn.Module, loss_of: LossOf, feed: BatchLoader, samples: int) -> float:
+    """Samples per second of a few passes on a copy; the model and its generator do not change."""
+    generator = torch.get_rng_state()
+    copied = copy.deepcopy(model).train()
+    count = min(samples, feed.samples)
+    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
+    times_s = []
+    for _ in range(PROBE_PASSES):
+        began = time.perf_counter()
+        loss_of(copied(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        times_s.append(time.perf_counter() - began)
+    torch.set_rng_state(generator)
+    # The first pass allocates and warms up; the fastest one is the speed of the machine.
+    return count / min(times_s)

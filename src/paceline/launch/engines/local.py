@@ -17,7 +17,7 @@ from paceline.launch.engines.fork_client import (
 from paceline.launch.launcher import OnLine, round_robin_parents
 from paceline.worker.assignment import Assignment, pack_assignment
 from paceline.worker.fork_server import ChildSetup
-from paceline.worker.spawn import COMMAND
+from paceline.worker.main import COMMAND
 
 CLOSE_TIMEOUT_S = 2.0
 """Time that the output of a process that has ended may take to be read."""

@@ -1,4 +1,4 @@
-"""glibc malloc settings for worker processes.
+"""Settings of a worker process: CPU cores and glibc malloc.
 
 Every step allocates and frees gradients and activations. By default, glibc returns large blocks to
 the system immediately, and the system must map and clear all their pages again in the next step:
@@ -11,14 +11,27 @@ import ctypes
 import os
 import sys
 
+from paceline.errors import UsageError
 from paceline.telemetry.memory_limit import available_memory_bytes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = (1 << 31) - 1
-
-
 SCARCE = 4 << 30
 """With less available memory than this, free blocks are returned to the system."""
+
+
+def pin(place: int, workers: int) -> None:
+    """Pins this process to its share of the available cores; `place` counts from 0.
+
+    Workers on separate cores are not migrated by the kernel.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("--pin requires Linux; remove it")
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // workers
+    if each == 0:
+        raise UsageError(f"--pin: {workers} workers cannot share {len(cores)} cores; remove it")
+    os.sched_setaffinity(0, cores[place * each : (place + 1) * each])
 
 
 def tune_malloc() -> bool:
