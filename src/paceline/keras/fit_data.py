@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +20,19 @@ DIGEST_ROWS = 64
 DEFAULT_BATCH = 32
 
 
-class FitData(Protocol):
+class FitData(ABC):
     """Samples by epoch and position; `batch` is the global batch size."""
 
     samples: int
     batch: int
 
+    @abstractmethod
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         """Returns the samples at positions [lo, hi) of an epoch, as (x, y, sample_weight)."""
-        ...
 
     def digest(self) -> str:
         """Returns a hash by which all workers check that they have the same data."""
-        ...
+        return ""
 
 
 def make_fit_data(
@@ -62,7 +64,8 @@ def make_fit_data(
         )
     if class_weight is not None:
         sample_weight = _apply_class_weight(y, sample_weight, class_weight)
-    return ArrayFitData(x, y, sample_weight, batch_size or DEFAULT_BATCH, shuffle, seed)
+    batch = batch_size or DEFAULT_BATCH
+    return ArrayFitData(x, y, sample_weight, batch=batch, shuffle=shuffle, seed=seed)
 
 
 def _is_structure_of_arrays(x: Any) -> bool:
@@ -77,14 +80,11 @@ def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
             f"fit() does not support a {type(x).__name__}; use arrays, a tf.data dataset, "
             "a PyDataset, a DataLoader or a generator of batches"
         )
-    if steps is None and _is_infinite(x):
+    cardinality = getattr(x, "cardinality", None)
+    if steps is None and cardinality is not None and int(cardinality()) == -1:
         raise UsageError("fit() received infinite data; set steps_per_epoch, or remove repeat()")
     tree = import_keras().tree
-    batches = []
-    for number, batch in enumerate(x):
-        if steps is not None and number >= steps:
-            break
-        batches.append(tree.map_structure(as_array, batch))
+    batches = [tree.map_structure(as_array, batch) for batch in itertools.islice(x, steps)]
     if not batches:
         raise UsageError("fit() received data without any batch")
     first = tree.flatten(batches[0])[0]
@@ -93,42 +93,36 @@ def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
             "fit() received single samples; batch them, for example with dataset.batch(32)"
         )
     joined = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    if not isinstance(joined, tuple | list):
-        joined = (joined,)
-    x, y, weight = (*joined, None, None)[:3]
+    given = joined if isinstance(joined, tuple | list) else (joined,)
+    x, y, weight = (*given, None, None)[:3]
     return x, y, weight, len(first)
 
 
-def _is_infinite(x: Any) -> bool:
-    count = getattr(x, "cardinality", None)
-    return count is not None and int(count()) == -1
-
-
-class ArrayFitData:
+class ArrayFitData(FitData):
     """Arrays, or dicts and lists of them, all of the same length."""
 
-    def __init__(self, x: Any, y: Any, weight: Any, batch: int, shuffle: bool, seed: int) -> None:
-        tree = import_keras().tree
-        self._tree = tree
-        self._parts = [
-            None if part is None else tree.map_structure(_standard, part) for part in (x, y, weight)
+    def __init__(
+        self, x: Any, y: Any, weight: Any, *, batch: int, shuffle: bool, seed: int
+    ) -> None:
+        self._tree = import_keras().tree
+        self._parts = self._map(_standard, (x, y, weight))
+        self._arrays = [
+            a for part in self._parts if part is not None for a in self._tree.flatten(part)
         ]
-        arrays = [a for part in self._parts if part is not None for a in tree.flatten(part)]
-        lengths = sorted({len(a) for a in arrays})
+        lengths = sorted({len(a) for a in self._arrays})
         if len(lengths) != 1:
             raise UsageError(f"fit() received arrays of unequal lengths: {lengths}")
         self.samples, self.batch = lengths[0], batch
         if not self.samples:
             raise UsageError("fit() received empty arrays")
-        self._arrays = arrays
         self._order = EpochOrder(self.samples, seed, shuffle=bool(shuffle))
+
+    def _map(self, function: Callable[[Any], Any], parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(None if p is None else self._tree.map_structure(function, p) for p in parts)
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         rows = self._order.rows(epoch, lo, hi)
-        return tuple(
-            None if part is None else self._tree.map_structure(lambda a: _tensor(a[rows]), part)
-            for part in self._parts
-        )
+        return self._map(lambda array: _tensor(array[rows]), self._parts)
 
     def split(self, fraction: float) -> tuple[ArrayFitData, ArrayFitData]:
         """Splits off the last rows as validation data, as Keras does."""
@@ -136,21 +130,24 @@ class ArrayFitData:
         if not 0 < cut < self.samples:
             raise UsageError(f"validation_split {fraction} leaves one side empty")
 
-        def part(lo: int, hi: int, shuffle: bool) -> ArrayFitData:
-            x, y, weight = [
-                None if p is None else self._tree.map_structure(lambda a: a[lo:hi], p)
-                for p in self._parts
-            ]
-            return ArrayFitData(x, y, weight, self.batch, shuffle, self._order.seed)
-
-        return part(0, cut, self._order.shuffle), part(cut, self.samples, False)
+        order = self._order
+        first = self._map(lambda array: array[:cut], self._parts)
+        last = self._map(lambda array: array[cut:], self._parts)
+        return (
+            ArrayFitData(*first, batch=self.batch, shuffle=order.shuffle, seed=order.seed),
+            ArrayFitData(*last, batch=self.batch, shuffle=False, seed=order.seed),
+        )
 
     def digest(self) -> str:
         rows = np.linspace(0, self.samples - 1, min(DIGEST_ROWS, self.samples)).astype(np.int64)
-        return _digest(a[rows] for a in self._arrays)
+        summed = hashlib.sha256()
+        for array in (each[rows] for each in self._arrays):
+            summed.update(str((array.shape, array.dtype)).encode())
+            summed.update(np.ascontiguousarray(array).tobytes())
+        return summed.hexdigest()[:16]
 
 
-class LoaderFitData:
+class LoaderFitData(FitData):
     """A torch DataLoader: its dataset, batch size and collate function."""
 
     def __init__(self, loader: Any, shuffle: bool, seed: int) -> None:
@@ -173,11 +170,8 @@ class LoaderFitData:
         rows = self._order.rows(epoch, lo, hi)
         return _three(self._collate([self._data[int(i)] for i in rows]))
 
-    def digest(self) -> str:
-        return ""
 
-
-class BatchFitData:
+class BatchFitData(FitData):
     """A PyDataset: batches by index, of which each worker takes its share."""
 
     def __init__(self, data: Any, shuffle: bool, seed: int) -> None:
@@ -228,9 +222,6 @@ class BatchFitData:
             joined = self._tree.map_structure(lambda *ts: torch.cat(ts), *parts)
         return _three(joined)
 
-    def digest(self) -> str:
-        return ""
-
 
 def _three(batch: Any) -> tuple[Any, Any, Any]:
     given = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
@@ -278,11 +269,3 @@ def _apply_class_weight(y: Any, weight: Any, by_class: dict[int, float]) -> Any:
         if int(number) < len(table):
             table[int(number)] = value
     return table[labels]
-
-
-def _digest(arrays: Iterator[Any]) -> str:
-    summed = hashlib.sha256()
-    for array in arrays:
-        summed.update(str((array.shape, array.dtype)).encode())
-        summed.update(np.ascontiguousarray(array).tobytes())
-    return summed.hexdigest()[:16]

@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.job import Job, build_job
-from paceline.keras.backend import check_backend, import_keras
+from paceline.keras.backend import import_keras
 from paceline.keras.fit_data import as_array
 from paceline.keras.module import KerasModule
 from paceline.keras.optimizer_conversion import KerasSchedule, schedule_of, translate
@@ -37,15 +37,11 @@ def job(
     (x, y); `fields` are further fields of a Job (seed, until, checkpoint_every, ...). Raises
     UsageError for features that a Job does not support; a script with `model.fit` supports more.
     """
-    keras = import_keras()
-    check_model(keras, model)
-    optimizer = translate(model.optimizer)
-    lr = float(model.optimizer.learning_rate)
-    schedule = schedule_of(model.optimizer)
-    if schedule is not None:
-        fields.setdefault("schedule", KerasSchedule(schedule, batch_size, lr))
-    loss = KerasLoss(keras, model.loss)
-    train = loss.prepare(x, y)
+    compiled = compiled_fields(model, batch_size)
+    if "schedule" in fields:
+        compiled.pop("schedule", None)
+    prepare = compiled["loss"].prepare
+    train = prepare(x, y)
     if validation_split and validation_data is None:
         if not 0 < validation_split < 1:
             raise UsageError(f"validation_split {validation_split}: must be between 0 and 1")
@@ -53,23 +49,19 @@ def job(
         cut = int(len(train[0]) * (1 - validation_split))
         if not 0 < cut < len(train[0]):
             raise UsageError(f"validation_split {validation_split} leaves one side empty")
-        train, validation_data = _cut(train, 0, cut), _cut(train, cut, len(train[0]))
+        validation_data = train[0][cut:], train[1][cut:]
+        train = train[0][:cut], train[1][:cut]
     elif validation_data is not None:
-        validation_data = loss.prepare(*_pair(validation_data, "validation_data"))
+        validation_data = prepare(*_pair(validation_data, "validation_data"))
     if test_data is not None:
-        test_data = loss.prepare(*_pair(test_data, "test_data"))
-    _build(model, train[0])
-    return build_job(
-        model=KerasModule(model),
-        data=(train, validation_data, test_data),
-        loss=loss,
-        optimizer=str(optimizer.spec),
-        lr=lr,
-        clip=optimizer.clip,
-        batch=batch_size,
-        epochs=epochs,
-        **fields,
-    )
+        test_data = prepare(*_pair(test_data, "test_data"))
+    if not model.built:
+        model.build((None, *train[0].shape[1:]))
+    if not model.trainable_variables:
+        raise UsageError("the Keras model has no trainable weights: nothing to train")
+    data = (train, validation_data, test_data)
+    model = KerasModule(model)
+    return build_job(model=model, data=data, batch=batch_size, epochs=epochs, **compiled, **fields)
 
 
 def load(folder: str | Path) -> Any:
@@ -80,21 +72,23 @@ def load(folder: str | Path) -> Any:
     return import_keras().models.load_model(str(path))
 
 
-def check_model(keras: Any, model: Any) -> None:
-    check_backend(keras)
+def compiled_fields(model: Any, batch: int) -> dict[str, Any]:
+    """Returns the job fields that a model was compiled with. Raises UsageError."""
+    keras = import_keras()
     if not isinstance(model, keras.Model):
         raise UsageError(
             f"{type(model).__name__} is not a Keras model; pass a compiled keras.Model"
         )
     if not model.compiled or model.optimizer is None:
         raise UsageError("the Keras model is not compiled; call model.compile(...) first")
-
-
-def _build(model: Any, x: Any) -> None:
-    if not model.built:
-        model.build((None, *x.shape[1:]))
-    if not model.trainable_variables:
-        raise UsageError("the Keras model has no trainable weights: nothing to train")
+    converted = translate(model.optimizer)
+    lr = float(model.optimizer.learning_rate)
+    loss = KerasLoss(keras, model.loss)
+    fields = {"loss": loss, "optimizer": str(converted.spec), "lr": lr, "clip": converted.clip}
+    schedule = schedule_of(model.optimizer)
+    if schedule is not None:
+        fields["schedule"] = KerasSchedule(schedule, batch, lr)
+    return fields
 
 
 def _pair(given: Any, what: str) -> tuple[Any, Any]:
@@ -103,10 +97,6 @@ def _pair(given: Any, what: str) -> tuple[Any, Any]:
             f"{what} must be a pair (x, y); use a script with model.fit for sample weights"
         )
     return given[0], given[1]
-
-
-def _cut(pair: tuple[Any, Any], lo: int, hi: int) -> tuple[Any, Any]:
-    return pair[0][lo:hi], pair[1][lo:hi]
 
 
 class KerasLoss:
@@ -156,8 +146,7 @@ class KerasLoss:
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self._loss is None:
-            keras = import_keras()
-            self._loss = keras.losses.deserialize(json.loads(self._text))
+            self._loss = import_keras().losses.deserialize(json.loads(self._text))
         if self._one_hot:
             classes = self._classes or output.shape[-1]
             target = torch.nn.functional.one_hot(target, classes).to(output.dtype)

@@ -15,30 +15,6 @@ from paceline.keras.optimizers import CLASSES, TorchKerasOptimizer
 from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
 from paceline.specs.optimizer_base import OptimizerSpec
 
-# Attribute of each slot in Keras: a list with one variable per trained weight.
-SLOT_LISTS = {
-    "SGD": {"momentum": "momentums"},
-    "Adam": {
-        "momentum": "_momentums",
-        "velocity": "_velocities",
-        "velocity_hat": "_velocity_hats",
-    },
-    "Adamax": {"momentum": "_m", "norm": "_u"},
-    "Nadam": {"momentum": "_momentums", "velocity": "_velocities"},
-    "RMSprop": {
-        "velocity": "_velocities",
-        "momentum": "_momentums",
-        "average_gradient": "_average_gradients",
-    },
-    "Adagrad": {"accumulator": "_accumulators"},
-    "Adadelta": {
-        "accumulated_grad": "_accumulated_grads",
-        "accumulated_delta_var": "_accumulated_delta_vars",
-    },
-    "Lion": {"momentum": "_momentums"},
-}
-SLOT_LISTS["AdamW"] = SLOT_LISTS["Adam"]
-
 UNSUPPORTED = {
     "use_ema": "a moving average of weights",
     "loss_scale_factor": "loss scaling",
@@ -68,7 +44,7 @@ def translate(optimizer: Any) -> ConvertedOptimizer:
     if getattr(optimizer, "_exclude_from_weight_decay", None):
         raise UsageError(f"{name}.exclude_from_weight_decay() is not supported")
     cls = KERAS_OPTIMIZERS[f"keras_{name.lower()}"]
-    known = {f for f in cls.__dataclass_fields__ if f != "name"}
+    known = cls().options()
     options = {k: v for k, v in config.items() if k in known and v is not None}
     return ConvertedOptimizer(cls(**options), config.get("global_clipnorm") or None)
 
@@ -87,12 +63,11 @@ def import_slots(optimizer: Any, model: Any, converted: TorchKerasOptimizer) -> 
     if not optimizer.built or int(optimizer.iterations) == 0:
         return
     for index, variable in enumerate(model.trainable_variables):
-        group = converted.param_groups[0]
-        state = converted.first_slots(variable.value.detach(), group)
+        state = converted.first_slots(variable.value.detach(), converted.param_groups[0])
         state["step"].fill_(int(optimizer.iterations))
         if "u_product" in state:
             state["u_product"].copy_(optimizer._u_product.value.detach())
-        for slot, attribute in SLOT_LISTS[type(optimizer).__name__].items():
+        for slot, attribute in converted.slots.items():
             kept = getattr(optimizer, attribute, [])
             if slot in state and kept:
                 state[slot].copy_(kept[index].value.detach())
@@ -106,7 +81,7 @@ def export_slots(
     if not optimizer.built:
         optimizer.build(variables)
     for index, name in enumerate(names):
-        for slot, attribute in SLOT_LISTS[type(optimizer).__name__].items():
+        for slot, attribute in CLASSES[type(optimizer).__name__].slots.items():
             kept = getattr(optimizer, attribute, [])
             if kept and slot in slots.get(name, {}):
                 kept[index].assign(slots[name][slot])
@@ -121,8 +96,7 @@ class KerasSchedule:
     """
 
     def __init__(self, schedule: Any, batch: int, base: float) -> None:
-        keras = import_keras()
-        self._text = json.dumps(keras.saving.serialize_keras_object(schedule))
+        self._text = json.dumps(import_keras().saving.serialize_keras_object(schedule))
         self._batch = batch
         self._base = base
         self._schedule: Any = None
@@ -130,13 +104,13 @@ class KerasSchedule:
     def __str__(self) -> str:
         return f"keras {json.loads(self._text)['class_name']}"
 
-    def __reduce__(self) -> Any:
-        return _read_schedule, (self._text, self._batch, self._base)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_schedule": None}
 
     def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
         if self._schedule is None:
-            keras = import_keras()
-            self._schedule = keras.saving.deserialize_keras_object(json.loads(self._text))
+            saving = import_keras().saving
+            self._schedule = saving.deserialize_keras_object(json.loads(self._text))
         step = step_at(samples // per_epoch, samples % per_epoch, per_epoch, self._batch)
         return float(self._schedule(step)) / self._base
 
@@ -147,13 +121,6 @@ class KerasSchedule:
 def step_at(epoch: int, start: int, samples: int, batch: int) -> int:
     """Returns Keras's step count at a position of an epoch, independent of the strategy."""
     return epoch * -(-samples // batch) + start // batch
-
-
-def _read_schedule(text: str, batch: int, base: float) -> KerasSchedule:
-    schedule = KerasSchedule.__new__(KerasSchedule)
-    schedule._text, schedule._batch, schedule._base = text, batch, base
-    schedule._schedule = None
-    return schedule
 
 
 def schedule_of(optimizer: Any) -> Any | None:

@@ -14,23 +14,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
+
 Slots = dict[str, Tensor]
 Group = dict[str, Any]
 
 
 class TorchKerasOptimizer(torch.optim.Optimizer):
-    """Base class: decoupled weight decay, and gradient clipping per parameter."""
+    """Base class: decoupled weight decay, and gradient clipping per parameter.
 
-    slots: ClassVar[tuple[str, ...]] = ()
-    """Tensors with the shape of the parameter, initially zero."""
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {}
+    Options and their defaults are those of the spec of the same name.
+    """
+
+    slots: ClassVar[Mapping[str, str]] = {}
+    """Tensors with the shape of the parameter, initially zero, and the attribute of each in Keras:
+    a list with one variable per trained weight."""
+    optional: ClassVar[Mapping[str, str]] = {}
+    """Slots that exist only if an option is set."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, **options: Any) -> None:
-        common = {"lr": lr, "weight_decay": 0.0, "clipnorm": 0.0, "clipvalue": 0.0}
-        unknown = set(options) - set(common) - set(self.defaults_of)
+        defaults = KERAS_OPTIMIZERS[f"keras_{type(self).__name__.lower()}"]().options()
+        unknown = set(options) - set(defaults)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no option {sorted(unknown)[0]!r}")
-        super().__init__(params, {**common, **self.defaults_of, **options})
+        super().__init__(params, {"lr": lr, **defaults, **options})
 
     @property
     def elementwise(self) -> bool:
@@ -38,7 +45,8 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
         return not any(group["clipnorm"] for group in self.param_groups)
 
     def first_slots(self, parameter: Tensor, group: Group) -> Slots:
-        made = {name: torch.zeros_like(parameter) for name in self.slots}
+        names = (n for n in self.slots if n not in self.optional or group[self.optional[n]])
+        made = {name: torch.zeros_like(parameter) for name in names}
         return {"step": torch.zeros((), dtype=torch.float32), **made}
 
     @torch.no_grad()
@@ -71,14 +79,8 @@ def _clip(gradient: Tensor, group: Group) -> Tensor:
 
 
 class SGD(TorchKerasOptimizer):
-    slots = ("momentum",)
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {"momentum": 0.0, "nesterov": False}
-
-    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
-        made = super().first_slots(parameter, group)
-        if not group["momentum"]:
-            del made["momentum"]
-        return made
+    slots: ClassVar = {"momentum": "momentums"}
+    optional: ClassVar = {"momentum": "momentum"}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         lr, momentum = group["lr"], group["momentum"]
@@ -93,19 +95,12 @@ class SGD(TorchKerasOptimizer):
 
 
 class Adam(TorchKerasOptimizer):
-    slots = ("momentum", "velocity")
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-7,
-        "amsgrad": False,
+    slots: ClassVar = {
+        "momentum": "_momentums",
+        "velocity": "_velocities",
+        "velocity_hat": "_velocity_hats",
     }
-
-    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
-        made = super().first_slots(parameter, group)
-        if group["amsgrad"]:
-            made["velocity_hat"] = torch.zeros_like(parameter)
-        return made
+    optional: ClassVar = {"velocity_hat": "amsgrad"}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         step, beta_1, beta_2 = float(state["step"]), group["beta_1"], group["beta_2"]
@@ -123,12 +118,7 @@ class AdamW(Adam):
 
 
 class Adamax(TorchKerasOptimizer):
-    slots = ("momentum", "norm")
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-7,
-    }
+    slots: ClassVar = {"momentum": "_m", "norm": "_u"}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean, norm = state["momentum"], state["norm"]
@@ -139,12 +129,7 @@ class Adamax(TorchKerasOptimizer):
 
 
 class Nadam(TorchKerasOptimizer):
-    slots = ("momentum", "velocity")
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-7,
-    }
+    slots: ClassVar = {"momentum": "_momentums", "velocity": "_velocities"}
 
     def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         return {**super().first_slots(parameter, group), "u_product": torch.ones(())}
@@ -163,21 +148,12 @@ class Nadam(TorchKerasOptimizer):
 
 
 class RMSprop(TorchKerasOptimizer):
-    slots = ("velocity",)
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {
-        "rho": 0.9,
-        "momentum": 0.0,
-        "epsilon": 1e-7,
-        "centered": False,
+    slots: ClassVar = {
+        "velocity": "_velocities",
+        "momentum": "_momentums",
+        "average_gradient": "_average_gradients",
     }
-
-    def first_slots(self, parameter: Tensor, group: Group) -> Slots:
-        made = super().first_slots(parameter, group)
-        if group["momentum"]:
-            made["momentum"] = torch.zeros_like(parameter)
-        if group["centered"]:
-            made["average_gradient"] = torch.zeros_like(parameter)
-        return made
+    optional: ClassVar = {"momentum": "momentum", "average_gradient": "centered"}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         rho = group["rho"]
@@ -191,15 +167,12 @@ class RMSprop(TorchKerasOptimizer):
 
 
 class Adagrad(TorchKerasOptimizer):
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {
-        "initial_accumulator_value": 0.1,
-        "epsilon": 1e-7,
-    }
+    slots: ClassVar = {"accumulator": "_accumulators"}
 
     def first_slots(self, parameter: Tensor, group: Group) -> Slots:
         made = super().first_slots(parameter, group)
-        first = group["initial_accumulator_value"]
-        return {**made, "accumulator": torch.full_like(parameter, first)}
+        made["accumulator"].fill_(group["initial_accumulator_value"])
+        return made
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         total = state["accumulator"].addcmul_(gradient, gradient)
@@ -207,8 +180,10 @@ class Adagrad(TorchKerasOptimizer):
 
 
 class Adadelta(TorchKerasOptimizer):
-    slots = ("accumulated_grad", "accumulated_delta_var")
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {"rho": 0.95, "epsilon": 1e-7}
+    slots: ClassVar = {
+        "accumulated_grad": "_accumulated_grads",
+        "accumulated_delta_var": "_accumulated_delta_vars",
+    }
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         rho, epsilon = group["rho"], group["epsilon"]
@@ -220,8 +195,7 @@ class Adadelta(TorchKerasOptimizer):
 
 
 class Lion(TorchKerasOptimizer):
-    slots = ("momentum",)
-    defaults_of: ClassVar[Mapping[str, float | bool]] = {"beta_1": 0.9, "beta_2": 0.99}
+    slots: ClassVar = {"momentum": "_momentums"}
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Slots, group: Group) -> None:
         mean = state["momentum"]

@@ -9,6 +9,7 @@ one-line error with its name. Only `paceline launch` installs the stub.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -26,8 +27,7 @@ DTYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
 )
 # TensorFlow names of operations that Keras names differently.
-OPERATIONS = {
-    "convert_to_tensor": "convert_to_tensor",
+RENAMED = {
     "constant": "convert_to_tensor",
     "reduce_mean": "mean",
     "reduce_sum": "sum",
@@ -41,7 +41,10 @@ SAME_NAME = (
     *("zeros", "ones", "zeros_like", "ones_like", "abs", "square", "sqrt", "exp", "maximum"),
     *("minimum", "matmul", "where", "equal", "shape", "range", "tile", "add", "subtract"),
     *("multiply", "divide", "round", "sign", "tanh", "sigmoid", "split", "repeat", "linspace"),
+    "convert_to_tensor",
 )
+NN = ("relu", "softmax", "sigmoid", "gelu", "moments")
+MATH = ("exp", "log", "square", "sqrt", "argmax", "abs")
 
 
 class MissingStubName(UsageError, AttributeError):
@@ -49,11 +52,13 @@ class MissingStubName(UsageError, AttributeError):
 
 
 class TensorFlowStub(ModuleType):
-    """A module of the stub; missing names raise a one-line error."""
+    """A module of the stub, with dicts as submodules; missing names raise a one-line error."""
 
     def __init__(self, name: str, names: dict[str, Any]) -> None:
         super().__init__(name)
-        self.__dict__.update(names)
+        for key, value in names.items():
+            inner = isinstance(value, dict)
+            self.__dict__[key] = TensorFlowStub(f"{name}.{key}", value) if inner else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,58 +70,52 @@ class TensorFlowStub(ModuleType):
 def make() -> ModuleType:
     """Returns the stub of the module `tensorflow`."""
     keras = import_keras()
-    ops = keras.ops
-    names: dict[str, Any] = {name: name for name in DTYPES}
-    names.update({name: getattr(ops, name) for name in SAME_NAME if hasattr(ops, name)})
-    names.update({name: getattr(ops, keras_name) for name, keras_name in OPERATIONS.items()})
-    names.update(
-        __version__=VERSION,
-        __path__=[],
-        keras=keras,
-        newaxis=None,
-        function=_plain_function,
-        Tensor=keras.KerasTensor,
-        data=_make_data(),
-        distribute=_make_distribute(),
-        config=_make_config(),
-        random=TensorFlowStub(
-            "tensorflow.random",
-            {
-                "set_seed": keras.utils.set_random_seed,
-                "uniform": keras.random.uniform,
-                "normal": keras.random.normal,
-            },
-        ),
-        nn=_operations("tensorflow.nn", ops, ("relu", "softmax", "sigmoid", "gelu", "moments")),
-        math=_operations("tensorflow.math", ops, ("exp", "log", "square", "sqrt", "argmax", "abs")),
-        image=TensorFlowStub("tensorflow.image", {"resize": keras.ops.image.resize}),
-    )
+
+    def operations(known: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(keras.ops, name) for name in known if hasattr(keras.ops, name)}
+
+    devices = {
+        "list_physical_devices": lambda kind=None: [],
+        "list_logical_devices": lambda kind=None: [],
+        "run_functions_eagerly": lambda on: None,
+    }
+    several = {"MultiWorkerMirroredStrategy": DistributionStrategyStub}
+    kinds = ("MirroredStrategy", "OneDeviceStrategy", "Strategy", "get_strategy")
+    names: dict[str, Any] = {
+        **{name: name for name in DTYPES},
+        **operations(SAME_NAME),
+        **{name: getattr(keras.ops, keras_name) for name, keras_name in RENAMED.items()},
+        "__version__": VERSION,
+        "__path__": [],
+        "keras": keras,
+        "newaxis": None,
+        "function": _plain_function,
+        "Tensor": keras.KerasTensor,
+        "data": {"Dataset": TfDataset, "AUTOTUNE": -1, "experimental": {"AUTOTUNE": -1}},
+        "distribute": {
+            **dict.fromkeys(kinds, DistributionStrategyStub),
+            **several,
+            "experimental": several,
+        },
+        "config": {
+            **devices,
+            "experimental": {**devices, "set_memory_growth": lambda device, on: None},
+        },
+        "random": {
+            "set_seed": keras.utils.set_random_seed,
+            "uniform": keras.random.uniform,
+            "normal": keras.random.normal,
+        },
+        "nn": operations(NN),
+        "math": operations(MATH),
+        "image": {"resize": keras.ops.image.resize},
+    }
     return TensorFlowStub("tensorflow", names)
-
-
-def _operations(name: str, ops: Any, known: tuple[str, ...]) -> TensorFlowStub:
-    return TensorFlowStub(name, {n: getattr(ops, n) for n in known if hasattr(ops, n)})
 
 
 def _plain_function(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Replacement of tf.function; returns the function unchanged."""
     return function if function is not None else lambda f: f
-
-
-def _make_config() -> TensorFlowStub:
-    none = {
-        "list_physical_devices": lambda kind=None: [],
-        "list_logical_devices": lambda kind=None: [],
-        "run_functions_eagerly": lambda on: None,
-    }
-    memory = {"set_memory_growth": lambda device, on: None}
-    return TensorFlowStub(
-        "tensorflow.config",
-        {
-            **none,
-            "experimental": TensorFlowStub("tensorflow.config.experimental", {**none, **memory}),
-        },
-    )
 
 
 class DistributionStrategyStub:
@@ -130,22 +129,6 @@ class DistributionStrategyStub:
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-def _make_distribute() -> TensorFlowStub:
-    kinds = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy", "Strategy")
-    names: dict[str, Any] = dict.fromkeys(kinds, DistributionStrategyStub)
-    names["get_strategy"] = DistributionStrategyStub
-    names["experimental"] = TensorFlowStub(
-        "tensorflow.distribute.experimental", dict.fromkeys(kinds[1:2], DistributionStrategyStub)
-    )
-    return TensorFlowStub("tensorflow.distribute", names)
-
-
-def _make_data() -> TensorFlowStub:
-    names = {"Dataset": TfDataset, "AUTOTUNE": -1}
-    names["experimental"] = TensorFlowStub("tensorflow.data.experimental", {"AUTOTUNE": -1})
-    return TensorFlowStub("tensorflow.data", names)
 
 
 INFINITE, UNKNOWN = -1, -2
@@ -177,14 +160,7 @@ class TfDataset:
     def from_tensor_slices(tensors: Any) -> TfDataset:
         tree = import_keras().tree
         arrays = tree.map_structure(np.asarray, tensors)
-        count = len(tree.flatten(arrays)[0])
-
-        def rows() -> Iterator[Any]:
-            for row in range(count):
-                # Called immediately, within this iteration.
-                yield tree.map_structure(lambda a: a[row], arrays)  # noqa: B023
-
-        return TfDataset(rows, count)
+        return TfDataset(lambda: _rows(arrays), len(tree.flatten(arrays)[0]))
 
     @staticmethod
     def from_generator(generator: Callable[..., Any], *args: Any, **options: Any) -> TfDataset:
@@ -197,19 +173,10 @@ class TfDataset:
         return TfDataset(lambda: iter(zip(*given, strict=False)), count)
 
     def map(self, function: Callable[..., Any], *args: Any, **options: Any) -> TfDataset:
-        def mapped() -> Iterator[Any]:
-            for item in self:
-                yield function(*item) if isinstance(item, tuple) else function(item)
-
-        return TfDataset(mapped, self._count)
+        return TfDataset(lambda: (_call(function, item) for item in self), self._count)
 
     def filter(self, function: Callable[..., Any], **options: Any) -> TfDataset:
-        def kept() -> Iterator[Any]:
-            for item in self:
-                if bool(function(*item) if isinstance(item, tuple) else function(item)):
-                    yield item
-
-        return TfDataset(kept, UNKNOWN)
+        return TfDataset(lambda: (item for item in self if _call(function, item)), UNKNOWN)
 
     def batch(self, size: int, drop_remainder: bool = False, **options: Any) -> TfDataset:
         from paceline.keras.fit_data import as_array
@@ -217,14 +184,10 @@ class TfDataset:
         tree = import_keras().tree
 
         def batched() -> Iterator[Any]:
-            held = []
-            for item in self:
-                held.append(tree.map_structure(as_array, item))
-                if len(held) == size:
+            items = iter(self)
+            while held := [tree.map_structure(as_array, i) for i in itertools.islice(items, size)]:
+                if len(held) == size or not drop_remainder:
                     yield tree.map_structure(lambda *rows: np.stack(rows), *held)
-                    held = []
-            if held and not drop_remainder:
-                yield tree.map_structure(lambda *rows: np.stack(rows), *held)
 
         count = self._count
         if count >= 0:
@@ -232,55 +195,28 @@ class TfDataset:
         return TfDataset(batched, count)
 
     def unbatch(self) -> TfDataset:
-        tree = import_keras().tree
-
-        def single() -> Iterator[Any]:
-            for item in self:
-                for row in range(len(tree.flatten(item)[0])):
-                    yield tree.map_structure(lambda a: a[row], item)  # noqa: B023
-
-        return TfDataset(single, UNKNOWN)
+        return TfDataset(lambda: (row for item in self for row in _rows(item)), UNKNOWN)
 
     def take(self, count: int) -> TfDataset:
-        def first() -> Iterator[Any]:
-            for number, item in enumerate(self):
-                if number >= count:
-                    return
-                yield item
-
-        return TfDataset(first, count if self._count < 0 else min(count, self._count))
+        kept = count if self._count < 0 else min(count, self._count)
+        return TfDataset(lambda: itertools.islice(self, count), kept)
 
     def skip(self, count: int) -> TfDataset:
-        def rest() -> Iterator[Any]:
-            for number, item in enumerate(self):
-                if number >= count:
-                    yield item
-
-        return TfDataset(rest, self._count if self._count < 0 else max(0, self._count - count))
+        kept = self._count if self._count < 0 else max(0, self._count - count)
+        return TfDataset(lambda: itertools.islice(self, count, None), kept)
 
     def repeat(self, count: int | None = None) -> TfDataset:
         if count is not None and count >= 0:
             total = self._count * count if self._count >= 0 else self._count
             return TfDataset(lambda: (item for _ in range(count) for item in self), total)
 
-        def infinite() -> Iterator[Any]:
-            while True:
-                yield from self
+        return TfDataset(lambda: (item for _ in itertools.count() for item in self), INFINITE)
 
-        return TfDataset(infinite, INFINITE)
-
-    def shuffle(self, buffer_size: int, *args: Any, **options: Any) -> TfDataset:
+    def shuffle(self, *args: Any, **options: Any) -> TfDataset:
         """Returns the dataset unchanged; Paceline reshuffles all samples every epoch."""
         return self
 
-    def cache(self, *args: Any) -> TfDataset:
-        return self
-
-    def prefetch(self, buffer_size: int) -> TfDataset:
-        return self
-
-    def with_options(self, options: Any) -> TfDataset:
-        return self
+    cache = prefetch = with_options = shuffle
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         return iter(self)
@@ -291,3 +227,14 @@ class TfDataset:
         raise MissingStubName(
             f"tf.data.Dataset.{name} is not available without TensorFlow; {REMEDY}"
         )
+
+
+def _rows(arrays: Any) -> Iterator[Any]:
+    tree = import_keras().tree
+    for row in range(len(tree.flatten(arrays)[0])):
+        # Called immediately, within this iteration.
+        yield tree.map_structure(lambda array: array[row], arrays)  # noqa: B023
+
+
+def _call(function: Callable[..., Any], item: Any) -> Any:
+    return function(*item) if isinstance(item, tuple) else function(item)

@@ -118,9 +118,13 @@ def read_job(folder: Path) -> Job:
     model = _find(folder, "model", facts["model"])
     loss = None if facts["loss"] is None else _find(folder, "loss", facts["loss"])
     if facts["model"]["kind"] == "keras":
-        fields = {**_keras_fields(model, fields["batch"]), **fields}
+        from paceline.keras.jobs import compiled_fields
+        from paceline.keras.module import KerasModule
+
+        # The settings that the model was compiled with; the estimator's take precedence.
+        fields = {**compiled_fields(model, fields["batch"]), **fields}
         loss = fields.pop("loss")
-        model = _as_module(model)
+        model = KerasModule(model)
     return build_job(**fields, model=model, loss=loss)
 
 
@@ -143,34 +147,6 @@ def _find(folder: Path, what: str, reference: dict[str, str]) -> Any:
     found = getattr(module, reference["function"], None)
     if found is None:
         raise UsageError(f"{what}: {reference['file']} has no {reference['function']}")
-    return found
-
-
-def _as_module(model: Any) -> Any:
-    from paceline.keras.module import KerasModule
-
-    return KerasModule(model)
-
-
-def _keras_fields(model: Any, batch: int) -> dict[str, Any]:
-    """Returns the settings that the model was compiled with; the estimator's take precedence."""
-    from paceline.keras.backend import import_keras
-    from paceline.keras.jobs import KerasLoss, check_model
-    from paceline.keras.optimizer_conversion import KerasSchedule, schedule_of, translate
-
-    keras = import_keras()
-    check_model(keras, model)
-    translated = translate(model.optimizer)
-    lr = float(model.optimizer.learning_rate)
-    schedule = schedule_of(model.optimizer)
-    found: dict[str, Any] = {
-        "loss": KerasLoss(keras, model.loss),
-        "optimizer": str(translated.spec),
-        "lr": lr,
-        "clip": translated.clip,
-    }
-    if schedule is not None:
-        found["schedule"] = KerasSchedule(schedule, batch, lr)
     return found
 
 

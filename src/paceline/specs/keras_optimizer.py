@@ -6,7 +6,6 @@ Their formulas differ from those of torch's optimizers of the same name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline.specs.base import bool_field, float_field, spec_field
 from paceline.specs.optimizer_base import OptimizerSpec
@@ -24,53 +23,42 @@ class KerasOptimizerSpec(OptimizerSpec):
     clipnorm: float = spec_field(_from_zero, 0.0)
     clipvalue: float = spec_field(_from_zero, 0.0)
 
+    def __init_subclass__(cls, *, keras_class: str) -> None:
+        super().__init_subclass__()
+        cls.name = f"keras_{keras_class.lower()}"
+        cls.torch_class = f"paceline.keras.optimizers:{keras_class}"
+
 
 @dataclass(frozen=True)
-class KerasSgd(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_sgd"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:SGD"
+class KerasSgd(KerasOptimizerSpec, keras_class="SGD"):
     momentum: float = spec_field(_share, 0.0)
     nesterov: bool = spec_field(bool_field, False)
 
 
 @dataclass(frozen=True)
-class KerasAdam(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_adam"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Adam"
+class KerasAdamax(KerasOptimizerSpec, keras_class="Adamax"):
     beta_1: float = spec_field(_share, 0.9)
     beta_2: float = spec_field(_share, 0.999)
     epsilon: float = spec_field(_eps, 1e-7)
+
+
+@dataclass(frozen=True)
+class KerasNadam(KerasAdamax, keras_class="Nadam"):
+    """The options of Adamax."""
+
+
+@dataclass(frozen=True)
+class KerasAdam(KerasAdamax, keras_class="Adam"):
     amsgrad: bool = spec_field(bool_field, False)
 
 
 @dataclass(frozen=True)
-class KerasAdamW(KerasAdam):
-    name: ClassVar[str] = "keras_adamw"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:AdamW"
+class KerasAdamW(KerasAdam, keras_class="AdamW"):
+    """The options of Adam."""
 
 
 @dataclass(frozen=True)
-class KerasAdamax(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_adamax"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Adamax"
-    beta_1: float = spec_field(_share, 0.9)
-    beta_2: float = spec_field(_share, 0.999)
-    epsilon: float = spec_field(_eps, 1e-7)
-
-
-@dataclass(frozen=True)
-class KerasNadam(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_nadam"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Nadam"
-    beta_1: float = spec_field(_share, 0.9)
-    beta_2: float = spec_field(_share, 0.999)
-    epsilon: float = spec_field(_eps, 1e-7)
-
-
-@dataclass(frozen=True)
-class KerasRmsProp(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_rmsprop"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:RMSprop"
+class KerasRmsProp(KerasOptimizerSpec, keras_class="RMSprop"):
     rho: float = spec_field(_share, 0.9)
     momentum: float = spec_field(_share, 0.0)
     epsilon: float = spec_field(_eps, 1e-7)
@@ -78,25 +66,19 @@ class KerasRmsProp(KerasOptimizerSpec):
 
 
 @dataclass(frozen=True)
-class KerasAdagrad(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_adagrad"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Adagrad"
+class KerasAdagrad(KerasOptimizerSpec, keras_class="Adagrad"):
     initial_accumulator_value: float = spec_field(_from_zero, 0.1)
     epsilon: float = spec_field(_eps, 1e-7)
 
 
 @dataclass(frozen=True)
-class KerasAdadelta(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_adadelta"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Adadelta"
+class KerasAdadelta(KerasOptimizerSpec, keras_class="Adadelta"):
     rho: float = spec_field(_share, 0.95)
     epsilon: float = spec_field(_eps, 1e-7)
 
 
 @dataclass(frozen=True)
-class KerasLion(KerasOptimizerSpec):
-    name: ClassVar[str] = "keras_lion"
-    torch_class: ClassVar[str] = "paceline.keras.optimizers:Lion"
+class KerasLion(KerasOptimizerSpec, keras_class="Lion"):
     beta_1: float = spec_field(_share, 0.9)
     beta_2: float = spec_field(_share, 0.99)
 
