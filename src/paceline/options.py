@@ -160,19 +160,12 @@ def explain(error: ValidationError, rename: Callable[[str], str] = str) -> str:
 
 
 def _rule(problem: ErrorDetails) -> str:
-    context = problem.get("ctx", {})
-    limits = {
-        "greater_than": "greater than",
-        "greater_than_equal": "at least",
-        "less_than": "less than",
-        "less_than_equal": "at most",
-    }
-    kind = problem["type"]
-    if kind in limits:
-        (limit,) = (value for key, value in context.items() if key in ("gt", "ge", "lt", "le"))
-        return (
-            f"{limits[kind]} {limit:g}" if isinstance(limit, float) else f"{limits[kind]} {limit}"
-        )
+    context, kind = problem.get("ctx", {}), problem["type"]
+    limits = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+    for key, words in limits.items():
+        if key in context:
+            limit = context[key]
+            return f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}"
     if kind == "literal_error":
         return str(context["expected"])
     rules = {
@@ -213,12 +206,9 @@ def _defaults(cls: type) -> dict[str, Any]:
     assert dataclasses.is_dataclass(cls)
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        else:
-            defaults[field.name] = PydanticUndefined
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        defaults[field.name] = PydanticUndefined if default is dataclasses.MISSING else default
     return defaults
 
 
@@ -245,12 +235,7 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _default_text(default: Any) -> str | None:
-    if (
-        default is PydanticUndefined
-        or default is None
-        or isinstance(default, bool)
-        or default == ()
-    ):
+    if isinstance(default, bool) or default in (PydanticUndefined, None, ()):
         return None
     if isinstance(default, tuple):
         return ", ".join(map(str, default))
@@ -268,14 +253,8 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
         except (OSError, TypeError, SyntaxError):
             continue
         assert isinstance(tree.body[0], ast.ClassDef)
-        body = tree.body[0].body
-        for field, text in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            ):
-                found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+        for pair in itertools.pairwise(tree.body[0].body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = inspect.cleandoc(text).replace("\n", " ")
     return found

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,7 @@ def load_module(path: Path, name: str) -> Any:
 
 def locate_error(error: Exception, path: Path) -> str:
     """An error in a user's file as one line that names the file and the line."""
-    line = getattr(error, "lineno", None) or _last_line(error, path)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [0, *(line for frame, line in frames if frame.f_code.co_filename == str(path))]
+    line = getattr(error, "lineno", None) or lines[-1]
     return f"{path}:{line}: {type(error).__name__}: {error}".replace("\n", " ")
-
-
-def _last_line(error: BaseException, path: Path) -> int:
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line

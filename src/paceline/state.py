@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -40,8 +40,9 @@ class Section:
     plain: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        head = {"plain": json.dumps(self.plain)}
-        body: bytes = tensors_to_bytes(_separate(self.tensors), metadata=head)
+        # Contiguous tensors that share no storage, as the file format requires.
+        separate = {k: v.detach().contiguous().clone() for k, v in self.tensors.items()}
+        body: bytes = tensors_to_bytes(separate, metadata={"plain": json.dumps(self.plain)})
         return body
 
     @classmethod
@@ -89,11 +90,6 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor | RemoteTensor]) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
-def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns contiguous tensors that share no storage, as the file format requires."""
-    return {k: v.detach().contiguous().clone() for k, v in tensors.items()}
-
-
 def copy_section(section: Section) -> Section:
     """Returns an independent copy."""
     tensors = {name: tensor.clone() for name, tensor in section.tensors.items()}
@@ -135,10 +131,8 @@ def load_into_model(
 
 
 def load_weights(section: Section, model: torch.nn.Module) -> None:
-    targets: dict[str, torch.Tensor] = {
-        f"weights/{n}": p.detach() for n, p in model.named_parameters()
-    }
-    targets.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
+    targets = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
+    targets |= {f"buffers/{n}": b for n, b in persistent_buffers(model).items()}
     given = {k for k in section.tensors if is_model_tensor(k)}
     if given != set(targets):
         name = sorted(given.symmetric_difference(targets))[0]
@@ -227,13 +221,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | RemoteTensor]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            _write_tensor(file, tensor.fetch() if isinstance(tensor, RemoteTensor) else tensor)
-
-
-def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel():
-        file.write(flat.view(torch.uint8).numpy().data)
+            local = tensor.fetch() if isinstance(tensor, RemoteTensor) else tensor
+            flat = local.detach().cpu().contiguous().reshape(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
 
 
 _DTYPES = {

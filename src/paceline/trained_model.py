@@ -14,13 +14,7 @@ from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.telemetry.run_folder import RunFolder
 from paceline.worker.evaluation import evaluate_shard
-from paceline.worker.job_builder import (
-    JobData,
-    build_loss,
-    build_model,
-    load_job_data,
-    load_test_split,
-)
+from paceline.worker.job_builder import build_loss, build_model, load_job_data, load_test_split
 
 
 def load(folder: str | Path, *, model: torch.nn.Module | None = None) -> torch.nn.Module:
@@ -32,14 +26,16 @@ def load(folder: str | Path, *, model: torch.nn.Module | None = None) -> torch.n
     run = RunFolder(folder)
     if not run.model.exists():
         raise UsageError(f"{run.path} has no model.safetensors; use the folder of a finished run")
-    built = model if model is not None else build_model(*_parts(run))
+    if model is None:
+        job = _job(run)
+        model = build_model(job, load_job_data(job))
     try:
-        load_model(built, str(run.model))
+        load_model(model, str(run.model))
     except (RuntimeError, SafetensorError) as error:
         raise UsageError(
             f"{run.model} does not match the model: {error}".replace("\n", " ")
         ) from None
-    return built.eval()
+    return model.eval()
 
 
 def evaluate(
@@ -78,8 +74,3 @@ def _job(run: RunFolder) -> Job:
             "paceline.load(DIR, model=...)"
         )
     return JobRef.model_validate(facts["job_ref"]).resolve()
-
-
-def _parts(run: RunFolder) -> tuple[Job, JobData]:
-    job = _job(run)
-    return job, load_job_data(job)
