@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.keras.backend import import_keras
+from paceline.keras.module import import_keras
 from paceline.worker.batch_loader import EpochOrder
 
 DIGEST_ROWS = 64
@@ -54,7 +54,8 @@ def make_fit_data(
         return LoaderFitData(x, shuffle, seed)
     if isinstance(x, keras.utils.PyDataset):
         return BatchFitData(x, shuffle, seed)
-    if not _is_structure_of_arrays(x):
+    parts = keras.tree.flatten(x)
+    if not parts or not all(hasattr(p, "shape") and hasattr(p, "dtype") for p in parts):
         x, y, sample_weight, found = collect_epoch(x, steps)
         batch_size, steps = batch_size or found, None
     if steps is not None:
@@ -66,11 +67,6 @@ def make_fit_data(
         sample_weight = _apply_class_weight(y, sample_weight, class_weight)
     batch = batch_size or DEFAULT_BATCH
     return ArrayFitData(x, y, sample_weight, batch=batch, shuffle=shuffle, seed=seed)
-
-
-def _is_structure_of_arrays(x: Any) -> bool:
-    parts = import_keras().tree.flatten(x)
-    return bool(parts) and all(hasattr(p, "shape") and hasattr(p, "dtype") for p in parts)
 
 
 def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:

@@ -62,7 +62,10 @@ class FitSession:
         self._epoch = 0
         """Epoch of the run; it keeps counting if a script calls fit several times."""
         count = min(BUILD_ROWS, source.samples)
-        model._symbolic_build(data_batch=_without_none(source.take(0, 0, count)))
+        rows = source.take(0, 0, count)
+        if rows[1] is None:
+            rows = tuple(part for part in rows if part is not None)
+        model._symbolic_build(data_batch=rows)
         if not model.trainable_variables:
             raise UsageError("the Keras model has no trainable weights: nothing to train")
         if source.batch < session.size:
@@ -237,14 +240,9 @@ class FitSession:
 
     def _correct(self) -> int | None:
         """Returns the correct predictions of this epoch so far, if the model counts them."""
-        accuracy = self._accuracy()
-        return None if accuracy is None else round(float(accuracy.total))
-
-    def _accuracy(self) -> Any | None:
-        compiled = self.model._compile_metrics
-        for metric in getattr(compiled, "metrics", ()) if compiled is not None else ():
+        for metric in getattr(self.model._compile_metrics, "metrics", ()):
             if type(metric).__name__.endswith("Accuracy") and hasattr(metric, "total"):
-                return metric
+                return round(float(metric.total))
         return None
 
     def _sum_metrics(self) -> dict[str, Any]:
@@ -258,7 +256,8 @@ class FitSession:
                 variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
         results = self.model.get_metrics_result()
         return {
-            name: float(value) if _is_scalar(value) else value for name, value in results.items()
+            name: float(value) if getattr(value, "ndim", 0) == 0 else value
+            for name, value in results.items()
         }
 
     def _evaluate(self) -> tuple[float, int | None, int]:
@@ -297,11 +296,3 @@ class FitSession:
         variables = self.model.trainable_variables
         slots = slots_by_parameter(self._client.runner.export_state())
         export_slots(self._optimizer, variables, [trained[id(v.value)] for v in variables], slots)
-
-
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", 0) == 0
-
-
-def _without_none(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(part for part in batch if part is not None) if batch[1] is None else batch

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from paceline.errors import UsageError
-from paceline.keras.backend import check_backend
 from paceline.keras.fit_data import ArrayFitData, FitData, make_fit_data
 from paceline.keras.fit_loop import FitSession
+from paceline.keras.module import check_backend
 from paceline.worker import custom_loop
 from paceline.worker.session import Session
 
@@ -33,19 +33,15 @@ def patch_fit(keras: Any) -> None:
     session = custom_loop._session
     if session is None:
         return
-    hide_tensorflow_stub()
+    from keras.src.utils import module_utils
+
+    # Keras, which detects TensorFlow itself, must not use the stub.
+    if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
+        module_utils.tensorflow._available = False
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     _FitPatch(keras, session).install()
-
-
-def hide_tensorflow_stub() -> None:
-    """Keeps Keras, which detects TensorFlow itself, from using the stub."""
-    from keras.src.utils import module_utils
-
-    if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
-        module_utils.tensorflow._available = False
 
 
 class _FitPatch:
@@ -134,9 +130,8 @@ class _FitPatch:
         )
         validation: FitData | None = None
         if validation_data is not None:
-            given = (
-                validation_data if isinstance(validation_data, tuple | list) else (validation_data,)
-            )
+            is_pair = isinstance(validation_data, tuple | list)
+            given = validation_data if is_pair else (validation_data,)
             validation = make_fit_data(
                 *given,
                 batch_size=validation_batch_size or source.batch,
@@ -149,13 +144,9 @@ class _FitPatch:
                 raise UsageError("validation_split requires arrays; pass validation_data")
             source, validation = source.split(validation_split)
         if self._fit_session is None:
+            count = max(0, epochs - initial_epoch)
             self._fit_session = FitSession(
-                self._session,
-                model,
-                source,
-                validation,
-                seed=seed,
-                epochs=max(0, epochs - initial_epoch),
+                self._session, model, source, validation, seed=seed, epochs=count
             )
         fit_session = self._fit_session
         fit_session.check_again(model, source)

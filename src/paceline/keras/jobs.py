@@ -11,9 +11,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.job import Job, build_job
-from paceline.keras.backend import import_keras
 from paceline.keras.fit_data import as_array
-from paceline.keras.module import KerasModule
+from paceline.keras.module import KerasModule, import_keras
 from paceline.keras.optimizer_conversion import KerasSchedule, schedule_of, translate
 from paceline.telemetry.run_folder import KERAS
 

@@ -1,4 +1,4 @@
-"""Wraps a Keras model as a torch module.
+"""Imports Keras with its torch backend, and wraps a Keras model as a torch module.
 
 Keras stores every variable as a torch parameter, including the moving statistics of
 BatchNormalization and the state of random generators. Here trainable variables are parameters,
@@ -9,6 +9,8 @@ copied.
 
 from __future__ import annotations
 
+import importlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,38 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.keras.backend import import_keras
 from paceline.telemetry.run_folder import KERAS
+
+BACKEND = "KERAS_BACKEND"
+
+
+def import_keras() -> Any:
+    """Imports keras with the torch backend. Raises UsageError if that is not possible."""
+    os.environ[BACKEND] = "torch"
+    try:
+        keras = importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        if error.name != "keras":
+            raise
+        raise UsageError(
+            "Keras is not installed; run pip install 'paceline[keras]' (Keras 3, torch backend)"
+        ) from None
+    check_backend(keras)
+    return keras
+
+
+def check_backend(keras: Any) -> None:
+    if int(keras.__version__.split(".")[0]) < 3:
+        raise UsageError(
+            f"Keras {keras.__version__} only supports TensorFlow; install Keras 3 "
+            "(pip install 'paceline[keras]')"
+        )
+    name = keras.config.backend()
+    if name != "torch":
+        raise UsageError(
+            f"Keras was imported with its {name} backend; "
+            f"set {BACKEND}=torch before the first import of keras"
+        )
 
 
 class KerasModule(torch.nn.Module):

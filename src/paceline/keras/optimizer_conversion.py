@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.keras.backend import import_keras
+from paceline.keras.module import import_keras
 from paceline.keras.optimizers import CLASSES, TorchKerasOptimizer
 from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
 from paceline.specs.optimizer_base import OptimizerSpec

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.keras.backend import import_keras
+from paceline.keras.module import import_keras
 
 VERSION = "2.16.0"
 """The first TensorFlow version whose tf.keras is Keras 3."""
