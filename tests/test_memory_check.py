@@ -17,7 +17,7 @@ from paceline.job import build_job
 from paceline.launch.run import train
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.memory_limit import available_memory_bytes
-from paceline.worker.activation_checkpointing import checkpoint_activations
+from paceline.worker.job_builder import checkpoint_activations
 from paceline.worker.memory_check import (
     check_memory,
     explain_out_of_memory,

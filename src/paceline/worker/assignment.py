@@ -7,7 +7,6 @@ allowed to leak that way.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from multiprocessing import current_process, spawn
 from typing import IO, Any, Literal
@@ -70,19 +69,24 @@ class Assignment(BaseModel):
 def pack_assignment(assignment: Assignment, live: bytes | None = None) -> bytes:
     """The bytes to write to the stdin of a new process."""
     blocks = [assignment.model_dump_json().encode()] + ([live] if live is not None else [])
-    return b"".join(len(block).to_bytes(8, "little") + block for block in blocks)
+    return b"".join(pack_block(block) for block in blocks)
 
 
 def read_assignment(stream: IO[bytes]) -> tuple[Assignment, bytes | None]:
-    assignment = Assignment.model_validate(json.loads(_read_block(stream)))
-    return assignment, _read_block(stream) if assignment.has_live_job else None
+    assignment = Assignment.model_validate_json(read_block(stream))
+    return assignment, read_block(stream) if assignment.has_live_job else None
 
 
-def _read_block(stream: IO[bytes]) -> bytes:
+def pack_block(block: bytes) -> bytes:
+    return len(block).to_bytes(8, "little") + block
+
+
+def read_block(stream: IO[bytes], what: str = "the assignment") -> bytes:
+    """Reads what `pack_block` returned. Raises EOFError if the parent process is gone."""
     size = int.from_bytes(stream.read(8), "little")
     block = stream.read(size)
     if len(block) != size:
-        raise EOFError("the parent process exited before it sent the assignment")
+        raise EOFError(f"the parent process exited before it sent {what}")
     return block
 
 

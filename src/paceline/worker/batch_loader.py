@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,8 @@ from paceline.data.pipelined_dataset import PipelinedDataset
 from paceline.data.thread_pool import DaemonThreadPool
 from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.messages import Lease
+from paceline.strategies.runner import Batch
 from paceline.worker.shuffle_windows import ShuffleWindowReader, block_layout_of
-
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 WAIT_FRACTION = 0.005
 """Fraction of the step time spent waiting for a batch above which batches are prefetched."""
@@ -100,12 +99,15 @@ class InputTimes:
     """Sum, over batches, of the batches that were ready when one was requested."""
 
     def minus(self, other: InputTimes) -> InputTimes:
-        return InputTimes(
-            self.batches - other.batches,
-            self.wait_s - other.wait_s,
-            self.make_s - other.make_s,
-            self.queue - other.queue,
-        )
+        return InputTimes(*(vars(self)[name] - value for name, value in vars(other).items()))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches,
+            "wait_s": round(self.wait_s, 6),
+            "make_s": round(self.make_s, 6),
+            "queue": round(self.queue / self.batches, 3) if self.batches else 0.0,
+        }
 
 
 class BatchLoader:
@@ -176,8 +178,7 @@ class BatchLoader:
         now = time.perf_counter()
         self._totals.batches += 1
         self._totals.wait_s += now - began
-        size = inputs.numel() * inputs.element_size() + targets.numel() * targets.element_size()
-        self._depth.update(now - began, now - self._last, size)
+        self._depth.update(now - began, now - self._last, inputs.nbytes + targets.nbytes)
         self._last = now
         self._make_ahead()
         if self._tell is not None and time.monotonic() >= self._tell_due:
@@ -212,23 +213,19 @@ class BatchLoader:
         return self._order.rows(lease.epoch, lease.lo, lease.hi)
 
     def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Returns the cost since the last call, about a second ago."""
+        """Reports the cost since the last call, about a second ago."""
         self._tell_due = time.monotonic() + WINDOW_S
-        now = InputTimes(**vars(self._totals))
-        part = now.minus(self._told)
+        now = replace(self._totals)
+        tell({**now.minus(self._told).describe(), "depth": self._depth.now})
         self._told = now
-        tell({**_describe(part), "depth": self._depth.now})
 
     def totals(self) -> dict[str, Any]:
         """Returns the totals of the run: seconds, bytes and the mean prefetch depth."""
-        facts = {**_describe(self._totals), "depth": self._depth.now}
-        blocks = self._table.blocks
-        if blocks is not None:
-            times = blocks.times
-            facts["read_s"] = round(times.read_s, 6)
-            facts["map_s"] = round(times.map_s, 6)
-            facts["read_bytes"] = times.read_bytes
-            facts["blocks"] = times.blocks
+        facts = {**self._totals.describe(), "depth": self._depth.now}
+        if self._table.blocks is not None:
+            times = self._table.blocks.times
+            facts |= {"read_s": round(times.read_s, 6), "map_s": round(times.map_s, 6)}
+            facts |= {"read_bytes": times.read_bytes, "blocks": times.blocks}
         return facts
 
     def close(self) -> None:
@@ -236,12 +233,3 @@ class BatchLoader:
         self._background.close()
         if self._shuffle_windows is not None:
             self._shuffle_windows.close()
-
-
-def _describe(totals: InputTimes) -> dict[str, Any]:
-    return {
-        "batches": totals.batches,
-        "wait_s": round(totals.wait_s, 6),
-        "make_s": round(totals.make_s, 6),
-        "queue": round(totals.queue / totals.batches, 3) if totals.batches else 0.0,
-    }

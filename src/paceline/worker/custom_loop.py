@@ -112,7 +112,7 @@ class LeasedLoader:
         self._clock = session.clock
         self._stream = client.steps()
         self._work: TrainStep | None = None
-        self._loss: float | None = None
+        self.loss: float | None = None
         self._order = EpochOrder(len(self.dataset), SEED)
 
     def __len__(self) -> int:
@@ -120,8 +120,7 @@ class LeasedLoader:
         return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._work is not None:
-            raise UsageError("optimizer.step() was not called for a batch; call it once per batch")
+        self._check_finished()
         for work in self._stream:
             if isinstance(work, EpochEnd):
                 return
@@ -134,24 +133,22 @@ class LeasedLoader:
             rows = self._order.rows(lease.epoch, lease.lo, lease.hi)
             batch = self._collate([self.dataset[int(i)] for i in rows])
             self._client.begin(work)
-            self._work, self._loss = work, None
+            self._work, self.loss = work, None
             self._clock.enter(FORWARD)
             yield batch
-            if self._work is not None:
-                raise UsageError(
-                    "optimizer.step() was not called for a batch; call it once per batch"
-                )
+            self._check_finished()
+
+    def _check_finished(self) -> None:
+        if self._work is not None:
+            raise UsageError("optimizer.step() was not called for a batch; call it once per batch")
 
     def finish_step(self) -> None:
         work, self._work = self._work, None
         if work is None:
             raise UsageError("optimizer.step() was called without a batch from the prepared loader")
         samples = work.lease.samples
-        loss_sum = None if self._loss is None else self._loss * samples
+        loss_sum = None if self.loss is None else self.loss * samples
         self._client.finish(work, StepStats(samples, samples, loss_sum, None))
-
-    def note_loss(self, loss: float) -> None:
-        self._loss = loss
 
 
 def log(loss: float | torch.Tensor) -> None:
@@ -160,7 +157,7 @@ def log(loss: float | torch.Tensor) -> None:
     Does nothing in a script that was started without `paceline launch`.
     """
     if _loader is not None:
-        _loader.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        _loader.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
 
 def rank() -> int:

@@ -11,7 +11,7 @@ from paceline.accuracy import count_correct
 from paceline.data import MapDataset
 from paceline.errors import UsageError
 from paceline.protocol.shares import split_batch
-from paceline.worker.job_builder import Loss
+from paceline.strategies.runner import LossOf
 
 BATCH = 256
 
@@ -23,7 +23,7 @@ Predict = Callable[[torch.Tensor], torch.Tensor | None]
 
 def evaluate_shard(
     model: torch.nn.Module,
-    loss_of: Loss,
+    loss_of: LossOf,
     table: MapDataset,
     *,
     share: EvalShard = (0, 1),

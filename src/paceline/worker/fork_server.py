@@ -17,6 +17,7 @@ environment, the assignment) travels over the child's standard input.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -27,6 +28,8 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from typing import NoReturn
+
+from paceline.worker.assignment import pack_block, read_block
 
 MODULE = "paceline.worker.fork_server"
 PADDING = "-" * 64
@@ -67,14 +70,7 @@ class ChildSetup:
 
     def pack(self) -> bytes:
         """Returns the block that precedes the assignment on the child's standard input."""
-        block = json.dumps(asdict(self)).encode()
-        return len(block).to_bytes(STATUS_BYTES, "little") + block
-
-    @classmethod
-    def read(cls, descriptor: int) -> ChildSetup:
-        """Reads the block, and nothing after it. Raises EOFError if the supervisor is gone."""
-        size = int.from_bytes(_read_exactly(descriptor, STATUS_BYTES), "little")
-        return cls(**json.loads(_read_exactly(descriptor, size)))
+        return pack_block(json.dumps(asdict(self)).encode())
 
     def apply(self) -> None:
         """Applies all attributes to the calling process."""
@@ -161,7 +157,8 @@ class ForkServer:
             if os.getppid() != self._parent:
                 problem = "the supervisor ended"
         for pid, _ in self._children.values():
-            _kill_session(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         return problem
 
     def _handle_request(self) -> str | None:
@@ -180,10 +177,9 @@ class ForkServer:
             self._become_worker(standard_input, output, status)
         os.close(standard_input)
         os.close(output)
-        try:
+        # If the supervisor gave up waiting, the child reads end of file and exits.
+        with contextlib.suppress(BrokenPipeError):
             os.write(status, pid.to_bytes(STATUS_BYTES, "little", signed=True))
-        except BrokenPipeError:
-            pass  # The supervisor gave up waiting; the child reads end of file and exits.
         descriptor = os.pidfd_open(pid)
         self._children[descriptor] = (pid, status)
         self._selector.register(descriptor, selectors.EVENT_READ)
@@ -195,10 +191,8 @@ class ForkServer:
         os.close(descriptor)
         _, wait_status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(wait_status)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # The client no longer waits for this child.
             os.write(status, code.to_bytes(STATUS_BYTES, "little", signed=True))
-        except BrokenPipeError:
-            pass  # The client no longer waits for this child.
         os.close(status)
 
     def _become_worker(self, standard_input: int, output: int, status: int) -> NoReturn:
@@ -230,9 +224,10 @@ def run_forked_worker() -> None:
 
     from paceline.worker.main import main as run_worker
 
-    ChildSetup.read(0).apply()
+    commands = os.fdopen(os.dup(0), "rb")
+    ChildSetup(**json.loads(read_block(commands, "the setup of this process"))).apply()
     np.random.seed()  # Otherwise all children would draw the same numbers.
-    run_worker(can_fork=True)
+    run_worker(commands, can_fork=True)
 
 
 def set_blas_threads(threads: int) -> None:
@@ -260,23 +255,6 @@ def set_process_title(title: str) -> None:
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
     ctypes.memset(end - 1, 1, 1)
-
-
-def _read_exactly(descriptor: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = os.read(descriptor, size - len(data))
-        if not piece:
-            raise EOFError("the supervisor ended before it sent the setup of this process")
-        data += piece
-    return data
-
-
-def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 if __name__ == "__main__":

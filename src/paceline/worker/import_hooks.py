@@ -12,6 +12,7 @@ import importlib.abc
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -69,19 +70,9 @@ class _StubLoader(importlib.abc.Loader):
         if not isinstance(found, ModuleType):
             raise ModuleNotFoundError(f"{spec.name} is not a module", name=spec.name)
         # A separate module, so that the original keeps its name and its spec.
-        alias = _Alias(spec.name)
-        alias.__dict__["_target"] = found
+        alias = ModuleType(spec.name)
+        vars(alias).update(__getattr__=partial(getattr, found), __dir__=partial(dir, found))
         return alias
 
     def exec_module(self, module: ModuleType) -> None:
         return
-
-
-class _Alias(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name == "__path__":
-            return []
-        return getattr(self.__dict__["_target"], name)
-
-    def __dir__(self) -> list[str]:
-        return dir(self.__dict__["_target"])

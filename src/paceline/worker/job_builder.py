@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from paceline import data as data_room
 from paceline import models
@@ -18,9 +19,7 @@ from paceline.data.stores import is_url_or_path
 from paceline.errors import UsageError
 from paceline.job import Job, display_name
 from paceline.specs.optimizer_base import OptimizerSpec
-from paceline.worker.activation_checkpointing import checkpoint_activations
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from paceline.strategies.runner import LossOf
 
 
 @dataclass(frozen=True)
@@ -39,19 +38,18 @@ class JobData:
 
 def load_job_data(job: Job) -> JobData:
     """Loads the job's data. Raises a one-line DataError or UsageError."""
-    found: DatasetSplits
-    if isinstance(job.data, str) and not is_url_or_path(job.data):
-        found = data_room.load(
-            job.data, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
+    given = job.data
+    options = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
+    if isinstance(given, str) and is_url_or_path(given):
+        given = build_splits(given, *job.pipelines(), options)
+    elif isinstance(given, str):
+        given = data_room.load(
+            given, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
         )
-        return JobData(found.train, found.val, found.test, found)
-    if isinstance(job.data, str):
-        found = open_job_dataset(job)
-        return JobData(found.train, found.val, found.test, found)
-    given = job.data() if callable(job.data) else job.data
+    elif callable(given):
+        given = given()
     if isinstance(given, DataPipeline):
-        taking = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
-        given = build_splits(given.urls[0], given, None, taking)
+        given = build_splits(given.urls[0], given, None, options)
     if isinstance(given, DatasetSplits):
         return JobData(given.train, given.val, given.test, given)
     if not isinstance(given, list | tuple) or len(given) != 3:
@@ -70,13 +68,6 @@ def load_test_split(job: Job, *, whole: bool) -> MapDataset | None:
     if table is None and whole and isinstance(job.data, str):
         table = build_dataset(job.pipelines()[0], FeatureOptions(dtype=job.dtype)).table
     return table
-
-
-def open_job_dataset(job: Job) -> DatasetSplits:
-    """Returns the dataset at the job's URL."""
-    pipeline, val = job.pipelines()
-    taking = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
-    return build_splits(str(job.data), pipeline, val, taking)
 
 
 def build_model(job: Job, tables: JobData) -> torch.nn.Module:
@@ -104,6 +95,35 @@ def build_model(job: Job, tables: JobData) -> torch.nn.Module:
     if job.compile:
         model.compile()
     return model
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Recomputes each block in backward, with the same random numbers. Raises UsageError.
+
+    Only the inputs of each block are kept until then.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise UsageError(
+            "recompute: the model has no blocks to recompute (modules with parts in "
+            "a Sequential or ModuleList); remove it"
+        )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the outermost members of a Sequential or ModuleList that have submodules."""
+    inside: set[torch.nn.Module] = set()
+    blocks = []
+    for row in model.modules():
+        if not isinstance(row, torch.nn.Sequential | torch.nn.ModuleList) or row in inside:
+            continue
+        for block in row.children():
+            if block not in inside and any(True for _ in block.children()):
+                blocks.append(block)
+                inside.update(block.modules())
+    return blocks
 
 
 def _put_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,9 +164,9 @@ def input_facts(tables: JobData) -> tuple[tuple[int, ...], int]:
     return shape, highest + 1
 
 
-def build_loss(job: Job, model: torch.nn.Module) -> Loss:
+def build_loss(job: Job, model: torch.nn.Module) -> LossOf:
     """Returns the mean loss of a batch, including the model's regularization."""
-    chosen: Loss = job.loss if job.loss is not None else cross_entropy
+    chosen: LossOf = job.loss if job.loss is not None else cross_entropy
     regularization = getattr(model, "regularization", None)
     if regularization is None:
         return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from typing import IO, NoReturn
 
 from paceline.comm.control import ControlConnection
@@ -29,14 +31,14 @@ _running: list[subprocess.Popen[bytes]] = []
 """Kept, because Popen warns about a child that is still running when it is deleted."""
 
 
-def main(*, can_fork: bool = False) -> NoReturn:
-    """Reads the assignment from standard input and carries it out.
+def main(commands: IO[bytes] | None = None, *, can_fork: bool = False) -> NoReturn:
+    """Reads the assignment from `commands`, by default standard input, and carries it out.
 
     `can_fork`: torch has been imported and this process has a single thread, so that its servers
     can be forked.
     """
     tune_malloc()
-    commands = os.fdopen(os.dup(0), "rb")
+    commands = commands or os.fdopen(os.dup(0), "rb")
     assignment, live = read_assignment(commands)
     # A user's script must not read our commands.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -109,18 +111,18 @@ def _run(
         run_worker_job(assignment, control, live, wait_s)
 
 
+@dataclass(frozen=True)
 class ChildProcess:
     """A server started by this worker. It exits when this process does, at end of its input."""
 
-    def __init__(self, pid: int, commands: IO[bytes]) -> None:
-        self._pid = pid
-        self.commands = commands
-        """Kept open: the server exits when it is closed."""
+    pid: int
+    commands: IO[bytes]
+    """Kept open: the server exits when it is closed."""
 
     def wait(self, timeout_s: float) -> bool:
         """Returns True if the process has ended within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
@@ -129,7 +131,7 @@ class ChildProcess:
 
 def spawn_child(assignment: Assignment) -> ChildProcess:
     """Starts a server of this worker with `python -m paceline.worker`."""
-    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=os.environ.copy())
+    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
     _running.append(child)
     assert child.stdin is not None
     child.stdin.write(pack_assignment(assignment))
@@ -175,12 +177,9 @@ def _report_failure(
         blame = "usage"
     elif isinstance(error, PeerLost | DeadlineExceeded):
         blame = "peer"
-    try:
-        control.send(
-            ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)
-        )
-    except PacelineError:
-        pass  # The supervisor is gone.
+    message = ProcessFailing(assignment.process_name, short.replace("\n", " "), details, blame)
+    with contextlib.suppress(PacelineError):  # The supervisor is gone.
+        control.send(message)
 
 
 def _watch_parent(commands: IO[bytes], who: str) -> None:

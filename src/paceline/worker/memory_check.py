@@ -23,7 +23,7 @@ def check_memory(
 
     The whole model exists already: a strategy frees what it does not need before it allocates.
     """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.nbytes for p in model.parameters())
     if weights < SMALL:
         return
     slots = count_slots(type(optimizer).__name__, optimizer.defaults)
@@ -43,8 +43,8 @@ def check_memory(
 def suggest_memory_saving_strategies(weights: float, slots: int, workers: int, room: float) -> str:
     """Returns the strategies that fit with this many workers, and their memory."""
     found = []
-    templates = [text for record in records().values() for text in record.memory_saving]
-    for text in (template.format(workers=workers) for template in templates):
+    for template in (text for record in records().values() for text in record.memory_saving):
+        text = template.format(workers=workers)
         spec = parse_strategy(text)
         needed = weights * spec.state_fraction(workers).floats_per_weight(slots)
         try:

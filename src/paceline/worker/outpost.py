@@ -7,6 +7,7 @@ and stdout. When the connection ends, or the supervisor goes quiet, every progra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,18 +42,13 @@ def make_agent_ticket(host: str, port: int, token: str, index: int) -> str:
 def run_host_agent(ticket: str, node: str = "") -> None:
     """Connects to the supervisor and executes its requests until it ends the agent or is lost."""
     fields = json.loads(ticket)
-    channel = Channel.connect(
-        fields["host"],
-        fields["port"],
-        token=fields["token"],
-        peer="the supervisor",
-        timeout_s=CALL_S,
-    )
+    index = fields.pop("index")
+    channel = Channel.connect(**fields, peer="the supervisor", timeout_s=CALL_S)
     channel.set_timeout(SILENT_S)
     outpost = _HostAgent(channel)
     outpost.send(
         {
-            "index": fields["index"],
+            "index": index,
             "address": channel.local_address,
             "hostname": socket.gethostname(),
             "node": node,
@@ -94,7 +90,7 @@ class _HostAgent:
     def _pass_on(self, do: str, program: subprocess.Popen[bytes] | None, head: Any) -> None:
         if program is None or program.stdin is None:
             return
-        try:
+        with contextlib.suppress(OSError, ValueError):  # It has ended: its status is on the way.
             if do == "in":
                 program.stdin.write(head["data"])
                 program.stdin.flush()
@@ -102,8 +98,6 @@ class _HostAgent:
                 program.stdin.close()
             else:
                 _kill(program)
-        except (OSError, ValueError):
-            pass  # It has ended: its status is on the way.
 
     def _start(self, number: int, argv: list[str]) -> None:
         argv = [os.path.expanduser(argv[0]), *argv[1:]]
@@ -130,30 +124,24 @@ class _HostAgent:
 
         assert program.stdout is not None
         assert program.stderr is not None
-        try:
+        with contextlib.suppress(PacelineError):  # The supervisor is gone; `end` does the rest.
             aside = threading.Thread(target=pump, args=("err", program.stderr), daemon=True)
             aside.start()
             pump("out", program.stdout)
             aside.join()
             self.send({"id": number, "end": program.wait(), "why": ""})
-        except PacelineError:
-            pass  # The supervisor is gone; `end` does the rest.
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
-            try:
+        with contextlib.suppress(PacelineError):
+            while not self._over.wait(BEAT_S):
                 self.send({"beat": True})
-            except PacelineError:
-                return
 
     def end(self) -> None:
         self._over.set()
         for program in self._programs.values():
-            try:
-                assert program.stdin is not None
+            assert program.stdin is not None
+            with contextlib.suppress(OSError):
                 program.stdin.close()
-            except OSError:
-                pass
         deadline = time.monotonic() + END_S
         for program in self._programs.values():
             try:
@@ -165,7 +153,5 @@ class _HostAgent:
 
 
 def _kill(program: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

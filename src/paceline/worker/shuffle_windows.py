@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -45,8 +46,8 @@ def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
     if table.shuffle_rows:
         # Few large windows could not be distributed evenly. The size does not depend on the number
         # of workers, so that a run can be resumed with another number.
-        window = min(table.shuffle_rows, blocks.rows_in_memory, len(blocks) // MIN_WINDOWS)
-        window = max(1, window)
+        limits = (table.shuffle_rows, blocks.rows_in_memory, len(blocks) // MIN_WINDOWS)
+        window = max(1, min(limits))
     by_file = table.shard == "file"
     units = tuple(b.file if by_file else n for n, b in enumerate(blocks.blocks))
     return BlockLayout(tuple(b.rows for b in blocks.blocks), units, window, seed)
@@ -94,19 +95,18 @@ class ShuffleWindowReader:
 
     def wait_for(self, lease: Lease) -> None:
         """Advances to this lease: prefetches the next windows and drops old ones."""
-        wanted = list(self._find(lease.epoch, lease.row_ranges))
+        wanted = self._find(lease.epoch, lease.row_ranges)
         if not wanted:
             return
         while self._route and self._route[0] not in wanted:
             self._route.popleft()
         upcoming = dict.fromkeys((*wanted, *self._route))
         if len(upcoming) < MAX_WINDOWS:
-            following = list(self._find(lease.epoch, lease.next_ranges))
-            upcoming.update(dict.fromkeys(following or self._guess_start(lease.epoch + 1)))
+            following = self._find(lease.epoch, lease.next_ranges)
+            upcoming |= dict.fromkeys(following or self._guess_start(lease.epoch + 1))
         near = list(upcoming)[: max(len(wanted), MAX_WINDOWS)]
         with self._lock:
-            for key in [key for key in self._held if key not in near]:
-                del self._held[key]
+            self._held = {key: rows for key, rows in self._held.items() if key in near}
             for key in near:
                 self._begin(key)
 
@@ -152,13 +152,9 @@ class ShuffleWindowReader:
             yield (epoch, index), lo, stop
             lo = stop
 
-    def _find(self, epoch: int, pieces: RowRanges) -> Iterator[Key]:
-        seen = set()
-        for lo, hi in pieces:
-            for key, _, _ in self._cut(epoch, lo, hi):
-                if key not in seen:
-                    seen.add(key)
-                    yield key
+    def _find(self, epoch: int, pieces: RowRanges) -> list[Key]:
+        found = (key for lo, hi in pieces for key, _, _ in self._cut(epoch, lo, hi))
+        return list(dict.fromkeys(found))
 
     def _guess_start(self, epoch: int) -> list[Key]:
         """Returns the window with which this worker will probably start the next epoch."""
@@ -169,7 +165,7 @@ class ShuffleWindowReader:
                 allotment = BlockDealer(plan)
                 for worker in range(self._rank + 1):
                     first = allotment.draw(worker, 1)
-            self._guess = (epoch, list(self._find(epoch, first)))
+            self._guess = (epoch, self._find(epoch, first))
         return self._guess[1]
 
     # ---- reading -----------------------------------------------------------------------------
@@ -193,29 +189,20 @@ class ShuffleWindowReader:
 
     def _load(self, epoch: int, window: ShuffleWindow) -> ShuffledRows:
         count = window.hi - window.lo
-        reading: deque[tuple[int, Future[Any]]] = deque()
-        following = iter(window.blocks)
-        x: NDArray[Any] | None = None
-        y: NDArray[Any] | None = None
-        rows = np.empty(count, np.int64)
+        rows = np.concatenate([self._table.rows_of(number) for number in window.blocks])
+        following = map(self._table.fetch, window.blocks)
+        reading = deque(itertools.islice(following, READERS))
+        x = y = np.empty(0)
         start = 0
-        while True:
-            while len(reading) < READERS and (number := next(following, None)) is not None:
-                reading.append((number, self._table.fetch(number)))
-            if not reading:
-                break
-            number, future = reading.popleft()
-            part_x, part_y = future.result()
-            del future
-            if x is None or y is None:
+        while reading:
+            part_x, part_y = reading.popleft().result()
+            if start == 0:
                 x = np.empty((count, *part_x.shape[1:]), part_x.dtype)
                 y = np.empty((count, *part_y.shape[1:]), part_y.dtype)
             stop = start + len(part_y)
             x[start:stop], y[start:stop] = part_x, part_y
-            rows[start:stop] = self._table.rows_of(number)
             start = stop
-        assert x is not None
-        assert y is not None
+            reading.extend(itertools.islice(following, 1))
         order = np.arange(count, dtype=np.int64)
         if self._layout.window:
             order = np.argsort(hash_rows((self._layout.seed, epoch), rows), kind="stable")

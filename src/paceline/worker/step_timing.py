@@ -72,9 +72,7 @@ def time_steps(job: Job, tables: JobData, share: int) -> StepTimes:
         per_sample_s=per_sample_s,
         update_s=statistics.median(updating),
         cv=statistics.pstdev(longest) / statistics.fmean(longest),
-        parameter_bytes=sum(
-            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
-        ),
+        parameter_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
     )
 
 

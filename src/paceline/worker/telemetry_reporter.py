@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 
 from paceline.comm.control import ControlConnection
@@ -52,10 +53,8 @@ class TelemetryReporter:
         else:
             self._sink.write(event)
         if self._on:
-            try:
+            with contextlib.suppress(PacelineError):
                 self._control.send(TelemetryForwarded(self._who, event.to_plain()))
-            except PacelineError:
-                pass
 
     def sample_now(self) -> None:
         """Samples metrics immediately."""
