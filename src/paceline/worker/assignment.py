@@ -81,12 +81,15 @@ def pack_block(block: bytes) -> bytes:
     return len(block).to_bytes(8, "little") + block
 
 
-def read_block(stream: IO[bytes], what: str = "the assignment") -> bytes:
-    """Reads what `pack_block` returned. Raises EOFError if the parent process is gone."""
-    size = int.from_bytes(stream.read(8), "little")
+def read_block(
+    stream: IO[bytes], problem: str = "the parent process exited before it sent the assignment"
+) -> bytes:
+    """Reads what `pack_block` returned. Raises EOFError(problem) if the stream ends before."""
+    head = stream.read(8)
+    size = int.from_bytes(head, "little")
     block = stream.read(size)
-    if len(block) != size:
-        raise EOFError(f"the parent process exited before it sent {what}")
+    if len(head) < 8 or len(block) < size:
+        raise EOFError(problem)
     return block
 
 

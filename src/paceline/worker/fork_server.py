@@ -225,7 +225,8 @@ def run_forked_worker() -> None:
     from paceline.worker.main import main as run_worker
 
     commands = os.fdopen(os.dup(0), "rb")
-    ChildSetup(**json.loads(read_block(commands, "the setup of this process"))).apply()
+    problem = "the supervisor ended before it sent the setup of this process"
+    ChildSetup(**json.loads(read_block(commands, problem))).apply()
     np.random.seed()  # Otherwise all children would draw the same numbers.
     run_worker(commands, can_fork=True)
 
