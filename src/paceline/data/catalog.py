@@ -48,56 +48,47 @@ ENTRIES: dict[str, DatasetInfo] = {
     )
 }
 
-_TRAIN_IMAGES, _TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-_TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
-
-# Checksums of unpacked IDX files (no .gz) are those of the contents of the published archives.
-PUBLISHED: dict[tuple[str, str], PublishedFile] = {
-    ("mnist", f"{_TRAIN_IMAGES}.gz"): PublishedFile(9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-    ("mnist", f"{_TRAIN_LABELS}.gz"): PublishedFile(28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
-    ("mnist", f"{_TEST_IMAGES}.gz"): PublishedFile(1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
-    ("mnist", f"{_TEST_LABELS}.gz"): PublishedFile(4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
-    ("mnist", _TRAIN_IMAGES): PublishedFile(47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
-    ("mnist", _TRAIN_LABELS): PublishedFile(60_008, "a25bea736e30d166cdddb491f175f624"),
-    ("mnist", _TEST_IMAGES): PublishedFile(7_840_016, "2646ac647ad5339dbf082846283269ea"),
-    ("mnist", _TEST_LABELS): PublishedFile(10_008, "27ae3e4e09519cfbb04c329615203637"),
-    ("fashion-mnist", f"{_TRAIN_IMAGES}.gz"): PublishedFile(
-        26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d"
-    ),
-    ("fashion-mnist", f"{_TRAIN_LABELS}.gz"): PublishedFile(
-        29_515, "25c81989df183df01b3e8a0aad5dffbe"
-    ),
-    ("fashion-mnist", f"{_TEST_IMAGES}.gz"): PublishedFile(
-        4_422_102, "bef4ecab320f06d8554ea6380940ec79"
-    ),
-    ("fashion-mnist", f"{_TEST_LABELS}.gz"): PublishedFile(
-        5_148, "bb300cfdad3c16e7a12a480ee83cd310"
-    ),
-    ("fashion-mnist", _TRAIN_IMAGES): PublishedFile(47_040_016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
-    ("fashion-mnist", _TRAIN_LABELS): PublishedFile(60_008, "9018921c3c673c538a1fc5bad174d6f9"),
-    ("fashion-mnist", _TEST_IMAGES): PublishedFile(7_840_016, "8181f5470baa50b63fa0f6fddb340f0a"),
-    ("fashion-mnist", _TEST_LABELS): PublishedFile(10_008, "15d484375f8d13e6eb1aabb0c3f46965"),
-    ("kmnist", f"{_TRAIN_IMAGES}.gz"): PublishedFile(
-        18_165_135, "bdb82020997e1d708af4cf47b453dcf7"
-    ),
-    ("kmnist", f"{_TRAIN_LABELS}.gz"): PublishedFile(29_497, "e144d726b3acfaa3e44228e80efcd344"),
-    ("kmnist", f"{_TEST_IMAGES}.gz"): PublishedFile(3_041_136, "5c965bf0a639b31b8f53240b1b52f4d7"),
-    ("kmnist", f"{_TEST_LABELS}.gz"): PublishedFile(5_120, "7320c461ea6c1c855c0b718fb2a4b134"),
-    ("kmnist", _TRAIN_IMAGES): PublishedFile(47_040_016, None),
-    ("kmnist", _TRAIN_LABELS): PublishedFile(60_008, "949e75301f8813e0dc5800dcc320fc52"),
-    ("kmnist", _TEST_IMAGES): PublishedFile(7_840_016, "bf305b8cd328700fbc17f5acbc2856d2"),
-    ("kmnist", _TEST_LABELS): PublishedFile(10_008, "9f55f451c0988b028eccdf7d5cc265ab"),
-    # The archive itself has no checksum: those of its six files are more specific.
-    ("cifar10", "cifar-10-binary.tar.gz"): PublishedFile(170_052_171, None),
-    ("cifar10", "data_batch_1.bin"): PublishedFile(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
-    ("cifar10", "data_batch_2.bin"): PublishedFile(30_730_000, "5ea93a67294ea407fff1d09f752e9692"),
-    ("cifar10", "data_batch_3.bin"): PublishedFile(30_730_000, "942cd6a4bcdd0dd3c604fbe906cb4421"),
-    ("cifar10", "data_batch_4.bin"): PublishedFile(30_730_000, "ae636b3ba5c66a11e91e8cb52e771fcb"),
-    ("cifar10", "data_batch_5.bin"): PublishedFile(30_730_000, "53f37980c15c3d472c316c40844f3f0d"),
-    ("cifar10", "test_batch.bin"): PublishedFile(30_730_000, "803d5f7f4d78ea53de84dbe85f74fb6d"),
-    ("adult", "adult.data"): PublishedFile(3_974_305, "5d7c39d7b8804f071cdd1f2a7c460872"),
-    ("adult", "adult.test"): PublishedFile(2_003_153, "35238206dfdf7f1fe215bbb874adecdc"),
-    ("tinyshakespeare", "input.txt"): PublishedFile(1_115_394, "6fb458f1232090904fb40fe944165e91"),
+# Dataset, file, bytes and MD5. Those of unpacked IDX files (no .gz) are of the contents of the
+# published archives. CIFAR's archive has no MD5: those of its six files are more specific.
+_PUBLISHED = """
+mnist           train-images-idx3-ubyte.gz   9912422 f68b3c2dcbeaaa9fbdd348bbdeb94873
+mnist           train-labels-idx1-ubyte.gz     28881 d53e105ee54ea40749a09fcbcd1e9432
+mnist           t10k-images-idx3-ubyte.gz    1648877 9fb629c4189551a2d022fa330f9573f3
+mnist           t10k-labels-idx1-ubyte.gz       4542 ec29112dd5afa0611ce80d1b7f02629c
+mnist           train-images-idx3-ubyte     47040016 6bbc9ace898e44ae57da46a324031adb
+mnist           train-labels-idx1-ubyte        60008 a25bea736e30d166cdddb491f175f624
+mnist           t10k-images-idx3-ubyte       7840016 2646ac647ad5339dbf082846283269ea
+mnist           t10k-labels-idx1-ubyte         10008 27ae3e4e09519cfbb04c329615203637
+fashion-mnist   train-images-idx3-ubyte.gz  26421880 8d4fb7e6c68d591d4c3dfef9ec88bf0d
+fashion-mnist   train-labels-idx1-ubyte.gz     29515 25c81989df183df01b3e8a0aad5dffbe
+fashion-mnist   t10k-images-idx3-ubyte.gz    4422102 bef4ecab320f06d8554ea6380940ec79
+fashion-mnist   t10k-labels-idx1-ubyte.gz       5148 bb300cfdad3c16e7a12a480ee83cd310
+fashion-mnist   train-images-idx3-ubyte     47040016 f4a8712d7a061bf5bd6d2ca38dc4d50a
+fashion-mnist   train-labels-idx1-ubyte        60008 9018921c3c673c538a1fc5bad174d6f9
+fashion-mnist   t10k-images-idx3-ubyte       7840016 8181f5470baa50b63fa0f6fddb340f0a
+fashion-mnist   t10k-labels-idx1-ubyte         10008 15d484375f8d13e6eb1aabb0c3f46965
+kmnist          train-images-idx3-ubyte.gz  18165135 bdb82020997e1d708af4cf47b453dcf7
+kmnist          train-labels-idx1-ubyte.gz     29497 e144d726b3acfaa3e44228e80efcd344
+kmnist          t10k-images-idx3-ubyte.gz    3041136 5c965bf0a639b31b8f53240b1b52f4d7
+kmnist          t10k-labels-idx1-ubyte.gz       5120 7320c461ea6c1c855c0b718fb2a4b134
+kmnist          train-images-idx3-ubyte     47040016 -
+kmnist          train-labels-idx1-ubyte        60008 949e75301f8813e0dc5800dcc320fc52
+kmnist          t10k-images-idx3-ubyte       7840016 bf305b8cd328700fbc17f5acbc2856d2
+kmnist          t10k-labels-idx1-ubyte         10008 9f55f451c0988b028eccdf7d5cc265ab
+cifar10         cifar-10-binary.tar.gz     170052171 -
+cifar10         data_batch_1.bin            30730000 5dd7e06a14cb22eb9f671a540d1b7c25
+cifar10         data_batch_2.bin            30730000 5ea93a67294ea407fff1d09f752e9692
+cifar10         data_batch_3.bin            30730000 942cd6a4bcdd0dd3c604fbe906cb4421
+cifar10         data_batch_4.bin            30730000 ae636b3ba5c66a11e91e8cb52e771fcb
+cifar10         data_batch_5.bin            30730000 53f37980c15c3d472c316c40844f3f0d
+cifar10         test_batch.bin              30730000 803d5f7f4d78ea53de84dbe85f74fb6d
+adult           adult.data                   3974305 5d7c39d7b8804f071cdd1f2a7c460872
+adult           adult.test                   2003153 35238206dfdf7f1fe215bbb874adecdc
+tinyshakespeare input.txt                    1115394 6fb458f1232090904fb40fe944165e91
+"""
+PUBLISHED = {
+    (data_set, file): PublishedFile(int(size), None if md5 == "-" else md5)
+    for data_set, file, size, md5 in map(str.split, _PUBLISHED.strip().splitlines())
 }
 
 
