@@ -111,7 +111,8 @@ def by_loader(files: list[Path], workers: int) -> Iterator[Any]:
 
 def by_paceline(files: list[Path], shard: str) -> Iterator[Any]:
     from paceline.data import read
-    from paceline.data.dataset_builder import FeatureOptions, build_dataset
+    from paceline.data.dataset import FeatureOptions
+    from paceline.data.dataset_builder import build_dataset
     from paceline.protocol.block_plan import BlockDealer, EpochBlockPlan
     from paceline.protocol.messages import Lease
     from paceline.worker.batch_loader import BatchLoader
@@ -127,7 +128,7 @@ def by_paceline(files: list[Path], shard: str) -> Iterator[Any]:
     if files[0].parent.name == "floats":
         # Bytes are scaled on the way; numbers are taken as they are, and scaled as elsewhere.
         pipeline = pipeline.batch(scale_batch)
-    feed = BatchLoader(build_dataset(pipeline, FeatureOptions()).table, 0, torch.device("cpu"))
+    feed = BatchLoader(build_dataset(pipeline, FeatureOptions()).train, 0, torch.device("cpu"))
     try:
         for epoch in range(EPOCHS):
             allotment = None

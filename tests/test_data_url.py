@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data import as_dataset, read, stores
 from paceline.data.arrow_columns import ColumnError, to_array
-from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.dataset import FeatureOptions
+from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.discovery import check_source
-from paceline.data.pipelined_dataset import PipelinedDataset
+from paceline.data.streaming import PipelinedDataset
 from paceline.errors import DataError, UsageError
 
 SIDE = 4
@@ -156,7 +157,7 @@ def test_every_way_of_holding_rows_gives_the_same(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     images, labels = write_set(tmp_path / "set", [60, 45])
     pipeline = read(str(tmp_path / "set")).shard(shard).cache(cache)
-    table = build_dataset(pipeline, FeatureOptions(dtype="float64")).table
+    table = build_dataset(pipeline, FeatureOptions(dtype="float64")).train
     assert isinstance(table, PipelinedDataset)
     wanted = np.array([104, 0, 61, 59, 60, 3])
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_maps_and_batches_change_rows(tmp_path: Path) -> None:
         .map(lambda x, y: (x.float() / 2, y + 1))
         .batch(lambda x, y: (x * 10, y * 2))
     )
-    x, y = build_dataset(pipeline, FeatureOptions()).table.batch(np.arange(3))
+    x, y = build_dataset(pipeline, FeatureOptions()).train.batch(np.arange(3))
     assert x[:, 0].tolist() == [0.0, 5.0, 10.0]
     assert y.tolist() == [2, 4, 6]
 
@@ -184,7 +185,7 @@ def test_maps_and_batches_change_rows(tmp_path: Path) -> None:
 def test_scale_is_of_bytes(tmp_path: Path) -> None:
     write_set(tmp_path, [20])
     pipeline = read(str(tmp_path), scale=(1.0, (2.0,), (4.0,)))
-    x, _ = build_dataset(pipeline, FeatureOptions()).table.batch(np.arange(3))
+    x, _ = build_dataset(pipeline, FeatureOptions()).train.batch(np.arange(3))
     assert x[:, 0].tolist() == [-0.5, -0.25, 0.0]
 
 
@@ -243,7 +244,7 @@ def test_columns_that_are_missing_or_null_are_named(tmp_path: Path) -> None:
         DataError, match=r"x\.parquet, row group 0, row 1: column 'a' contains a null"
     ):
         check(tmp_path)
-    x, _ = build_dataset(read(str(tmp_path), fill=9.0), FeatureOptions()).table.batch(np.arange(3))
+    x, _ = build_dataset(read(str(tmp_path), fill=9.0), FeatureOptions()).train.batch(np.arange(3))
     assert x.tolist() == [[1.0], [9.0], [2.0]]
     with pytest.raises(DataError, match="1 values per row do not match"):
         check(tmp_path, fill=0.0, shape=(2, 2))
@@ -317,7 +318,7 @@ def web(tmp_path: Path) -> Iterator[str]:
 def test_parquet_over_http(web: str, tmp_path: Path) -> None:
     images, _ = write_set(tmp_path, [120])
     pipeline = read(f"{web}/part-00.parquet").shard("row_group")
-    table = build_dataset(pipeline, FeatureOptions()).table
+    table = build_dataset(pipeline, FeatureOptions()).train
     assert isinstance(table, PipelinedDataset)
     x, _ = table.batch(np.array([119, 0]))
     assert np.allclose(x.numpy() * 255, images[[119, 0]], atol=1e-3)
@@ -376,7 +377,7 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_parquet_over_sftp(sftp: str, tmp_path: Path) -> None:
     images, _ = write_set(tmp_path / "set", [70, 30])
-    table = build_dataset(read(f"{sftp}{tmp_path}/set/*.parquet"), FeatureOptions()).table
+    table = build_dataset(read(f"{sftp}{tmp_path}/set/*.parquet"), FeatureOptions()).train
     x, _ = table.batch(np.array([99, 0]))
     assert np.allclose(x.numpy() * 255, images[[99, 0]], atol=1e-3)
     with pytest.raises(DataError, match="no data files found"):

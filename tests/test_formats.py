@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from paceline.data import read
 from paceline.data import tfrecord as records
 from paceline.data.conversion import convert
-from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.dataset import FeatureOptions
+from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.discovery import check_source, list_splits, open_source_for
 from paceline.data.tf_example import decode, encode
 from paceline.errors import DataError, UsageError
@@ -39,7 +40,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def rows_of(url: Path, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    table = build_dataset(read(str(url), **options), FeatureOptions(dtype="float64")).table
+    table = build_dataset(read(str(url), **options), FeatureOptions(dtype="float64")).train
     x, y = table.batch(np.arange(len(table)))
     return x.numpy(), y.numpy()
 

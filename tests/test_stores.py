@@ -15,9 +15,10 @@ from conftest import RUN_S
 from object_stores import NotHere, Store
 from paceline.data import read, stores
 from paceline.data.conversion import convert
-from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.dataset import FeatureOptions
+from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.discovery import check_source
-from paceline.data.pipelined_dataset import PipelinedDataset
+from paceline.data.streaming import PipelinedDataset
 from paceline.errors import DataError
 from paceline.job import Job
 from paceline.launch.run import train
@@ -100,7 +101,7 @@ def test_hdfs_goes_on_when_a_datanode_dies(hdfs: Store, tmp_path: Path) -> None:
     images, labels = write_set(tmp_path / "set", [3000], group=100)
     url = f"{hdfs.url}/set/part-00.parquet"
     stores.write_bytes(url, (tmp_path / "set" / "part-00.parquet").read_bytes())
-    table = build_dataset(read(url).shard("row_group"), FeatureOptions()).table
+    table = build_dataset(read(url).shard("row_group"), FeatureOptions()).train
     assert isinstance(table, PipelinedDataset)
     assert table.blocks is not None
     x, _ = table.batch(np.arange(50))

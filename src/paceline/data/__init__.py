@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.catalog import check_name, dataset_names, kind
-from paceline.data.dataset import DatasetSplits, MapDataset
+from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
 
 if TYPE_CHECKING:
     from paceline.data.adapters import TensorPairDataset, TorchDatasetAdapter, as_dataset
@@ -79,7 +79,8 @@ def load(
     """
     from paceline.data import named_datasets
 
-    return named_datasets.load(check_name(name), data_dir, dtype=dtype, augment=augment, seed=seed)
+    options = FeatureOptions(dtype=dtype, augment=augment, seed=seed)
+    return named_datasets.load(check_name(name), data_dir, options)
 
 
 def __getattr__(attribute: str) -> Any:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from paceline.data.dataset import MapDataset
-from paceline.data.dataset_builder import FeatureOptions, build_dataset
+from paceline.data.dataset import FeatureOptions, MapDataset
+from paceline.data.dataset_builder import build_dataset
 from paceline.data.in_memory import check_dtype
 from paceline.data.pipeline import DataPipeline
 from paceline.errors import DataError, UsageError
@@ -36,7 +36,7 @@ def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = 
     """
     kind = check_dtype(dtype) if dtype is not None else None
     if isinstance(obj, DataPipeline):
-        return build_dataset(obj, FeatureOptions(dtype=dtype or "float32")).table
+        return build_dataset(obj, FeatureOptions(dtype=dtype or "float32")).train
     if isinstance(obj, DataLoader):
         obj, collate = _open_loader(obj, collate)
     if isinstance(obj, TensorDataset) and len(obj.tensors) == 2 and collate is None:

@@ -14,7 +14,6 @@ from paceline.data.dataset_files import DatasetFiles
 NUMBERS = (0, 2, 4, 10, 11, 12)
 CATEGORIES = (1, 3, 5, 6, 7, 8, 9, 13)
 LABELS = {"<=50K": 0, ">50K": 1}
-CLASSES = 2
 
 _COLUMNS = len(NUMBERS) + len(CATEGORIES) + 1
 
@@ -30,10 +29,7 @@ class AdultRows:
 
 def locate(files: DatasetFiles) -> tuple[Path, Path]:
     """Returns the training and test files. Raises DataError for a missing file or a wrong size."""
-    paths = files.require("adult.data"), files.require("adult.test")
-    for path in paths:
-        files.check_size(path)
-    return paths
+    return files.require("adult.data"), files.require("adult.test")
 
 
 def read(files: DatasetFiles, path: Path) -> AdultRows:
@@ -50,23 +46,21 @@ def read(files: DatasetFiles, path: Path) -> AdultRows:
         where = f"{path}, line {number}"
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != _COLUMNS:
-            raise files.corrupt_file_error(where, f"{len(fields)} columns, expected {_COLUMNS}")
+            raise files.corrupt(where, f"{len(fields)} columns, expected {_COLUMNS}")
         label = fields[-1].removesuffix(".")
         if label not in LABELS:
-            raise files.corrupt_file_error(
-                where, f"label {label!r}, expected {' or '.join(LABELS)}"
-            )
+            raise files.corrupt(where, f"label {label!r}, expected {' or '.join(LABELS)}")
         try:
             values = [float(fields[column]) for column in NUMBERS]
         except ValueError as error:
-            raise files.corrupt_file_error(where, f"expected a number ({error})") from error
+            raise files.corrupt(where, f"expected a number ({error})") from error
         if not all(map(math.isfinite, values)):
-            raise files.corrupt_file_error(where, "expected finite numbers")
+            raise files.corrupt(where, "expected finite numbers")
         numbers.append(values)
         words.append([fields[column] for column in CATEGORIES])
         labels.append(LABELS[label])
     if not labels:
-        raise files.corrupt_file_error(path, "contains no rows")
+        raise files.corrupt(path, "contains no rows")
     return AdultRows(np.array(numbers), np.array(words), np.array(labels, dtype=np.int64))
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from paceline.data.blocks import Array, ColumnSelection, bad_file
+from paceline.data.stores import StoredFile
 
 
 class ColumnError(ValueError):
@@ -28,6 +28,20 @@ class ColumnError(ValueError):
     def __init__(self, text: str, row: int | None = None) -> None:
         super().__init__(text)
         self.row = row
+
+
+def to_arrays(
+    table: Any, selection: ColumnSelection, file: StoredFile, where: str, row_of: str = ""
+) -> list[Array]:
+    """Converts the selected columns of a table. Raises DataError with the column and the row."""
+    arrays = []
+    for name in selection.names:
+        try:
+            arrays.append(to_array(table.column(name), selection.fill))
+        except ColumnError as error:
+            row = "" if error.row is None else f", row {error.row}{row_of}"
+            raise bad_file(file, f"column {name!r} contains {error}", where + row) from None
+    return arrays
 
 
 def to_array(column: Any, fill: float | None = None) -> Array:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.dataset import FeatureOptions
 from paceline.data.hashing import hash_rows
+from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,12 @@ class Augmentation:
 
 COLOR = Augmentation(pad=4, flip=True)
 GRAY = Augmentation(pad=2, flip=False)
+
+
+def choose_augmentation(shape: tuple[int, ...], options: FeatureOptions) -> Augmentation | None:
+    """Returns the augmentation of rows of this shape. Raises UsageError if they are not images."""
+    if not options.augment:
+        return None
+    if len(shape) != 3:
+        raise UsageError(f"augment: rows of shape {'x'.join(map(str, shape))} are not images")
+    return COLOR if shape[0] == 3 else GRAY

@@ -11,9 +11,10 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data import array_cache
+from paceline.data.array_cache import ByteArrays
+from paceline.data.blocks import GZIP_MAGIC
 from paceline.data.dataset_files import DatasetFiles
 from paceline.errors import DataError
 
@@ -25,10 +26,6 @@ TEST = ("test_batch.bin",)
 ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-binary.tar.xz")
 PICKLED = ("cifar-10-batches-py", "cifar-10-python.tar.gz", "data_batch_1")
 
-_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
-
-Bytes = npt.NDArray[np.uint8]
-Arrays = dict[str, Bytes]
 Contents = dict[str, tuple[Path | str, bytes]]  # By file name: label for errors, and content.
 
 
@@ -38,7 +35,7 @@ def locate(files: DatasetFiles) -> tuple[Path, ...]:
     Raises DataError if they are missing, if only the pickled version exists, or for a file with the
     wrong size, with incomplete records, or that is not an archive.
     """
-    if _find_unpacked(files, TRAIN[0]):
+    if files.find(f"{FOLDER}/{TRAIN[0]}", TRAIN[0]):
         return tuple(_check_unpacked(files, name) for name in TRAIN + TEST)
     archive = files.find(*ARCHIVES)
     if archive is not None:
@@ -48,10 +45,10 @@ def locate(files: DatasetFiles) -> tuple[Path, ...]:
         for name in PICKLED:
             if (folder / name).exists():
                 raise _refuse_pickle(files, folder / name)
-    raise files.missing_file_error(ARCHIVES[0])
+    raise files.missing(ARCHIVES[0])
 
 
-def read(files: DatasetFiles, paths: tuple[Path, ...]) -> Arrays:
+def read(files: DatasetFiles, paths: tuple[Path, ...]) -> ByteArrays:
     """Returns images (N, 3, 32, 32) and labels (N,) as bytes: train_images, train_labels, test_...
 
     An archive is decoded once and cached. Raises DataError for an archive that is truncated or
@@ -62,52 +59,42 @@ def read(files: DatasetFiles, paths: tuple[Path, ...]) -> Arrays:
     archive = paths[0]
     return array_cache.load_or_build(
         array_cache.name_entry(files.entry.name, archive),
-        _ARRAYS,
+        ("train_images", "train_labels", "test_images", "test_labels"),
         build=lambda: _join(files, _unpack(files, archive)),
         fits=_fits,
     )
 
 
-def _find_unpacked(files: DatasetFiles, name: str) -> Path | None:
-    return files.find(f"{FOLDER}/{name}", name)
-
-
 def _check_unpacked(files: DatasetFiles, name: str) -> Path:
-    path = _find_unpacked(files, name)
+    path = files.find(f"{FOLDER}/{name}", name)
     if path is None:
-        raise files.missing_file_error(name)
+        raise files.missing(name)
     _check_records(files, path, files.check_size(path))
     return path
 
 
 def _check_records(files: DatasetFiles, where: Path | str, size: int) -> None:
     if size == 0 or size % RECORD:
-        raise files.corrupt_file_error(
-            where, f"has {size:,} bytes, expected a multiple of {RECORD:,}"
-        )
+        raise files.corrupt(where, f"has {size:,} bytes, expected a multiple of {RECORD:,}")
 
 
 def _check_archive(files: DatasetFiles, path: Path) -> None:
     size = files.check_size(path)
-    magic = b"\x1f\x8b" if path.suffix == ".gz" else b"\xfd7zXZ\x00"
+    kind, magic = ("gzip", GZIP_MAGIC) if path.suffix == ".gz" else ("xz", b"\xfd7zXZ\x00")
     head = files.read_head(path, len(magic))
     if head != magic:
-        kind = "gzip" if path.suffix == ".gz" else "xz"
-        raise files.corrupt_file_error(
-            path, f"is not {kind} (starts with {head.hex()}, expected {magic.hex()})"
-        )
-    if path.suffix == ".xz":
+        what = f"is not {kind} (starts with {head.hex()}, expected {magic.hex()})"
+        raise files.corrupt(path, what)
+    if kind == "xz":
         # xz files end with a magic number, so an incomplete download is found without decoding.
         with path.open("rb") as stream:
             stream.seek(max(size - 2, 0))
             if stream.read() != b"YZ":
-                raise files.corrupt_file_error(
-                    path, f"is truncated: no xz footer after {size:,} bytes"
-                )
+                raise files.corrupt(path, f"is truncated: no xz footer after {size:,} bytes")
 
 
 def _refuse_pickle(files: DatasetFiles, where: Path | str) -> DataError:
-    return files.corrupt_file_error(
+    return files.corrupt(
         where,
         "is the pickled version, which is not supported because a pickle can execute code; "
         f"download the binary version, {ARCHIVES[0]}, from {files.entry.homepage}",
@@ -130,15 +117,15 @@ def _unpack(files: DatasetFiles, archive: Path) -> Contents:
                     files.check_content(where, name, content)
                     found[name] = (where, content)
     except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        raise files.corrupt_file_error(archive, f"is truncated or damaged ({error})") from error
+        raise files.corrupt(archive, f"is truncated or damaged ({error})") from error
     for name in TRAIN + TEST:
         if name not in found:
-            raise files.corrupt_file_error(archive, f"does not contain {FOLDER}/{name}")
+            raise files.corrupt(archive, f"does not contain {FOLDER}/{name}")
     return found
 
 
-def _join(files: DatasetFiles, contents: Contents) -> Arrays:
-    arrays: Arrays = {}
+def _join(files: DatasetFiles, contents: Contents) -> ByteArrays:
+    arrays: ByteArrays = {}
     for part, names in (("train", TRAIN), ("test", TEST)):
         batches = []
         for name in names:
@@ -147,19 +134,16 @@ def _join(files: DatasetFiles, contents: Contents) -> Arrays:
             records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
             if records[:, 0].max() >= CLASSES:
                 row = int(np.argmax(records[:, 0] >= CLASSES))
-                raise files.corrupt_file_error(
-                    where,
-                    f"label {records[row, 0]} in record {row}, expected 0 to {CLASSES - 1}",
-                )
+                what = f"label {records[row, 0]} in record {row}, expected 0 to {CLASSES - 1}"
+                raise files.corrupt(where, what)
             batches.append(records)
-        arrays[f"{part}_images"] = np.concatenate([b[:, 1:] for b in batches]).reshape(
-            -1, 3, 32, 32
-        )
-        arrays[f"{part}_labels"] = np.concatenate([b[:, 0] for b in batches])
+        images = np.concatenate([records[:, 1:] for records in batches])
+        arrays[f"{part}_images"] = images.reshape(-1, 3, 32, 32)
+        arrays[f"{part}_labels"] = np.concatenate([records[:, 0] for records in batches])
     return arrays
 
 
-def _fits(arrays: Arrays) -> bool:
+def _fits(arrays: ByteArrays) -> bool:
     return all(
         arrays[f"{part}_images"].shape == (len(arrays[f"{part}_labels"]), 3, 32, 32)
         for part in ("train", "test")

@@ -32,6 +32,15 @@ class MapDataset(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions:
+    """Conversion of rows to features, the same for all splits of a dataset."""
+
+    dtype: str = "float32"
+    augment: bool = False
+    seed: int = 0
+
+
 @dataclass(frozen=True)
 class DatasetSplits:
     """A dataset, split; `notes` are caveats to show with the results."""

@@ -11,17 +11,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from paceline.data import array_cache, augmentation, hashing
-from paceline.data.block_cache import DiskBlockCache, MemoryBlockCache
-from paceline.data.blocks import BlockSource, DataBlock, Rows, row_bytes
-from paceline.data.dataset import DatasetSplits, Kind, MapDataset
+from paceline.data import array_cache, hashing
+from paceline.data.augmentation import choose_augmentation
+from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, row_bytes
+from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
 from paceline.data.discovery import (
     apply_metadata,
     list_data_files,
@@ -31,36 +30,18 @@ from paceline.data.discovery import (
 )
 from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling
 from paceline.data.pipeline import DataPipeline
-from paceline.data.pipelined_dataset import PipelinedDataset
 from paceline.data.stores import StoredFile
-from paceline.data.streaming import READERS, BlockReader, StreamingDataset
-from paceline.data.thread_pool import DaemonThreadPool
+from paceline.data.streaming import (
+    READERS,
+    BlockReader,
+    MemoryBlockCache,
+    PipelinedDataset,
+    StreamingDataset,
+)
 from paceline.errors import DataError, UsageError
 
-FETCHERS = 4
-"""Threads that read an entire dataset at the start; they mostly wait for the store."""
 MIN_BLOCKS_TO_SPLIT = 10
 """With fewer blocks, a tenth cannot be held out."""
-
-
-@dataclass(frozen=True)
-class BuiltDataset:
-    """A dataset and the properties that built-in models need."""
-
-    table: MapDataset
-    shape: tuple[int, ...]
-    classes: int | None
-    kind: Kind
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureOptions:
-    """Conversion of rows to features, the same for all splits of a dataset."""
-
-    dtype: str = "float32"
-    augment: bool = False
-    seed: int = 0
 
 
 def build_splits(
@@ -72,33 +53,31 @@ def build_splits(
     """
     pipeline, parts = list_splits(pipeline)
     hold_out = val is None and "val" not in parts
-    opened, held = _open_part(pipeline, parts["train"], options, hold_out=hold_out)
+    found = _open_part(pipeline, parts["train"], options, hold_out=hold_out)
     plain = replace(options, augment=False)
-    others: dict[str, MapDataset | None] = {"val": held, "test": None}
-    for part in ("val", "test"):
-        if part in parts:
-            others[part] = _open_part(pipeline, parts[part], plain)[0].table
-    if val is not None and opened.kind == "text":
-        raise UsageError(
-            f"{name}: --val-data is not supported for text, whose character codes depend on the "
-            "whole file; remove it, and a tenth is held out"
-        )
+    others = {"val": found.val, "test": None} | {
+        part: _open_part(pipeline, files, plain).train
+        for part, files in parts.items()
+        if part != "train"
+    }
     if val is not None:
-        others["val"] = build_matching(pipeline, val, plain, opened)
-    return DatasetSplits(
-        name,
-        opened.shape,
-        opened.classes,
-        opened.kind,
-        opened.table,
-        others["val"],
-        others["test"],
-        opened.notes,
-    )
+        if found.kind == "text":
+            raise UsageError(
+                f"{name}: --val-data is not supported for text, whose character codes depend on "
+                "the whole file; remove it, and a tenth is held out"
+            )
+        others["val"] = _build_matching(pipeline, val, plain, found.input_shape)
+    return replace(found, name=name, val=others["val"], test=others["test"])
 
 
-def build_matching(
-    like: DataPipeline, pipeline: DataPipeline, options: FeatureOptions, first: BuiltDataset
+def build_dataset(pipeline: DataPipeline, options: FeatureOptions) -> DatasetSplits:
+    """Builds a dataset with all rows of a pipeline in `train`. Raises like `build_splits`."""
+    pipeline, parts = list_splits(pipeline)
+    return _open_part(pipeline, parts["train"], options)
+
+
+def _build_matching(
+    like: DataPipeline, pipeline: DataPipeline, options: FeatureOptions, shape: tuple[int, ...]
 ) -> MapDataset:
     """Builds validation data like the training data. Raises DataError if the shapes differ."""
     pipeline = apply_metadata(pipeline, read_metadata(pipeline.urls[0]))
@@ -112,18 +91,12 @@ def build_matching(
         scale=pipeline.scale or like.scale,
         maps=pipeline.maps or like.maps,
     )
-    opened, _ = _open_part(pipeline, list_data_files(pipeline), options)
-    if opened.shape != first.shape:
+    found = _open_part(pipeline, list_data_files(pipeline), options)
+    if found.input_shape != shape:
         raise DataError(
-            f"{pipeline.urls[0]}: rows have the shape {opened.shape}, but {first.shape} in training"
+            f"{pipeline.urls[0]}: rows have the shape {found.input_shape}, but {shape} in training"
         )
-    return opened.table
-
-
-def build_dataset(pipeline: DataPipeline, options: FeatureOptions) -> BuiltDataset:
-    """Builds a dataset of all rows of a pipeline. Raises like `build_splits`."""
-    pipeline, parts = list_splits(pipeline)
-    return _open_part(pipeline, parts["train"], options)[0]
+    return found.train
 
 
 def _open_part(
@@ -132,59 +105,70 @@ def _open_part(
     options: FeatureOptions,
     *,
     hold_out: bool = False,
-) -> tuple[BuiltDataset, MapDataset | None]:
+) -> DatasetSplits:
+    """Returns the rows of some files in `train`, without a tenth in `val` if `hold_out`."""
     source = open_source_for(pipeline, files)
-    build_table = getattr(source, "as_opened", None)
-    if build_table is not None:
-        # A format whose rows are derived from its files, such as windows of a text.
-        built, part = build_table(hold_out)
-        return replace(built, table=_wrap(built.table, pipeline, None)), part
+    derived = source.derive_splits(hold_out)
+    if derived is not None:
+        return replace(derived, train=_wrap(derived.train, pipeline, None))
     reader = BlockReader(source, pipeline.maps)
     first = reader.read(source.blocks[0])
-    scaling, finish = _make_finish(pipeline, first, options)
     shape = first[0].shape[1:]
-    classes = _count_classes(pipeline, source, reader, first)
-    kind: Kind = "image" if len(shape) == 3 else "table"
+    plain: dict[str, Any] = {"dtype": options.dtype, "scaling": _choose_scaling(pipeline, first[0])}
+    augmented = {
+        **plain,
+        "augmentation": choose_augmentation(shape, options),
+        "seed": options.seed,
+    }
+    classes = _count_classes(pipeline, reader, first)
     shard = choose_sharding(pipeline, source, row_bytes(first))
     train: MapDataset
     val: MapDataset | None = None
     notes: tuple[str, ...] = ()
     if shard in ("sample", "off"):
         x, y = _hold_all(pipeline, reader, first, shard)
-        kept, held = np.arange(len(y)), np.arange(0)
+        kept = None
         if hold_out and len(y) >= 10:
             kept, held = hashing.split_holdout(len(y), len(y) // 10)
-        train = ArrayDataset(
-            x,
-            y,
-            dtype=options.dtype,
-            rows=None if len(kept) == len(y) else kept,
-            scaling=scaling,
-            augmentation=_augmentation(shape, options),
-            seed=options.seed,
-        )
-        if len(held):
-            val = ArrayDataset(x, y, dtype=options.dtype, rows=held, scaling=scaling)
+            val = ArrayDataset(x, y, rows=held, **plain)
+        train = ArrayDataset(x, y, rows=kept, **augmented)
     else:
-        blocks, held_blocks = list(source.blocks), []
+
+        def stream(blocks: Sequence[DataBlock], conversion: dict[str, Any]) -> StreamingDataset:
+            return StreamingDataset(
+                reader,
+                blocks,
+                BatchTransform(**conversion, dimensions=len(shape)),
+                row_bytes=row_bytes(first),
+                # For current and prefetched windows; the cache takes half, decoding the rest.
+                memory_bytes=_budget(pipeline) * 3 // 8,
+                threads=max(READERS, pipeline.map_threads),
+            )
+
+        blocks: Sequence[DataBlock] = source.blocks
+        if pipeline.cache_in == "memory":
+            reader.kept = MemoryBlockCache(_budget(pipeline) // 2)
+        elif pipeline.cache_in == "disk":
+            folder = array_cache.root() / array_cache.name_copy(pipeline, reader)
+            reader.stored = array_cache.DiskBlockCache(folder)
         if hold_out and len(blocks) >= MIN_BLOCKS_TO_SPLIT:
             order = hashing.split_holdout(len(blocks), len(blocks) // 10)
             blocks, held_blocks = ([source.blocks[i] for i in part] for part in order)
             notes = (f"validation: {len(held_blocks)} of {len(source.blocks)} blocks",)
+            val = stream(held_blocks, plain)
         elif hold_out:
             notes = (f"no validation: {len(blocks)} blocks are too few to hold one out",)
-        if pipeline.cache_in == "memory":
-            reader.kept = MemoryBlockCache(_budget(pipeline) // 2)
-        elif pipeline.cache_in == "disk":
-            from paceline.data.mapped_copy import name_copy
-
-            reader.stored = DiskBlockCache(array_cache.root() / name_copy(pipeline, reader))
-        train = _make_streamed(pipeline, reader, blocks, finish, first)
-        if held_blocks:
-            _, plain = _make_finish(pipeline, first, replace(options, augment=False))
-            val = _make_streamed(pipeline, reader, held_blocks, plain, first)
-    opened = BuiltDataset(_wrap(train, pipeline, shard), shape, classes, kind, notes)
-    return opened, val
+        train = stream(blocks, augmented)
+    return DatasetSplits(
+        name="",
+        input_shape=shape,
+        classes=classes,
+        kind="image" if len(shape) == 3 else "table",
+        train=_wrap(train, pipeline, shard),
+        val=val,
+        test=None,
+        notes=notes,
+    )
 
 
 def _wrap(table: MapDataset, pipeline: DataPipeline, shard: str | None) -> PipelinedDataset:
@@ -202,8 +186,7 @@ def choose_sharding(pipeline: DataPipeline, source: BlockSource, row_size: int) 
     """Returns the requested sharding, or chooses one by the size of the data."""
     if pipeline.shard_by != "auto":
         return pipeline.shard_by
-    rows = sum(block.rows for block in source.blocks)
-    if pipeline.cache_in == "memory" or rows * row_size <= _budget(pipeline) // 2:
+    if pipeline.cache_in == "memory" or source.row_count * row_size <= _budget(pipeline) // 2:
         return "sample"
     return "row_group"
 
@@ -212,41 +195,19 @@ def _budget(pipeline: DataPipeline) -> int:
     return pipeline.memory_mb << 20
 
 
-def _make_finish(
-    pipeline: DataPipeline, first: Rows, options: FeatureOptions
-) -> tuple[PixelScaling | None, BatchTransform]:
-    x = first[0]
-    scaling = None
-    if x.dtype == np.uint8:
-        scaling = PixelScaling(*(pipeline.scale or (255.0, (0.0,), (1.0,))))
-    shape = x.shape[1:]
-    if scaling is not None and len(shape) == 3 and len(scaling.mean) not in (1, shape[0]):
-        raise UsageError(
-            f"scale: {len(scaling.mean)} means were given for images with {shape[0]} channels"
-        )
-    finish = BatchTransform(
-        options.dtype,
-        dimensions=len(shape),
-        scaling=scaling,
-        augmentation=_augmentation(shape, options),
-        seed=options.seed,
-    )
-    return scaling, finish
-
-
-def _augmentation(
-    shape: tuple[int, ...], options: FeatureOptions
-) -> augmentation.Augmentation | None:
-    if not options.augment:
+def _choose_scaling(pipeline: DataPipeline, x: Array) -> PixelScaling | None:
+    if x.dtype != np.uint8:
         return None
-    if len(shape) != 3:
-        raise UsageError(f"augment: rows of shape {'x'.join(map(str, shape))} are not images")
-    return augmentation.COLOR if shape[0] == 3 else augmentation.GRAY
+    scaling = PixelScaling(*(pipeline.scale or (255.0, (0.0,), (1.0,))))
+    if x.ndim == 4 and len(scaling.mean) not in (1, x.shape[1]):
+        raise UsageError(
+            f"scale: {len(scaling.mean)} means were given for images with {x.shape[1]} channels"
+        )
+    return scaling
 
 
-def _count_classes(
-    pipeline: DataPipeline, source: BlockSource, reader: BlockReader, first: Rows
-) -> int | None:
+def _count_classes(pipeline: DataPipeline, reader: BlockReader, first: Rows) -> int | None:
+    source = reader.source
     if pipeline.classes is not None:
         return pipeline.classes
     if first[1].dtype.kind == "f":
@@ -254,61 +215,20 @@ def _count_classes(
     known = source.count_classes()
     if known is not None:
         return known
-    rows = sum(block.rows for block in source.blocks)
-    if rows * row_bytes(first) > _budget(pipeline) // 2:
+    if source.row_count * row_bytes(first) > _budget(pipeline) // 2:
         return None
     return 1 + max(int(reader.read(block)[1].max()) for block in source.blocks)
 
 
-def _make_streamed(
-    pipeline: DataPipeline,
-    reader: BlockReader,
-    blocks: list[DataBlock],
-    finish: BatchTransform,
-    first: Rows,
-) -> StreamingDataset:
-    # Three eighths are for current and prefetched windows; the cache takes half, decoding the rest.
-    return StreamingDataset(
-        reader,
-        blocks,
-        finish,
-        row_bytes=row_bytes(first),
-        memory_bytes=_budget(pipeline) * 3 // 8,
-        threads=max(READERS, pipeline.map_threads),
-    )
-
-
 def _hold_all(pipeline: DataPipeline, reader: BlockReader, first: Rows, shard: str) -> Rows:
     """Returns all rows: in memory, or in a copy on disk that the machine's processes share."""
-    blocks = reader.source.blocks
-    size = sum(block.rows for block in blocks) * row_bytes(first)
+    count = reader.source.row_count
     where = pipeline.cache_in
     if where == "auto":
-        where = "memory" if shard == "off" or size <= _budget(pipeline) else "disk"
+        fits = count * row_bytes(first) <= _budget(pipeline)
+        where = "memory" if shard == "off" or fits else "disk"
     if where == "disk":
-        from paceline.data.mapped_copy import open_mapped_copy
-
-        return open_mapped_copy(pipeline, reader, first)
-    count = sum(block.rows for block in blocks)
-    x = np.empty((count, *first[0].shape[1:]), first[0].dtype)
-    y = np.empty((count, *first[1].shape[1:]), first[1].dtype)
-    read_all_blocks(reader, first, x, y)
+        return array_cache.open_mapped_copy(pipeline, reader, first)
+    x, y = (np.empty((count, *part.shape[1:]), part.dtype) for part in first)
+    reader.read_all(first, x, y)
     return x, y
-
-
-def read_all_blocks(reader: BlockReader, first: Rows, x: Any, y: Any) -> None:
-    """Reads all blocks into arrays, with at most `FETCHERS` of them in memory."""
-    background = DaemonThreadPool(FETCHERS, "paceline-fetch")
-    blocks = reader.source.blocks
-    ahead: list[Future[Rows]] = []
-    try:
-        start = 0
-        following = iter(blocks[1:])
-        for number, block in enumerate(blocks):
-            while len(ahead) < FETCHERS and (more := next(following, None)) is not None:
-                ahead.append(background.submit(partial(reader.read, more)))
-            rows = first if number == 0 else ahead.pop(0).result()
-            x[start : start + block.rows], y[start : start + block.rows] = rows
-            start += block.rows
-    finally:
-        background.close()

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from paceline.errors import DataError
 
-CLASSES = 10
 VALIDATION, TEST = 200, 300
 FILE = Path(__file__).with_name("digits.npz")
 

@@ -6,20 +6,23 @@ in its name. A compressed file is one block.
 
 from __future__ import annotations
 
-import gzip
 import math
 import struct
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.data.blocks import (
+    GZIP_MAGIC,
+    BlockSource,
     ColumnSelection,
     DataBlock,
     Rows,
     bad_file,
     check_not_empty,
-    stack_features,
+    read_block,
+    unpack,
 )
 from paceline.data.stores import StoredFile, list_files, read_bytes
 from paceline.errors import DataError
@@ -29,11 +32,11 @@ CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
-class CifarSource:
+class CifarSource(BlockSource):
     """Records of one label byte and one image."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(list(files))
+        check_not_empty(files)
         self.files = files
         self.selection = selection
         blocks = []
@@ -54,26 +57,19 @@ class CifarSource:
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
-        content = read_bytes(file.url, block.offset, block.offset + block.size)
+        content = read_block(file, block)
         if len(content) != block.size:
             raise bad_file(file, "is truncated", f" (at byte {block.offset + len(content):,})")
         records = np.frombuffer(content, np.uint8).reshape(block.rows, CIFAR_RECORD)
-        features = records[:, 1:].reshape(block.rows, *CIFAR_SHAPE)
-        return stack_features([features], self.selection.shape), records[:, 0]
-
-    def count_classes(self) -> int | None:
-        return None
+        images = records[:, 1:].reshape(block.rows, *CIFAR_SHAPE)
+        return self._shape_features(block, [images]), records[:, 0]
 
 
-def open_cifar(files: tuple[StoredFile, ...], selection: ColumnSelection) -> CifarSource:
-    return CifarSource(files, selection)
-
-
-class IdxSource:
+class IdxSource(BlockSource):
     """Pairs of files: images and their labels."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(list(files))
+        check_not_empty(files)
         self.files = tuple(f for f in files if "images" in f.name) or files
         self.selection = selection
         named = {file.url: file for file in files}
@@ -88,51 +84,38 @@ class IdxSource:
                     "its name must contain images-idx3, from which that of its labels is derived",
                 )
             labels = named.get(url) or list_files(url)[0]
-            shape, begin, packed = _read_head(file)
-            (count,), _, _ = _read_head(labels)
+            shape, packed = _read_head(file)
+            (count,), labels_packed = _read_head(labels)
             if count != shape[0]:
                 raise bad_file(file, f"{shape[0]:,} images, but {count:,} labels in {labels.url}")
             self._labels.append(labels)
             self._shapes.append(shape[1:])
             size = math.prod(shape[1:])
-            step = count if packed or _is_packed(labels) else max(1, BLOCK_BYTES // size)
-            if not packed and file.size != begin + count * size:
+            needed = 4 + 4 * len(shape) + count * size
+            if not packed and file.size != needed:
                 raise bad_file(
                     file,
-                    f"has {file.size:,} bytes, but its header requires {begin + count * size:,}",
-                    f" (at byte {min(file.size, begin + count * size):,})",
+                    f"has {file.size:,} bytes, but its header requires {needed:,}",
+                    f" (at byte {min(file.size, needed):,})",
                 )
-            blocks += [
-                DataBlock(number, first, min(step, count - first), min(step, count - first) * size)
-                for first in range(0, count, step)
-            ]
+            step = count if packed or labels_packed else max(1, BLOCK_BYTES // size)
+            for first in range(0, count, step):
+                rows = min(step, count - first)
+                blocks.append(DataBlock(number, first, rows, rows * size))
         self.blocks = tuple(blocks)
 
     def read(self, block: DataBlock) -> Rows:
         """Reads a block. `offset` counts rows, because the two files differ in bytes per row."""
-        file, labels = self.files[block.file], self._labels[block.file]
         shape = self._shapes[block.file]
-        images = _read_rows(file, 4 + 4 * (1 + len(shape)), math.prod(shape), block)
-        features = images.reshape(block.rows, *shape)
-        numbers = _read_rows(labels, 8, 1, block)
-        return stack_features([features], self.selection.shape), numbers
-
-    def count_classes(self) -> int | None:
-        return None
+        images = _read_rows(self.files[block.file], 8 + 4 * len(shape), math.prod(shape), block)
+        labels = _read_rows(self._labels[block.file], 8, 1, block)
+        return self._shape_features(block, [images.reshape(block.rows, *shape)]), labels
 
 
-def open_idx(files: tuple[StoredFile, ...], selection: ColumnSelection) -> IdxSource:
-    return IdxSource(files, selection)
-
-
-def _is_packed(file: StoredFile) -> bool:
-    return read_bytes(file.url, 0, 2) == b"\x1f\x8b"
-
-
-def _read_head(file: StoredFile) -> tuple[tuple[int, ...], int, bool]:
-    """Returns the dimensions, the offset of the data, and whether the file is compressed."""
+def _read_head(file: StoredFile) -> tuple[tuple[int, ...], bool]:
+    """Returns the dimensions, and whether the file is compressed."""
     head = read_bytes(file.url, 0, min(file.size, 4096))
-    packed = head[:2] == b"\x1f\x8b"
+    packed = head[:2] == GZIP_MAGIC
     if packed:
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, 64)
@@ -141,24 +124,19 @@ def _read_head(file: StoredFile) -> tuple[tuple[int, ...], int, bool]:
     if len(head) < 8 or head[:3] != b"\x00\x00\x08" or not 1 <= head[3] <= 4:
         what = f"begins with {head[:4].hex()}: not an IDX file of bytes"
         raise bad_file(file, what, " (at byte 0)")
-    dimensions = head[3]
-    if len(head) < 4 + 4 * dimensions:
+    length = 4 + 4 * head[3]
+    if len(head) < length:
         raise bad_file(file, "is truncated in its header")
-    shape = struct.unpack(f">{dimensions}I", head[4 : 4 + 4 * dimensions])
+    shape = struct.unpack(f">{head[3]}I", head[4:length])
     if 0 in shape:
         raise bad_file(file, "contains no rows; remove it")
-    return shape, 4 + 4 * dimensions, packed
+    return shape, packed
 
 
-def _read_rows(
-    file: StoredFile, begin: int, size: int, block: DataBlock
-) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _read_rows(file: StoredFile, begin: int, size: int, block: DataBlock) -> npt.NDArray[np.uint8]:
     start, stop = begin + block.offset * size, begin + (block.offset + block.rows) * size
-    if _is_packed(file):
-        try:
-            content = gzip.decompress(read_bytes(file.url))[start:stop]
-        except (EOFError, OSError, zlib.error) as error:
-            raise bad_file(file, f"is truncated or damaged ({error})") from None
+    if read_bytes(file.url, 0, 2) == GZIP_MAGIC:
+        content = unpack(file, read_bytes(file.url))[start:stop]
     else:
         content = read_bytes(file.url, start, stop)
     if len(content) != stop - start:

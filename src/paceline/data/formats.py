@@ -24,18 +24,18 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "parquet": Format("parquet:open_parquet", (".parquet", ".pq")),
+    "parquet": Format("parquet:ParquetSource", (".parquet", ".pq")),
     "tfrecord": Format(
-        "tfrecord:open_tfrecords",
+        "tfrecord:TFRecordSource",
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
-    "csv": Format("csv_source:open_csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "csv": Format("csv_source:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
     "idx": Format(
-        "fixed_records:open_idx", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")
+        "fixed_records:IdxSource", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")
     ),
-    "cifar": Format("fixed_records:open_cifar", (".bin",)),
-    "images": Format("image_folder:open_pictures", IMAGE_SUFFIXES),
-    "text": Format("text_source:open_text", (".txt",)),
+    "cifar": Format("fixed_records:CifarSource", (".bin",)),
+    "images": Format("image_folder:ImageFolderSource", IMAGE_SUFFIXES),
+    "text": Format("text:TextSource", (".txt",)),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import re
 import struct
 import zlib
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.blocks import GZIP_MAGIC
 from paceline.data.dataset_files import DatasetFiles
 
 IMAGES, LABELS = 3, 1  # The number of dimensions is the last byte of the magic number.
@@ -25,7 +27,7 @@ SIDE = 28
 CLASSES = 10
 FULL_COUNTS = {"train": 60_000, "t10k": 10_000}
 
-_GZIP_MAGIC = b"\x1f\x8b"
+_SUBSET = re.compile(r"\w+-images-first([1-9]\d*)-idx3-ubyte(?:\.gz)?")
 
 
 @dataclass(frozen=True)
@@ -59,60 +61,49 @@ def read(
     labels = read_file(files, part.labels, LABELS)[: part.count]
     if labels.max() >= CLASSES:
         row = int(np.argmax(labels >= CLASSES))
-        raise files.corrupt_file_error(
-            part.labels, f"label {labels[row]} in row {row}, expected 0 to {CLASSES - 1}"
-        )
+        what = f"label {labels[row]} in row {row}, expected 0 to {CLASSES - 1}"
+        raise files.corrupt(part.labels, what)
     return images.reshape(-1, 1, SIDE, SIDE), labels.astype(np.int64)
 
 
 def read_file(files: DatasetFiles, path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     """Returns the array of one IDX file of bytes. Raises DataError like `read`."""
     files.check_size(path)
-    shape = read_shape(files, path, dimensions)
+    shape, expected = read_header(files, path, dimensions)
     content = files.read_checked(path)
-    expected = 4 + 4 * dimensions + int(np.prod(shape, dtype=object))
     if path.suffix == ".gz":
         content = _decompress(files, path, content, expected)
     if len(content) != expected:
         more = "more" if len(content) > expected else f"{len(content):,}"
-        raise files.corrupt_file_error(
-            path, f"header {shape} requires {expected:,} bytes, found {more}"
-        )
+        raise files.corrupt(path, f"header {shape} requires {expected:,} bytes, found {more}")
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
-def read_shape(files: DatasetFiles, path: Path, dimensions: int) -> tuple[int, ...]:
-    """Returns the shape from a file's header; only the first bytes are decompressed.
+def read_header(files: DatasetFiles, path: Path, dimensions: int) -> tuple[tuple[int, ...], int]:
+    """Returns the shape and the size of the uncompressed file; decompresses only the first bytes.
 
     Raises DataError for a wrong magic number, no rows, or images that are not 28x28.
     """
     length = 4 + 4 * dimensions
     head = files.read_head(path, 1024 if path.suffix == ".gz" else length)
     if path.suffix == ".gz":
-        if head[:2] != _GZIP_MAGIC:
-            raise files.corrupt_file_error(
-                path, f"is not gzip (starts with {head[:2].hex()}, expected 1f8b)"
-            )
+        if head[:2] != GZIP_MAGIC:
+            what = f"is not gzip (starts with {head[:2].hex()}, expected {GZIP_MAGIC.hex()})"
+            raise files.corrupt(path, what)
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, length)
         except zlib.error as error:
-            raise files.corrupt_file_error(path, f"is damaged gzip data ({error})") from error
+            raise files.corrupt(path, f"is damaged gzip data ({error})") from error
     if len(head) < length:
-        raise files.corrupt_file_error(
-            path, f"is truncated: {len(head)} bytes of a {length}-byte header"
-        )
+        raise files.corrupt(path, f"is truncated: {len(head)} bytes of a {length}-byte header")
     magic, *sizes = struct.unpack(f">{1 + dimensions}I", head)
     if magic != 0x0800 + dimensions:
-        raise files.corrupt_file_error(
-            path, f"IDX magic is {magic}, expected {0x0800 + dimensions}"
-        )
+        raise files.corrupt(path, f"IDX magic is {magic}, expected {0x0800 + dimensions}")
     if dimensions == IMAGES and sizes[1:] != [SIDE, SIDE]:
-        raise files.corrupt_file_error(
-            path, f"images are {sizes[1]}x{sizes[2]}, expected {SIDE}x{SIDE}"
-        )
+        raise files.corrupt(path, f"images are {sizes[1]}x{sizes[2]}, expected {SIDE}x{SIDE}")
     if sizes[0] == 0:
-        raise files.corrupt_file_error(path, "contains no rows")
-    return tuple(sizes)
+        raise files.corrupt(path, "contains no rows")
+    return tuple(sizes), length + math.prod(sizes)
 
 
 def _decompress(files: DatasetFiles, path: Path, content: bytes, expected: int) -> bytes:
@@ -122,34 +113,25 @@ def _decompress(files: DatasetFiles, path: Path, content: bytes, expected: int) 
             # is too long without decompressing all of it.
             return stream.read(expected) + stream.read(1)
     except EOFError as error:
-        raise files.corrupt_file_error(
-            path, "is truncated: the gzip data ends too early"
-        ) from error
+        raise files.corrupt(path, "is truncated: the gzip data ends too early") from error
     except (OSError, zlib.error) as error:
-        raise files.corrupt_file_error(path, f"is damaged gzip data ({error})") from error
+        raise files.corrupt(path, f"is damaged gzip data ({error})") from error
 
 
 def _locate_part(files: DatasetFiles, stem: str) -> IdxSplit:
-    full_labels = _variants(f"{stem}-labels-idx1-ubyte")
-    images = files.find(*_variants(f"{stem}-images-idx3-ubyte"))
-    subset = None if images else _find_subset(files, stem)
-    if subset is None:
-        images = images or files.require(*_variants(f"{stem}-images-idx3-ubyte"))
-        labels = files.require(*full_labels)
-        count = _check_header(files, images, IMAGES)
-        _check_counts(files, images, count, labels, _check_header(files, labels, LABELS))
-        return IdxSplit(images, labels, count)
-    images, count = subset
-    found = _check_header(files, images, IMAGES)
-    if found != count:
-        raise files.corrupt_file_error(
-            images, f"contains {found:,} images, but its name says {count:,}"
-        )
-    own = files.find(*_variants(f"{stem}-labels-first{count}-idx1-ubyte"))
-    labels = own or files.require(*full_labels)
+    full = _variants(f"{stem}-images-idx3-ubyte")
+    subset = None if files.find(*full) else _find_subset(files, stem)
+    images = subset or files.require(*full)
+    count = _check_header(files, images, IMAGES)
+    own = files.find(*_variants(f"{stem}-labels-first{count}-idx1-ubyte")) if subset else None
+    labels = own or files.require(*_variants(f"{stem}-labels-idx1-ubyte"))
     labelled = _check_header(files, labels, LABELS)
-    if own or labelled < count:
-        _check_counts(files, images, count, labels, labelled)
+    # A subset of the images may use the first labels of the full file.
+    if labelled < count or (labelled > count and (own or not subset)):
+        what = f"{labelled:,} labels, expected {count:,} as in {images.name}"
+        raise files.corrupt(labels, what)
+    if not subset:
+        return IdxSplit(images, labels, count)
     rows = "training" if stem == "train" else "test"
     note = (
         f"{files.entry.name}: only {count:,} of {FULL_COUNTS[stem]:,} {rows} images are available "
@@ -159,39 +141,30 @@ def _locate_part(files: DatasetFiles, stem: str) -> IdxSplit:
 
 
 def _check_header(files: DatasetFiles, path: Path, dimensions: int) -> int:
+    """Returns the number of rows."""
     size = files.check_size(path)
-    shape = read_shape(files, path, dimensions)
-    expected = 4 + 4 * dimensions + int(np.prod(shape, dtype=object))
+    shape, expected = read_header(files, path, dimensions)
     if path.suffix != ".gz" and size != expected:
-        raise files.corrupt_file_error(
-            path, f"header {shape} requires {expected:,} bytes, found {size:,}"
-        )
+        raise files.corrupt(path, f"header {shape} requires {expected:,} bytes, found {size:,}")
+    named = _SUBSET.fullmatch(path.name)
+    if dimensions == IMAGES and named and shape[0] != int(named[1]):
+        what = f"contains {shape[0]:,} images, but its name says {int(named[1]):,}"
+        raise files.corrupt(path, what)
     return shape[0]
-
-
-def _check_counts(
-    files: DatasetFiles, images: Path, count: int, labels: Path, labelled: int
-) -> None:
-    if count != labelled:
-        raise files.corrupt_file_error(
-            labels, f"{labelled:,} labels, expected {count:,} as in {images.name}"
-        )
 
 
 def _variants(name: str) -> tuple[str, str]:
     return f"{name}.gz", name
 
 
-def _find_subset(files: DatasetFiles, stem: str) -> tuple[Path, int] | None:
+def _find_subset(files: DatasetFiles, stem: str) -> Path | None:
     """Returns the largest subset of images in the first directory that has one."""
-    pattern = re.compile(rf"{stem}-images-first([1-9]\d*)-idx3-ubyte(\.gz)?")
     for folder in files.folders:
-        found = []
-        for path in folder.glob(f"{stem}-images-first*"):
-            match = pattern.fullmatch(path.name)
-            if match and path.is_file():
-                found.append((int(match[1]), path))
+        found = [
+            (int(match[1]), path)
+            for path in folder.glob(f"{stem}-images-first*")
+            if (match := _SUBSET.fullmatch(path.name)) and path.is_file()
+        ]
         if found:
-            count, path = max(found)
-            return path, count
+            return max(found)[1]
     return None

@@ -12,42 +12,44 @@ import io
 
 import numpy as np
 
-from paceline.data.blocks import Array, ColumnSelection, DataBlock, Rows, bad_file, check_not_empty
+from paceline.data.blocks import (
+    Array,
+    BlockSource,
+    ColumnSelection,
+    DataBlock,
+    Rows,
+    bad_file,
+    check_not_empty,
+)
 from paceline.data.stores import StoredFile, read_bytes, require_extra
 from paceline.errors import DataError
 
 IMAGES_PER_BLOCK = 128
-"""Number of images in one block."""
 
 
-class ImageFolderSource:
+class ImageFolderSource(BlockSource):
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(list(files))
+        check_not_empty(files)
         # Sorted by class, a block would contain a single class; hashing the names mixes them.
         files = tuple(sorted(files, key=lambda file: (_hash(file), file.url)))
         require_extra("PIL.Image", "images", "reading images")
-        folders = [file.url.rpartition("/")[0] for file in files]
-        self._classes = sorted({folder.rpartition("/")[2] for folder in folders})
+        folders = [file.url.split("/")[-2] for file in files]
+        self._classes = sorted(set(folders))
         if len(self._classes) < 2:
             raise DataError(
-                f"{folders[0]}: all images are in one directory; create one directory per class "
-                "and use their parent directory"
+                f"{files[0].url.rpartition('/')[0]}: all images are in one directory; create one "
+                "directory per class and use their parent directory"
             )
-        numbers = {name: number for number, name in enumerate(self._classes)}
-        self._labels = np.array([numbers[folder.rpartition("/")[2]] for folder in folders])
+        self._labels = np.searchsorted(self._classes, folders)
         self._images = files
         self.selection = selection
         # A block consists of many files; the first one represents it.
         starts = range(0, len(files), IMAGES_PER_BLOCK)
-        self.files = tuple(files[start] for start in starts)
+        parts = [files[start : start + IMAGES_PER_BLOCK] for start in starts]
+        self.files = tuple(part[0] for part in parts)
         self.blocks = tuple(
-            DataBlock(
-                number,
-                start,
-                min(IMAGES_PER_BLOCK, len(files) - start),
-                sum(file.size for file in files[start : start + IMAGES_PER_BLOCK]),
-            )
-            for number, start in enumerate(starts)
+            DataBlock(number, start, len(part), sum(file.size for file in part))
+            for number, (start, part) in enumerate(zip(starts, parts, strict=True))
         )
         self._shape = selection.shape or _read_image(files[0], None).shape
 
@@ -67,10 +69,6 @@ class ImageFolderSource:
 
     def count_classes(self) -> int | None:
         return len(self._classes)
-
-
-def open_pictures(files: tuple[StoredFile, ...], selection: ColumnSelection) -> ImageFolderSource:
-    return ImageFolderSource(files, selection)
 
 
 def _hash(file: StoredFile) -> bytes:

@@ -22,6 +22,13 @@ def check_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def wrap_indices(indices: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Maps negative indices to rows from the end. Raises IndexError for a row out of range."""
+    if len(indices) and (indices.max() >= count or indices.min() < -count):
+        raise IndexError(f"row out of range: the dataset has {count} rows")
+    return indices % count
+
+
 @dataclass(frozen=True)
 class PixelScaling:
     """Maps stored bytes to features: (byte / full - mean) / std, with mean and std per channel."""
@@ -103,11 +110,7 @@ class ArrayDataset:
         self._x, self._y = x, y
         self._rows = rows
         self._finish = BatchTransform(
-            dtype,
-            dimensions=x.ndim - 1,
-            scaling=scaling,
-            augmentation=augmentation,
-            seed=seed,
+            dtype, dimensions=x.ndim - 1, scaling=scaling, augmentation=augmentation, seed=seed
         )
 
     def __len__(self) -> int:
@@ -116,8 +119,7 @@ class ArrayDataset:
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = self.stored(indices)
-        return self._finish(x, y, indices, epoch)
+        return self._finish(*self.stored(indices), indices, epoch)
 
     def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Returns a copy of rows as stored, neither scaled nor augmented."""
@@ -148,9 +150,7 @@ class TextWindowDataset:
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(indices) and (indices.max() >= self._count or indices.min() < -self._count):
-            raise IndexError(f"row out of range: the dataset has {self._count} rows")
-        starts = (indices % self._count) * self._size
+        starts = wrap_indices(indices, self._count) * self._size
         windows = self._sequence[starts[:, None] + self._steps].astype(np.int64)
         x, y = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
         return torch.from_numpy(x), torch.from_numpy(y)

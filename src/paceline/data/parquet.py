@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from paceline.data.arrow_columns import ColumnError, to_array
-from paceline.data.blocks import (
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    bad_file,
-    check_not_empty,
-    stack_features,
-)
+from paceline.data.arrow_columns import to_arrays
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows, bad_file
 from paceline.data.stores import StoredFile, read_bytes, require_extra, scheme_of
-from paceline.errors import DataError, UsageError, suggest_name
+from paceline.errors import DataError
 
 TAIL_BYTES = 64 * 1024
 """Most footers are shorter, so that one request is sufficient."""
@@ -26,11 +16,11 @@ MARK = b"PAR1"
 
 
 class CachedRangeFile(io.RawIOBase):
-    """A file of which some byte ranges are cached; others are fetched on demand."""
+    """A file of which one byte range is cached; the rest is fetched on demand."""
 
-    def __init__(self, file: StoredFile, parts: list[tuple[int, bytes]]) -> None:
+    def __init__(self, file: StoredFile, begin: int, content: bytes) -> None:
         self._file = file
-        self._parts = parts
+        self._begin, self._content = begin, content
         self._at = 0
 
     def readable(self) -> bool:
@@ -43,51 +33,62 @@ class CachedRangeFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        base = (0, self._at, self._file.size)[whence]
-        self._at = base + offset
+        self._at = (0, self._at, self._file.size)[whence] + offset
         return self._at
 
     def read(self, count: int = -1) -> bytes:
         start = self._at
         stop = self._file.size if count < 0 else min(self._file.size, start + count)
         self._at = max(start, stop)
-        for begin, content in self._parts:
-            if begin <= start and stop <= begin + len(content):
-                return content[start - begin : stop - begin]
+        if self._begin <= start and stop <= self._begin + len(self._content):
+            return self._content[start - self._begin : stop - self._begin]
         return read_bytes(self._file.url, start, stop) if stop > start else b""
 
-    def size(self) -> int:
-        return self._file.size
 
+class ParquetSource(BlockSource):
+    """Parquet files with one schema; opening them reads only their footers.
 
-@dataclass
-class ParquetSource:
-    """Parquet files with one schema; opening them reads only their footers."""
+    Raises DataError for a file that is empty, truncated, not Parquet, lacks a column, has other
+    types than the first, or has no rows; UsageError if no column is left for features.
+    """
 
-    files: tuple[StoredFile, ...]
-    selection: ColumnSelection
-    blocks: tuple[DataBlock, ...] = ()
-    _footers: list[Any] = field(default_factory=list)
-    _types: list[tuple[str, Any]] = field(default_factory=list)
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
+        require_extra("pyarrow", "data", "Parquet")
+        self.selection = selection
+        self._first = files[0]
+        self._types: dict[str, Any] = {}
+        self._footers: dict[int, Any] = {}
+        self._find_blocks(files, self._find)
+
+    def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
+        footer = self._footers[number] = read_footer(file)
+        schema = footer.schema.to_arrow_schema()
+        if not self._types:
+            self.selection = self.selection.resolve(file, list(schema.names), "column")
+            self._types = {name: schema.field(name).type for name in self.selection.names}
+        for name, kind in self._types.items():
+            if name not in schema.names:
+                raise bad_file(file, f"has no column {name!r}, unlike {self._first.url}")
+            found = schema.field(name).type
+            if not found.equals(kind):
+                raise bad_file(
+                    file,
+                    f"column {name!r} has the type {found}, but {kind} in {self._first.url}; "
+                    "all files must have the same schema",
+                )
+        groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
+        return [
+            DataBlock(number, index, group.num_rows, group.total_byte_size)
+            for index, group in enumerate(groups)
+            if group.num_rows
+        ]
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
         where = f", row group {block.offset}"
-        names = [name for name, _ in self._types]
         try:
             table = self._read_group(file, block)
-            columns = []
-            for name in names:
-                try:
-                    columns.append(to_array(table.column(name), self.selection.fill))
-                except ColumnError as error:
-                    row = "" if error.row is None else f", row {error.row}"
-                    raise bad_file(file, f"column {name!r} contains {error}", where + row) from None
-            if self.selection.label is not None:
-                *columns, labels = columns
-            else:
-                labels = np.zeros(block.rows, np.int64)
-            features = stack_features(columns, self.selection.shape)
+            return self._make_rows(block, to_arrays(table, self.selection, file, where), where)
         except DataError:
             raise
         except ValueError as error:
@@ -95,18 +96,17 @@ class ParquetSource:
         except Exception as error:
             at = f"{where} (at byte {self._range(block)[0]:,})"
             raise bad_file(file, f"is truncated or damaged ({error})", at) from error
-        if labels.ndim == 2 and labels.shape[1] == 1:
-            labels = labels[:, 0]
-        return features, labels
+
+    def _chunks(self, block: DataBlock) -> list[Any]:
+        """Returns the metadata of all column chunks of a row group."""
+        group = self._footers[block.file].row_group(block.offset)
+        return [group.column(index) for index in range(group.num_columns)]
 
     def _range(self, block: DataBlock) -> tuple[int, int]:
         """Returns the byte range of the selected columns of a row group."""
-        group = self._footers[block.file].row_group(block.offset)
-        names = {name for name, _ in self._types}
         starts, stops = [], []
-        for index in range(group.num_columns):
-            chunk = group.column(index)
-            if chunk.path_in_schema.partition(".")[0] in names:
+        for chunk in self._chunks(block):
+            if chunk.path_in_schema.partition(".")[0] in self._types:
                 start = chunk.data_page_offset
                 if chunk.has_dictionary_page:
                     start = min(start, chunk.dictionary_page_offset)
@@ -117,75 +117,28 @@ class ParquetSource:
     def _read_group(self, file: StoredFile, block: DataBlock) -> Any:
         import pyarrow.parquet as pq
 
-        names = [name for name, _ in self._types]
-        footer = self._footers[block.file]
-        if scheme_of(file.url) == "file":
-            with open(file.url.removeprefix("file://"), "rb") as stream:
-                reader = pq.ParquetFile(stream, metadata=footer)
-                return reader.read_row_group(block.offset, columns=names, use_threads=False)
-        start, stop = self._range(block)
-        content = read_bytes(file.url, start, stop)
-        if len(content) < stop - start:
-            raise EOFError(f"{len(content):,} bytes instead of {stop - start:,}")
-        reader = pq.ParquetFile(CachedRangeFile(file, [(start, content)]), metadata=footer)
-        return reader.read_row_group(block.offset, columns=names, use_threads=False)
+        source: Any = file.url.removeprefix("file://")
+        if scheme_of(file.url) != "file":
+            start, stop = self._range(block)
+            content = read_bytes(file.url, start, stop)
+            if len(content) < stop - start:
+                raise EOFError(f"{len(content):,} bytes instead of {stop - start:,}")
+            source = CachedRangeFile(file, start, content)
+        with pq.ParquetFile(source, metadata=self._footers[block.file]) as reader:
+            return reader.read_row_group(block.offset, list(self._types), use_threads=False)
 
     def count_classes(self) -> int | None:
         """Returns the number of classes from the footers' statistics, if present."""
-        if self.selection.label is None:
+        found = [
+            chunk.statistics
+            for block in self.blocks
+            for chunk in self._chunks(block)
+            if chunk.path_in_schema == self.selection.label
+        ]
+        if any(s is None or not s.has_min_max or not isinstance(s.max, int) for s in found):
             return None
-        highest = -1
-        for footer in self._footers:
-            for number in range(footer.num_row_groups):
-                group = footer.row_group(number)
-                for index in range(group.num_columns):
-                    chunk = group.column(index)
-                    if chunk.path_in_schema == self.selection.label:
-                        facts = chunk.statistics
-                        if facts is None or not facts.has_min_max:
-                            return None
-                        if not isinstance(facts.max, int):
-                            return None
-                        highest = max(highest, facts.max)
+        highest = max((statistics.max for statistics in found), default=-1)
         return highest + 1 if highest >= 0 else None
-
-
-def open_parquet(files: tuple[StoredFile, ...], selection: ColumnSelection) -> ParquetSource:
-    """Reads the footers and checks that all files have the same schema.
-
-    Raises DataError for a file that is empty, truncated, not Parquet, lacks a column, has other
-    types than the first, or has no rows; UsageError if no column is left for features.
-    """
-    require_extra("pyarrow", "data", "Parquet")
-    if not selection.skip_empty:
-        check_not_empty(list(files))
-    kept: list[StoredFile] = []
-    blocks: list[DataBlock] = []
-    source = ParquetSource(files, selection)
-    for file in files:
-        if file.size == 0:
-            continue
-        footer = read_footer(file)
-        schema = footer.schema.to_arrow_schema()
-        if not source._types:
-            selection = source.selection = select_columns(file, schema, selection)
-            names = [*selection.features, *([selection.label] if selection.label else [])]
-            source._types = [(name, schema.field(name).type) for name in names]
-        _check_schema(file, schema, source._types, files[0])
-        if footer.num_rows == 0:
-            if selection.skip_empty:
-                continue
-            raise bad_file(file, "contains no rows; remove it or use --skip-empty")
-        for number in range(footer.num_row_groups):
-            group = footer.row_group(number)
-            if group.num_rows:
-                blocks.append(DataBlock(len(kept), number, group.num_rows, group.total_byte_size))
-        kept.append(file)
-        source._footers.append(footer)
-    if not blocks:
-        raise DataError(f"{files[0].url}: none of {len(files)} files contains a row")
-    source.files, source.blocks = tuple(kept), tuple(blocks)
-    return source
 
 
 def read_footer(file: StoredFile) -> Any:
@@ -204,43 +157,8 @@ def read_footer(file: StoredFile) -> Any:
             f" (at byte {file.size - 4:,})",
         )
     try:
-        return pq.read_metadata(CachedRangeFile(file, [(start, tail)]))
+        return pq.read_metadata(CachedRangeFile(file, start, tail))
     except DataError:
         raise
     except Exception as error:
         raise bad_file(file, f"has a damaged footer ({error})", f" (at byte {start:,})") from error
-
-
-def select_columns(file: StoredFile, schema: Any, selection: ColumnSelection) -> ColumnSelection:
-    """Returns the columns to read. Raises DataError for a missing one."""
-    from dataclasses import replace
-
-    names = list(schema.names)
-    label = selection.label
-    if label is None and "label" in names and "label" not in selection.features:
-        label = "label"
-    features = selection.features
-    if not features:
-        others = [name for name in names if name != label]
-        if not others:
-            raise UsageError(f"{file.url}: no column is left for features; use --features")
-        features = tuple(others)
-    for name in (*features, *([label] if label else [])):
-        if name not in names:
-            raise bad_file(file, f"has no column {name!r}: {suggest_name(name, names)}")
-    return replace(selection, features=features, label=label)
-
-
-def _check_schema(
-    file: StoredFile, schema: Any, types: list[tuple[str, Any]], first: StoredFile
-) -> None:
-    for name, kind in types:
-        if name not in schema.names:
-            raise bad_file(file, f"has no column {name!r}, unlike {first.url}")
-        found = schema.field(name).type
-        if not found.equals(kind):
-            raise bad_file(
-                file,
-                f"column {name!r} has the type {found}, but {kind} in {first.url}; "
-                "all files must have the same schema",
-            )

@@ -1,29 +1,36 @@
-"""Streaming datasets: rows are read on demand, with a few blocks in memory at a time."""
+"""Streaming datasets: rows are read on demand, with a few blocks in memory at a time.
+
+Decoded blocks may be cached, so that the next epoch does not read them again.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.data.block_cache import BlockCache
+from paceline.data.array_cache import DiskBlockCache
 from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, bad_file
-from paceline.data.in_memory import BatchTransform
+from paceline.data.dataset import MapDataset
+from paceline.data.in_memory import BatchTransform, wrap_indices
+from paceline.data.pipeline import Change
 from paceline.data.thread_pool import DaemonThreadPool
 
 READERS = 2
 """Threads that read blocks; one waits for the store while the other decodes."""
+FETCHERS = 4
+"""Threads that read an entire dataset at the start; they mostly wait for the store."""
 
 
 @dataclass
@@ -44,28 +51,40 @@ class ReadTimes:
             self.blocks += 1
 
 
-def apply_maps(rows: Rows, maps: Sequence[Callable[[Any, Any], tuple[Any, Any]]]) -> Rows:
-    """Applies the user's functions to stored rows, as torch tensors that share memory."""
-    if not maps:
-        return rows
-    x, y = (torch.from_numpy(part if part.flags.writeable else part.copy()) for part in rows)
-    for change in maps:
-        x, y = change(x, y)
-    return x.numpy(), y.numpy()
+class MemoryBlockCache:
+    """Keeps the blocks that arrive first, up to `max_bytes`.
+
+    Every epoch needs each block once, so evicting the least recently used block would drop the one
+    that is needed next.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self._kept: dict[DataBlock, Rows] = {}
+        self._lock = threading.Lock()
+
+    def get(self, block: DataBlock) -> Rows | None:
+        return self._kept.get(block)
+
+    def put(self, block: DataBlock, rows: Rows) -> None:
+        size = rows[0].nbytes + rows[1].nbytes
+        with self._lock:
+            if size <= self._left and block not in self._kept:
+                self._left -= size
+                # Copied, because a view would keep the whole underlying buffer alive.
+                self._kept[block] = (rows[0].copy(), rows[1].copy())
 
 
 class BlockReader:
     """Reads, decodes and maps blocks; checks that each has the layout of the first."""
 
-    def __init__(
-        self, source: BlockSource, maps: Sequence[Callable[[Any, Any], tuple[Any, Any]]] = ()
-    ) -> None:
+    def __init__(self, source: BlockSource, maps: Sequence[Change] = ()) -> None:
         self.source = source
         self.times = ReadTimes()
         self._maps = tuple(maps)
-        self.kept: BlockCache | None = None
+        self.kept: MemoryBlockCache | None = None
         """In-process cache of mapped blocks."""
-        self.stored: BlockCache | None = None
+        self.stored: DiskBlockCache | None = None
         """On-disk cache of blocks as stored."""
         self._like: tuple[Any, ...] | None = None
         self._like_file = ""
@@ -80,13 +99,42 @@ class BlockReader:
         if stored is None and self.stored is not None:
             self.stored.put(block, rows)
         read = time.perf_counter()
-        rows = apply_maps(rows, self._maps)
+        rows = self._map(rows)
         size = block.size if stored is None else 0
         self.times.add(read - began, time.perf_counter() - read, size)
         self._check(block, rows)
         if self.kept is not None:
             self.kept.put(block, rows)
         return rows
+
+    def read_all(self, first: Rows, x: Array, y: Array) -> None:
+        """Reads all blocks into arrays, with at most `FETCHERS` of them in memory.
+
+        The rows of the first block are given.
+        """
+        background = DaemonThreadPool(FETCHERS, "paceline-fetch")
+        blocks = self.source.blocks
+        ahead: deque[Future[Rows]] = deque()
+        try:
+            start = 0
+            following = iter(blocks[1:])
+            for number, block in enumerate(blocks):
+                for more in islice(following, FETCHERS - len(ahead)):
+                    ahead.append(background.submit(partial(self.read, more)))
+                rows = first if number == 0 else ahead.popleft().result()
+                x[start : start + block.rows], y[start : start + block.rows] = rows
+                start += block.rows
+        finally:
+            background.close()
+
+    def _map(self, rows: Rows) -> Rows:
+        """Applies the user's functions to stored rows, as torch tensors that share memory."""
+        if not self._maps:
+            return rows
+        x, y = (torch.from_numpy(part if part.flags.writeable else part.copy()) for part in rows)
+        for change in self._maps:
+            x, y = change(x, y)
+        return x.numpy(), y.numpy()
 
     def _check(self, block: DataBlock, rows: Rows) -> None:
         x, y = rows
@@ -150,10 +198,7 @@ class StreamingDataset:
     def batch(
         self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(self)
-        if len(indices) and (indices.max() >= count or indices.min() < -count):
-            raise IndexError(f"row out of range: the dataset has {count} rows")
-        indices = indices % count
+        indices = wrap_indices(indices, len(self))
         owners = np.searchsorted(np.asarray(self._starts), indices, side="right") - 1
         numbers = np.unique(owners)
         # Access is mostly sequential, so the following block is prefetched.
@@ -229,3 +274,36 @@ class StreamingDataset:
         """Stops the reader threads and drops all blocks."""
         self._background.close()
         self._held.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedDataset:
+    """Rows of an inner dataset, with the settings of its pipeline.
+
+    The pipeline's batch functions, `changes`, are applied to each batch.
+    """
+
+    inner: MapDataset
+    shard: str | None = None
+    shuffle_rows: int = 1
+    changes: tuple[Change, ...] = ()
+    depth: int | None = None
+    threads: int = 1
+
+    @property
+    def blocks(self) -> StreamingDataset | None:
+        """The inner dataset if it is streamed, with its blocks leased individually; else None."""
+        return self.inner if isinstance(self.inner, StreamingDataset) else None
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def batch(
+        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.change(*self.inner.batch(indices, epoch=epoch))
+
+    def change(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for change in self.changes:
+            x, y = change(x, y)
+        return x, y

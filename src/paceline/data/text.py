@@ -1,54 +1,89 @@
-"""Plain text at a URL, as windows of character codes; held in memory."""
+"""Plain text as character codes, for models that predict the next character; held in memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.data.blocks import ColumnSelection, DataBlock, Rows, bad_file, check_not_empty
+from paceline.data.blocks import (
+    BlockSource,
+    ColumnSelection,
+    DataBlock,
+    Rows,
+    bad_file,
+    check_not_empty,
+)
 from paceline.data.stores import StoredFile, read_bytes
 
 if TYPE_CHECKING:
-    from paceline.data.dataset import MapDataset
-    from paceline.data.dataset_builder import BuiltDataset
+    from paceline.data.dataset import DatasetSplits
+    from paceline.data.dataset_files import DatasetFiles
 
 WINDOW = 64
 
+Codes = npt.NDArray[np.int32]
 
-class TextSource:
-    """Text files. Builds the dataset itself, because rows are windows over all files joined."""
+
+def encode_characters(text: str) -> tuple[Codes, int]:
+    """Numbers the characters by code point; returns their codes and the vocabulary size."""
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    vocabulary, codes = np.unique(points, return_inverse=True)
+    return codes.astype(np.int32), len(vocabulary)
+
+
+class TextSource(BlockSource):
+    """Text files at a URL. Rows are windows over all files joined, so there are no blocks."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(list(files))
+        check_not_empty(files)
         self.files = files
-        self.blocks: tuple[DataBlock, ...] = ()
-        self._window = selection.shape[0] if selection.shape else WINDOW
+        self.blocks = ()
+        self.selection = selection
 
     def read(self, block: DataBlock) -> Rows:
         raise AssertionError("text is not read by blocks")
 
-    def count_classes(self) -> int | None:
-        return None
-
-    def as_opened(self, hold_out: bool) -> tuple[BuiltDataset, MapDataset | None]:
-        from paceline.data.dataset_builder import BuiltDataset
+    def derive_splits(self, hold_out: bool) -> DatasetSplits:
+        from paceline.data.dataset import DatasetSplits
         from paceline.data.in_memory import TextWindowDataset
 
-        parts = []
+        texts = []
         for file in self.files:
             try:
-                text = read_bytes(file.url).decode("utf-8")
+                texts.append(read_bytes(file.url).decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise bad_file(file, "is not UTF-8 text", f" (at byte {error.start:,})") from None
-            parts.append(np.frombuffer(text.encode("utf-32-le"), np.uint32))
-        vocabulary, inverse = np.unique(np.concatenate(parts), return_inverse=True)
-        codes = inverse.astype(np.int32)
+        window = self.selection.shape[0] if self.selection.shape else WINDOW
+        codes, classes = encode_characters("".join(texts))
         cut = len(codes) * 9 // 10 if hold_out else len(codes)
-        train = TextWindowDataset(codes[:cut], self._window)
-        val = TextWindowDataset(codes[cut:], self._window) if hold_out else None
-        return BuiltDataset(train, (self._window,), len(vocabulary), "text"), val
+        train = TextWindowDataset(codes[:cut], window)
+        val = TextWindowDataset(codes[cut:], window) if hold_out else None
+        return DatasetSplits("", (window,), classes, "text", train, val, None)
 
 
-def open_text(files: tuple[StoredFile, ...], selection: ColumnSelection) -> TextSource:
-    return TextSource(files, selection)
+def locate(files: DatasetFiles) -> tuple[Path]:
+    """Returns the file of a text dataset. Raises DataError if it is missing or has another size."""
+    return (files.require("input.txt"),)
+
+
+def read(files: DatasetFiles, path: Path) -> tuple[tuple[Codes, Codes, Codes], int]:
+    """Returns the first 90%, the next 5% and the last 5% of a text, and the vocabulary size.
+
+    Raises DataError for a file that is not UTF-8, too short for one window per part, or has another
+    MD5 than published.
+    """
+    content = files.read_checked(path)
+    try:
+        codes, classes = encode_characters(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise files.corrupt(path, f"is not UTF-8 text (at byte {error.start})") from error
+    count = len(codes)
+    first, second = count * 90 // 100, count * 95 // 100
+    if min(second - first, count - second) < WINDOW + 1:
+        raise files.corrupt(
+            path, f"has only {count:,} characters; 5% of them must be at least {WINDOW + 1}"
+        )
+    return (codes[:first], codes[first:second], codes[second:]), classes

@@ -9,18 +9,18 @@ feature.proto and example.proto.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from paceline.data.blocks import Array
+
 Bytes = npt.NDArray[np.uint8]
 
 BYTES, FLOATS, INTS = 1, 2, 3
-_KINDS = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
 MAX_LAYOUTS = 64
 """Maximum number of layouts per block; further records are parsed individually."""
 
@@ -35,12 +35,15 @@ class ExampleError(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSpan:
-    """Location of a feature's values in a record: kind, first byte, bytes, number of values."""
+    """Location of a feature's values in a record; `kind` is negative if each has its own key."""
 
     kind: int
     start: int
     size: int
-    count: int
+
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.start + self.size)
 
 
 def _varint(record: Bytes | bytes, at: int) -> tuple[int, int]:
@@ -92,7 +95,7 @@ def find_features(record: Bytes) -> dict[str, FeatureSpan]:
 
 
 def _entry(record: Bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
-    name, span = "", FeatureSpan(0, at, 0, 0)
+    name, span = "", FeatureSpan(0, at, 0)
     for number, _, a, b in _fields(record, at, stop):
         if number == 1:
             name = bytes(record[a:b]).decode("utf-8", errors="replace")
@@ -103,83 +106,55 @@ def _entry(record: Bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
 
 
 def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
-    """Returns the span of packed values or of a single bytes value; others are joined later."""
     parts = list(_fields(record, at, stop))
-    if kind == BYTES:
-        if len(parts) == 1:
-            _, _, a, b = parts[0]
-            return FeatureSpan(kind, a, b - a, 1)
-        return FeatureSpan(kind, at, stop - at, len(parts))
     if len(parts) == 1 and parts[0][1] == 2:
         _, _, a, b = parts[0]
-        count = (b - a) // 4 if kind == FLOATS else int(np.sum(record[a:b] < 0x80))
-        return FeatureSpan(kind, a, b - a, count)
-    # Not packed: every value has its own key, as old writers did.
-    return FeatureSpan(-kind, at, stop - at, len(parts))
-
-
-def decode_span(record: Bytes, span: FeatureSpan) -> Array:
-    """Returns the values of one feature of one record."""
-    if span.kind == BYTES:
-        if span.count != 1:
-            raise ValueError(f"{span.count} byte strings, expected one")
-        return record[span.start : span.start + span.size]
-    if span.kind == FLOATS:
-        return record[span.start : span.start + span.size].view("<f4")
-    values: list[float] = []
-    at, stop = span.start, span.start + span.size
-    if span.kind == INTS:
-        while at < stop:
-            value, at = _varint(record, at)
-            values.append(_signed(value))
-        return np.array(values, np.int64)
-    for _, wire, a, b in _fields(record, at, stop):
-        if span.kind == -FLOATS and wire == 5:
-            values.append(float(record[a:b].view("<f4")[0]))
-        elif span.kind == -INTS and wire == 0:
-            values.append(_signed(_varint(record, a)[0]))
-    return np.array(values, np.float32 if span.kind == -FLOATS else np.int64)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+        return FeatureSpan(kind, a, b - a)
+    # Several byte strings, or numbers that are not packed, as old writers did.
+    return FeatureSpan(-kind, at, stop - at)
 
 
 def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]) -> list[Array]:
     """Returns one array per feature with one row per record. Raises ExampleError."""
-    count = len(starts)
     columns: dict[str, Array] = {}
-    todo = np.arange(count)
-    for _ in range(MAX_LAYOUTS):
+    for numbers, records, spans in _group(content, starts, lengths, names):
+        for name, span in spans.items():
+            try:
+                values = _decode_span(records, span)
+            except ValueError as error:
+                raise ExampleError(f"feature {name!r}: {error}", int(numbers[0])) from None
+            _store(columns, name, numbers, values, len(starts))
+    return [columns[name] for name in names]
+
+
+def _group(
+    content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]
+) -> Iterator[tuple[Array, Bytes, dict[str, FeatureSpan]]]:
+    """Yields records of the same layout: their numbers, their bytes, and where the features are."""
+    todo = np.arange(len(starts))
+    for layouts in itertools.count():
         if len(todo) == 0:
-            break
-        row = int(todo[0])
-        length = int(lengths[row])
-        record = content[int(starts[row]) : int(starts[row]) + length]
-        spans = _parse(record, names, row)
+            return
+        number = int(todo[0])
+        start, length = int(starts[number]), int(lengths[number])
+        record = content[start : start + length]
+        found = _parse(record, names, number)
+        spans = {name: found[name] for name in names}
+        if layouts >= MAX_LAYOUTS:
+            yield todo[:1], record[None], spans
+            todo = todo[1:]
+            continue
         same = todo[lengths[todo] == length]
         rows = _stack(content, starts[same], length)
-        alike = np.all((rows == record) | _free(length, spans, record), axis=1)
+        alike = np.all((rows == record) | _free(length, found, names), axis=1)
         # Integers have variable length: their last bytes must be at the same offsets.
         for span in spans.values():
             if span.kind == INTS:
-                part = slice(span.start, span.start + span.size)
-                ends = (rows[:, part] < 0x80) == (record[part] < 0x80)
+                ends = (rows[:, span.part] < 0x80) == (record[span.part] < 0x80)
                 alike &= np.all(ends, axis=1)
-        chosen, matching = same[alike], rows[alike]
-        for name, span in spans.items():
-            _store(columns, name, chosen, _decode_many(matching, span), count)
+        chosen = same[alike]
+        yield chosen, rows[alike], spans
         todo = np.setdiff1d(todo, chosen, assume_unique=True)
-    for row in todo.tolist():
-        start = int(starts[row])
-        record = content[start : start + int(lengths[row])]
-        for name, span in _parse(record, names, row).items():
-            try:
-                values = decode_span(record, span)[None]
-            except ValueError as error:
-                raise ExampleError(f"feature {name!r}: {error}", row) from None
-            _store(columns, name, np.array([row]), values, count)
-    return [columns[name] for name in names]
 
 
 def _stack(content: Bytes, starts: Array, length: int) -> Bytes:
@@ -202,56 +177,69 @@ def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, Feature
         if name not in found or found[name].kind == 0:
             have = ", ".join(sorted(found)) or "none"
             raise ExampleError(f"has no feature {name!r} (it has: {have})", row)
-    return {name: found[name] for name in names}
+    return found
 
 
-def _free(length: int, spans: dict[str, FeatureSpan], record: Bytes) -> npt.NDArray[np.bool_]:
+def _free(
+    length: int, found: dict[str, FeatureSpan], names: tuple[str, ...]
+) -> npt.NDArray[np.bool_]:
     """Returns a mask of the bytes that are values and may differ between records."""
     free = np.zeros(length, np.bool_)
-    for span in spans.values():
-        if span.kind in (BYTES, FLOATS, INTS) and not (span.kind == BYTES and span.count != 1):
-            free[span.start : span.start + span.size] = True
-    for name, span in find_features(record).items():
+    for name, span in found.items():
         # Unused features may contain anything of the same length.
-        if name not in spans and span.kind in (BYTES, FLOATS):
-            free[span.start : span.start + span.size] = True
+        if span.kind > 0 if name in names else span.kind in (BYTES, -BYTES, FLOATS):
+            free[span.part] = True
     return free
 
 
-def _decode_many(rows: Bytes, span: FeatureSpan) -> Array:
-    part = rows[:, span.start : span.start + span.size]
-    if span.kind == BYTES and span.count == 1:
+def _decode_span(rows: Bytes, span: FeatureSpan) -> Array:
+    """Returns the values of one feature of records with the same layout. Raises ValueError."""
+    part = rows[:, span.part]
+    if span.kind == BYTES:
         return part
     if span.kind == FLOATS:
         return np.ascontiguousarray(part).view("<f4")
     if span.kind == INTS:
-        ends = np.flatnonzero(part[0] < 0x80)
-        values = np.zeros((len(rows), len(ends)), np.uint64)
-        begin = 0
-        for index, end in enumerate(ends):
-            for shift, column in enumerate(range(begin, int(end) + 1)):
-                bits = (part[:, column] & 0x7F).astype(np.uint64)
-                values[:, index] |= bits << np.uint64(7 * shift)
-            begin = int(end) + 1
-        return values.view(np.int64)
-    # Values that are not packed: their bytes were required to be equal.
-    return np.repeat(decode_span(rows[0], span)[None], len(rows), axis=0)
+        return _decode_varints(part)
+    fields = list(_fields(rows[0], span.start, span.start + span.size))
+    if span.kind == -BYTES:
+        raise ValueError(f"{len(fields)} byte strings, expected one")
+    # Numbers that are not packed, so that their bytes are equal in all rows.
+    values: list[float] = []
+    for _, wire, a, b in fields:
+        if span.kind == -FLOATS and wire == 5:
+            values.append(float(rows[0, a:b].view("<f4")[0]))
+        elif span.kind == -INTS and wire == 0:
+            values.append(int(_decode_varints(rows[:1, a:b])[0, 0]))
+    array = np.array(values, np.float32 if span.kind == -FLOATS else np.int64)
+    return np.repeat(array[None], len(rows), axis=0)
+
+
+def _decode_varints(part: Bytes) -> Array:
+    """Decodes rows of integers whose last bytes are at the same offsets in all rows."""
+    ends = np.flatnonzero(part[0] < 0x80)
+    if part.shape[1] == 0:
+        return np.zeros((len(part), 0), np.int64)
+    if len(ends) == 0 or ends[-1] != part.shape[1] - 1:
+        raise ValueError("a number is truncated")
+    sizes = np.diff(ends, prepend=-1)
+    starts = ends + 1 - sizes
+    shifts = 7 * (np.arange(part.shape[1]) - np.repeat(starts, sizes)).astype(np.uint64)
+    bits = (part & 0x7F).astype(np.uint64) << shifts
+    return np.bitwise_or.reduceat(bits, starts, axis=1).view(np.int64)
 
 
 def _store(columns: dict[str, Array], name: str, rows: Array, values: Array, count: int) -> None:
     if name not in columns:
         columns[name] = np.empty((count, *values.shape[1:]), values.dtype)
     column = columns[name]
+    what = None
     if values.shape[1:] != column.shape[1:]:
-        raise ExampleError(
-            f"feature {name!r} has {values.shape[1]:,} values, others have {column.shape[1]:,}",
-            int(rows[0]),
-        )
-    if values.dtype != column.dtype:
-        raise ExampleError(
-            f"feature {name!r} has the type {values.dtype}, others have {column.dtype}",
-            int(rows[0]),
-        )
+        what = f"{values.shape[1]:,} values, others have {column.shape[1]:,}"
+    elif values.dtype != column.dtype:
+        what = f"the type {values.dtype}, others have {column.dtype}"
+    if what:
+        raise ExampleError(f"feature {name!r} has {what}", int(rows[0]))
     column[rows] = values
 
 

@@ -14,9 +14,9 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,271 +24,176 @@ import numpy.typing as npt
 
 from paceline.data import array_cache
 from paceline.data.blocks import (
+    GZIP_MAGIC,
+    Array,
+    BlockSource,
     ColumnSelection,
     DataBlock,
     Rows,
     bad_file,
-    check_not_empty,
-    stack_features,
+    read_block,
+    unpack,
 )
 from paceline.data.stores import StoredFile, read_bytes, require_extra
-from paceline.data.tf_example import Array, ExampleError, decode, encode, find_features
-from paceline.errors import DataError, UsageError, suggest_name
+from paceline.data.tf_example import ExampleError, decode, encode, find_features
 
 BLOCK_BYTES = 4 << 20
 """Approximate size of a block."""
 READ_BYTES = 32 << 20
 HEAD, FOOT = 12, 4
-_MASK_DELTA = 0xA282EAD8
+
+
+@cache
+def _crc() -> Any:
+    return require_extra("google_crc32c", "data", "TFRecord").value
 
 
 def masked_crc(content: bytes) -> int:
     """Returns the masked CRC-32C of the format."""
     crc: int = _crc()(content)
-    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _crc() -> Any:
-    return require_extra("google_crc32c", "data", "TFRecord").value
+class TFRecordSource(BlockSource):
+    """TFRecord files of Examples with the features of the first record.
 
+    Opening them indexes the records. Raises DataError for a truncated or empty file.
+    """
 
-@dataclass(frozen=True)
-class RecordIndex:
-    """Blocks of one file, as (offset, bytes, rows)."""
-
-    blocks: list[tuple[int, int, int]]
-
-
-class TFRecordSource:
-    """TFRecord files of Examples with the same features."""
-
-    def __init__(
-        self,
-        files: tuple[StoredFile, ...],
-        selection: ColumnSelection,
-        blocks: tuple[DataBlock, ...],
-    ) -> None:
-        self.files = files
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
+        _crc()
         self.selection = selection
-        self.blocks = blocks
+        self._find_blocks(files, _find_blocks, "record")
+        file, block = self.files[0], self.blocks[0]
+        content, starts, lengths = _read_records(file, block)
+        try:
+            names = sorted(find_features(content[starts[0] : starts[0] + lengths[0]]))
+        except ValueError as error:
+            raise bad_file(file, f"its first record is not a tf.train.Example ({error})") from None
+        self.selection = selection.resolve(file, names, "feature")
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
-        content = _unpack(file, block)
-        starts, lengths = _check_records(file, content, block.offset)
+        where = f" (at byte {block.offset:,})"
+        content, starts, lengths = _read_records(file, block)
         if len(starts) != block.rows:
-            raise bad_file(
-                file,
-                f"{len(starts):,} records instead of {block.rows:,}: the file has changed",
-                f" (at byte {block.offset:,})",
-            )
-        chosen = self.selection
-        names = (*chosen.features, *([chosen.label] if chosen.label else []))
+            what = f"{len(starts):,} records instead of {block.rows:,}: the file has changed"
+            raise bad_file(file, what, where)
         try:
-            columns = decode(np.frombuffer(content, np.uint8), starts, lengths, names)
+            columns = decode(content, starts, lengths, self.selection.names)
         except ExampleError as error:
             at = block.offset + int(starts[error.row]) - HEAD
             raise bad_file(file, f"a record that {error}", f" (at byte {at:,})") from None
-        labels: Array = np.zeros(block.rows, np.int64)
-        if self.selection.label is not None:
-            *columns, labels = columns
-            if labels.ndim == 2 and labels.shape[1] == 1:
-                labels = labels[:, 0]
-        try:
-            return stack_features(columns, self.selection.shape), labels
-        except ValueError as error:
-            raise bad_file(file, str(error), f" (at byte {block.offset:,})") from None
-
-    def count_classes(self) -> int | None:
-        return None
-
-
-def open_tfrecords(files: tuple[StoredFile, ...], selection: ColumnSelection) -> TFRecordSource:
-    """Indexes the records of all files. Raises DataError for a truncated or empty file."""
-    require_extra("google_crc32c", "data", "TFRecord")
-    if not selection.skip_empty:
-        check_not_empty(list(files))
-    kept: list[StoredFile] = []
-    blocks: list[DataBlock] = []
-    for file in files:
-        index = _find_blocks(file) if file.size else RecordIndex([])
-        if not index.blocks:
-            if selection.skip_empty:
-                continue
-            raise bad_file(file, "contains no records; remove it or use --skip-empty")
-        blocks += [DataBlock(len(kept), start, rows, size) for start, size, rows in index.blocks]
-        kept.append(file)
-    if not blocks:
-        raise DataError(f"{files[0].url}: none of {len(files)} files contains a record")
-    return TFRecordSource(tuple(kept), _choose(kept[0], blocks[0], selection), tuple(blocks))
-
-
-def _choose(file: StoredFile, block: DataBlock, selection: ColumnSelection) -> ColumnSelection:
-    """Selects the features by the first record."""
-    from dataclasses import replace
-
-    content = _unpack(file, block)
-    starts, lengths = _check_records(file, content, block.offset)
-    record = np.frombuffer(content, np.uint8)[int(starts[0]) : int(starts[0] + lengths[0])]
-    try:
-        names = sorted(find_features(record))
-    except ValueError as error:
-        raise bad_file(file, f"its first record is not a tf.train.Example ({error})") from None
-    label = selection.label
-    if label is None and "label" in names and "label" not in selection.features:
-        label = "label"
-    features = selection.features or tuple(name for name in names if name != label)
-    if not features:
-        raise UsageError(f"{file.url}: no feature is left besides the label; use --features")
-    for name in (*features, *([label] if label else [])):
-        if name not in names:
-            raise bad_file(file, f"has no feature {name!r}: {suggest_name(name, names)}")
-    return replace(selection, features=features, label=label)
-
-
-def _unpack(file: StoredFile, block: DataBlock) -> bytes:
-    content = read_bytes(file.url, block.offset, block.offset + block.size)
-    return _decompress(file, content) if block.offset == 0 else content
-
-
-def _decompress(file: StoredFile, content: bytes) -> bytes:
-    kind = _compression(content)
-    try:
-        if kind == "gzip":
-            return gzip.decompress(content)
-        if kind == "zlib":
-            return zlib.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise bad_file(file, f"is truncated or damaged ({error})") from None
-    return content
+        return self._make_rows(block, columns, where)
 
 
 def _compression(head: bytes) -> str | None:
-    if head[:2] == b"\x1f\x8b":
+    if head[:2] == GZIP_MAGIC:
         return "gzip"
-    if len(head) >= HEAD:
-        # An uncompressed file begins with a length and its checksum.
-        length, crc = head[:8], struct.unpack("<I", head[8:12])[0]
-        if masked_crc(length) == crc:
-            return None
+    # An uncompressed file begins with a length and its checksum.
+    if len(head) >= HEAD and masked_crc(head[:8]) == struct.unpack("<I", head[8:HEAD])[0]:
+        return None
     if len(head) > 1 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0:
         return "zlib"
     return None
 
 
-def _check_records(
-    file: StoredFile, content: bytes, base: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns starts and lengths of the records' data after verifying every checksum."""
-    crc = _crc()
-    starts, lengths = [], []
-    view = memoryview(content)
-    at, size = 0, len(content)
-    head = struct.Struct("<QI")
-    foot = struct.Struct("<I")
-    while at < size:
-        where = f" (at byte {base + at:,})"
-        if at + HEAD > size:
-            raise bad_file(file, f"is truncated: {size - at} bytes in the last header", where)
-        length, length_crc = head.unpack_from(view, at)
-        found = crc(content[at : at + 8])
-        if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
-            raise bad_file(file, "wrong checksum of a record's length: the file is damaged", where)
-        start = at + HEAD
-        if start + length + FOOT > size:
-            raise bad_file(
-                file,
-                f"is truncated: a record of {length:,} bytes, of which {size - start:,} exist",
-                where,
-            )
-        found = crc(content[start : start + length])
-        if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != foot.unpack_from(
-            view, start + length
-        )[0]:
-            raise bad_file(file, "wrong checksum of a record: the file is damaged", where)
-        starts.append(start)
-        lengths.append(length)
-        at = start + length + FOOT
-    return np.array(starts, np.int64), np.array(lengths, np.int64)
+def _decompress(file: StoredFile, content: bytes) -> bytes:
+    kind = _compression(content)
+    if kind is None:
+        return content
+    return unpack(file, content, gzip.decompress if kind == "gzip" else zlib.decompress)
 
 
-# ---- the index -------------------------------------------------------------------------------
+def _check_head(
+    file: StoredFile, head: bytes, at: int, size: int, damage: str = "the file is damaged"
+) -> int:
+    """Returns a record's length. The record is at byte `at` of a file, or a part, of `size` bytes.
+
+    Raises DataError if the header is truncated or damaged, or the record is truncated.
+    """
+    if len(head) < HEAD:
+        what = f"is truncated: {size - at} bytes in the last header"
+    else:
+        length, length_crc = struct.unpack("<QI", head)
+        if masked_crc(head[:8]) != length_crc:
+            what = f"wrong checksum of a record's length: {damage}"
+        elif at + HEAD + length + FOOT > size:
+            left = max(0, size - at - HEAD)
+            what = f"is truncated: a record of {length:,} bytes, of which {left:,} exist"
+        else:
+            return int(length)
+    raise bad_file(file, what, f" (at byte {at:,})")
 
 
-def _find_blocks(file: StoredFile) -> RecordIndex:
+def _check_records(file: StoredFile, content: bytes, base: int) -> Iterator[tuple[int, int]]:
+    """Yields start and length of each record's data after verifying its checksums."""
+    at = 0
+    while at < len(content):
+        length = _check_head(file, content[at : at + HEAD], base + at, base + len(content))
+        start, stop = at + HEAD, at + HEAD + length
+        if masked_crc(content[start:stop]) != struct.unpack_from("<I", content, stop)[0]:
+            what = "wrong checksum of a record: the file is damaged"
+            raise bad_file(file, what, f" (at byte {base + at:,})")
+        yield start, length
+        at = stop + FOOT
+
+
+def _read_records(
+    file: StoredFile, block: DataBlock
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the bytes of a block, and the starts and lengths of its records' data."""
+    content = read_block(file, block)
+    if block.offset == 0:
+        content = _decompress(file, content)
+    spans = np.array(list(_check_records(file, content, block.offset)), np.int64).reshape(-1, 2)
+    return np.frombuffer(content, np.uint8), spans[:, 0], spans[:, 1]
+
+
+def _find_blocks(file: StoredFile, number: int) -> list[DataBlock]:
+    """Returns the blocks of a file from its index, which is written if absent."""
     identity = f"{file.url} {file.size} {file.stamp}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = array_cache.root() / "index" / f"{digest}.json"
     try:
-        return RecordIndex([(a, b, c) for a, b, c in json.loads(path.read_text())])
+        index = [(offset, size, rows) for offset, size, rows in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
-        pass
-    index = _scan(file)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(index.blocks))
-        os.replace(partial, path)
-    return index
+        index = list(_scan(file))
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+            partial.write_text(json.dumps(index))
+            os.replace(partial, path)
+    return [DataBlock(number, offset, rows, size) for offset, size, rows in index]
 
 
-def _scan(file: StoredFile) -> RecordIndex:
-    head = read_bytes(file.url, 0, min(file.size, HEAD))
-    if _compression(head) is not None:
+def _scan(file: StoredFile) -> Iterator[tuple[int, int, int]]:
+    """Yields (offset, bytes, records) of each block of a file."""
+    if _compression(read_bytes(file.url, 0, min(file.size, HEAD))) is not None:
         content = _decompress(file, read_bytes(file.url))
-        rows = len(_check_records(file, content, 0)[0])
-        return RecordIndex([(0, file.size, rows)] if rows else [])
-    blocks: list[tuple[int, int, int]] = []
+        count = sum(1 for _ in _check_records(file, content, 0))
+        if count:
+            yield 0, file.size, count
+        return
     begin, rows, at = 0, 0, 0
     base, content = 0, b""
-    crc = _crc()
     while at < file.size:
         if at + HEAD > base + len(content):
             base, content = at, read_bytes(file.url, at, min(file.size, at + READ_BYTES))
-        where = f" (at byte {at:,})"
-        if at + HEAD > base + len(content):
-            what = f"is truncated: {file.size - at} bytes in the last header"
-            raise bad_file(file, what, where)
-        length, length_crc = struct.unpack_from("<QI", content, at - base)
-        found = crc(content[at - base : at - base + 8])
-        if ((found >> 15 | found << 17) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
-            raise bad_file(
-                file,
-                "wrong checksum of a record's length: it is damaged, or not a TFRecord file",
-                where,
-            )
-        stop = at + HEAD + length + FOOT
-        if stop > file.size:
-            raise bad_file(
-                file,
-                f"is truncated: a record of {length:,} bytes, of which "
-                f"{max(0, file.size - at - HEAD):,} exist",
-                where,
-            )
+        head = content[at - base : at - base + HEAD]
+        damage = "it is damaged, or not a TFRecord file"
+        at += HEAD + _check_head(file, head, at, file.size, damage) + FOOT
         rows += 1
-        at = stop
-        if at - begin >= BLOCK_BYTES:
-            blocks.append((begin, at - begin, rows))
+        if at - begin >= BLOCK_BYTES or at == file.size:
+            yield begin, at - begin, rows
             begin, rows = at, 0
-    if rows:
-        blocks.append((begin, at - begin, rows))
-    return RecordIndex(blocks)
-
-
-# ---- writing ---------------------------------------------------------------------------------
 
 
 def frame(record: bytes) -> bytes:
     """Returns a record framed with its length and checksums."""
     length = struct.pack("<Q", len(record))
-    return b"".join(
-        (
-            length,
-            struct.pack("<I", masked_crc(length)),
-            record,
-            struct.pack("<I", masked_crc(record)),
-        )
-    )
+    crcs = [struct.pack("<I", masked_crc(part)) for part in (length, record)]
+    return b"".join((length, crcs[0], record, crcs[1]))
 
 
 def write_records(rows: Iterable[dict[str, Array]], *, compress: bool = False) -> bytes:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data import MapDataset, TorchDatasetAdapter
 from paceline.data.hashing import hash_rows
-from paceline.data.pipelined_dataset import PipelinedDataset
+from paceline.data.streaming import PipelinedDataset
 from paceline.data.thread_pool import DaemonThreadPool
 from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.messages import Lease

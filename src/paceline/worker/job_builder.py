@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline import data as data_room
 from paceline import models
 from paceline.data import DataPipeline, DatasetSplits, MapDataset, as_dataset
-from paceline.data.dataset_builder import FeatureOptions, build_dataset, build_splits
+from paceline.data.dataset import FeatureOptions
+from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.stores import is_url_or_path
 from paceline.errors import UsageError
 from paceline.job import Job, display_name
@@ -66,7 +67,7 @@ def load_test_split(job: Job, *, whole: bool) -> MapDataset | None:
     """Returns the test split; with `whole`, all data at a URL that has no test split."""
     table = load_job_data(job).test
     if table is None and whole and isinstance(job.data, str):
-        table = build_dataset(job.pipelines()[0], FeatureOptions(dtype=job.dtype)).table
+        table = build_dataset(job.pipelines()[0], FeatureOptions(dtype=job.dtype)).train
     return table
 
 
