@@ -24,5 +24,5 @@ def build(name: str, *, input_shape: Sequence[int], classes: int) -> torch.nn.Mo
     check_classes(entry, classes)
     module_name, _, factory_name = entry.factory.partition(":")
     # Imported lazily, so that listing or checking models does not load torch.
-    factory = getattr(import_module(module_name), factory_name)
+    factory = getattr(import_module(f"{__name__}.{module_name}"), factory_name)
     return cast("torch.nn.Module", factory(input_shape=shape, classes=classes, **entry.options))

@@ -13,7 +13,7 @@ Kind = Literal["image", "vector-or-image", "text"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model. `factory` is "module:callable", called with shape, classes and `options`."""
+    """A model. `factory` is "module:class", called with shape, classes and `options`."""
 
     name: str
     kind: Kind
@@ -24,21 +24,17 @@ class ModelInfo:
     """Minimum height and width of an image, given by unpadded convolutions and pooling."""
 
 
-_MLP = "paceline.models.mlp:MLP"
-_RESNET_V1 = "paceline.models.resnet:ResNetV1"
-
-
 def _mlp(name: str, *hidden: int) -> ModelInfo:
     widths = "-".join(map(str, hidden))
     text = f"perceptron, ReLU, hidden layers {widths}; flattens any input"
-    return ModelInfo(name, "vector-or-image", _MLP, text, {"hidden": hidden})
+    return ModelInfo(name, "vector-or-image", "sequential:MLP", text, {"hidden": hidden})
 
 
 def _resnet_v1(depth: int) -> ModelInfo:
     text = f"CIFAR ResNet v1 of depth {depth}: three stages of basic blocks, 16/32/64 filters"
     # Two convolutions per block in three stages, plus the stem and the final dense layer.
     options = {"blocks_per_stage": (depth - 2) // 6}
-    return ModelInfo(f"resnet{depth}", "image", _RESNET_V1, text, options)
+    return ModelInfo(f"resnet{depth}", "image", "resnet:ResNetV1", text, options)
 
 
 _ENTRIES = {
@@ -50,14 +46,14 @@ _ENTRIES = {
         ModelInfo(
             "cnn-small",
             "image",
-            "paceline.models.cnn:SmallCNN",
+            "sequential:SmallCNN",
             "one 3x3 convolution of 32 filters, max pooling, dense 64",
             min_side_pixels=4,
         ),
         ModelInfo(
             "cnn-keras",
             "image",
-            "paceline.models.cnn:KerasCNN",
+            "sequential:KerasCNN",
             "two 3x3 convolutions of 32 and 64 filters, max pooling, dense 128, dropout",
             min_side_pixels=6,
         ),
@@ -65,14 +61,14 @@ _ENTRIES = {
         ModelInfo(
             "resnet56v2",
             "image",
-            "paceline.models.resnet:ResNetV2",
+            "resnet:ResNetV2",
             "CIFAR ResNet v2 of depth 56: pre-activation bottlenecks, 64/128/256 outputs, L2",
             {"blocks_per_stage": 6, "l2": 1e-4},
         ),
         ModelInfo(
             "densenet-bc-40-12",
             "image",
-            "paceline.models.densenet:DenseNetBC",
+            "densenet:DenseNetBC",
             "DenseNet-BC of depth 40, growth 12, reduction 0.5, dropout 0.1",
             {"depth": 40, "growth": 12, "reduction": 0.5, "dropout": 0.1},
             min_side_pixels=4,
@@ -80,7 +76,7 @@ _ENTRIES = {
         ModelInfo(
             "char-transformer",
             "text",
-            "paceline.models.transformer:CharTransformer",
+            "transformer:CharTransformer",
             "causal transformer over characters: 4 layers, width 128, 4 heads, tied embedding",
         ),
     )
@@ -108,14 +104,24 @@ def check_input_shape(entry: ModelInfo, input_shape: Sequence[int]) -> tuple[int
             f"input shape {shape} of model {entry.name!r}: all sizes must be at least 1; "
             "give the shape of one sample without the batch dimension"
         )
-    if entry.kind == "image":
-        _check_image_shape(entry, shape)
-    elif entry.kind == "text" and len(shape) != 1:
-        raise UsageError(
-            f"input shape {shape} is not supported by model {entry.name!r}: "
-            f"it reads text as (time,); use a text dataset or {_others('image')}"
+    if entry.kind == "text" and len(shape) != 1:
+        problem = f"is not supported by model {entry.name!r}: it reads text as (time,)"
+        remedy = f"a text dataset or {_others('image')}"
+    elif entry.kind == "image" and len(shape) != 3:
+        problem = (
+            f"is not supported by model {entry.name!r}: it reads images as "
+            "(channels, height, width)"
         )
-    return shape
+        remedy = f"an image dataset or {_others('vector-or-image')}"
+    elif entry.kind == "image" and min(shape[1:]) < entry.min_side_pixels:
+        problem = (
+            f"is too small for model {entry.name!r}: height and width must be at least "
+            f"{entry.min_side_pixels}"
+        )
+        remedy = f"larger images or {_others('vector-or-image')}"
+    else:
+        return shape
+    raise UsageError(f"input shape {shape} {problem}; use {remedy}")
 
 
 def check_classes(entry: ModelInfo, classes: int) -> None:
@@ -124,19 +130,6 @@ def check_classes(entry: ModelInfo, classes: int) -> None:
         raise UsageError(
             f"classes={classes} for model {entry.name!r}: must be at least 1; "
             "give the number of classes, or of characters for text"
-        )
-
-
-def _check_image_shape(entry: ModelInfo, shape: tuple[int, ...]) -> None:
-    if len(shape) != 3:
-        raise UsageError(
-            f"input shape {shape} is not supported by model {entry.name!r}: it reads images as "
-            f"(channels, height, width); use an image dataset or {_others('vector-or-image')}"
-        )
-    if min(shape[1:]) < entry.min_side_pixels:
-        raise UsageError(
-            f"input shape {shape} is too small for model {entry.name!r}: height and width must be "
-            f"at least {entry.min_side_pixels}; use larger images or {_others('vector-or-image')}"
         )
 
 

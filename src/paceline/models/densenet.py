@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.initializers import init_he
+from paceline.models.initializers import initialize
 
 DENSE_BLOCKS = 3
 BOTTLENECK_FACTOR = 4
@@ -77,7 +77,7 @@ class DenseNetBC(nn.Module):
         self.blocks = nn.Sequential(*parts)
         self.last_norm = nn.BatchNorm2d(channels)
         self.head = nn.Linear(channels, classes)
-        init_he(self)
+        initialize(self, nn.init.kaiming_normal_)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, classes)."""

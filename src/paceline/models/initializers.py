@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 
-def init_glorot(model: nn.Module) -> None:
-    """Initializes convolution and dense layers: Glorot-uniform kernels, zero biases."""
+def initialize(model: nn.Module, initialize_kernel: Callable[[Tensor], Tensor]) -> None:
+    """Initializes the kernels of convolution and dense layers; biases are zero.
+
+    `nn.init.xavier_uniform_` is Glorot-uniform, `nn.init.kaiming_normal_` is He-normal (fan-in).
+    """
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            nn.init.xavier_uniform_(layer.weight)
-            _zero_bias(layer)
-
-
-def init_he(model: nn.Module) -> None:
-    """Initializes convolution and dense layers: He-normal kernels (fan-in), zero biases."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
-            _zero_bias(layer)
-
-
-def _zero_bias(layer: nn.Conv2d | nn.Linear) -> None:
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+            initialize_kernel(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)

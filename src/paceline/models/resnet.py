@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.initializers import init_he
+from paceline.models.initializers import initialize
 
 STEM_FILTERS = 16
 STAGES = 3
@@ -55,7 +55,7 @@ class ResNetV1(nn.Module):
                 filters_in = filters
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(filters_in, classes)
-        init_he(self)
+        initialize(self, nn.init.kaiming_normal_)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, classes)."""
@@ -106,12 +106,7 @@ class ResNetV2(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        input_shape: Sequence[int],
-        classes: int,
-        blocks_per_stage: int,
-        l2: float = 0.0,
+        self, *, input_shape: Sequence[int], classes: int, blocks_per_stage: int, l2: float = 0.0
     ) -> None:
         super().__init__()
         self.l2 = l2
@@ -137,7 +132,7 @@ class ResNetV2(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.last_norm = nn.BatchNorm2d(filters)
         self.head = nn.Linear(filters, classes)
-        init_he(self)
+        initialize(self, nn.init.kaiming_normal_)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, classes)."""

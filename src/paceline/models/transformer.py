@@ -27,12 +27,9 @@ class Attention(nn.Module):
         joint = self.queries_keys_values(x).view(batch, time, 3, self.heads, width // self.heads)
         # To (3, batch, heads, time, head width): attention uses the last two dimensions.
         queries, keys, values = joint.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            queries, keys, values, dropout_p=dropout, is_causal=True
         )
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
         return result

@@ -47,7 +47,7 @@ PRELOADED = (
     "paceline.worker.server_main",
     "paceline.worker.custom_loop",
     "paceline.data.digits",
-    "paceline.models.mlp",
+    "paceline.models.sequential",
     "torch.distributed",
     "torch._dynamo",  # torch imports it with the first optimizer, which takes a second
 )
