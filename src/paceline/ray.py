@@ -81,7 +81,6 @@ class RayEngine:
         self._is_ours = True
 
     def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
-        ray = self._ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -89,14 +88,15 @@ class RayEngine:
         # All or nothing: a run with only some of its workers would wait forever.
         self._group = placement_group([dict(self._needs)] * len(tickets), strategy="SPREAD")
         if not self._group.wait(self._placement_timeout_s):
+            needs = " and ".join(f"{each:g} {name}" for name, each in self._needs.items())
             raise RunFailed(
-                f"ray: {len(tickets)} slots of {self._describe_needs()} were not allocated within "
+                f"ray: {len(tickets)} slots of {needs} were not allocated within "
                 f"{self._placement_timeout_s:g} s: the cluster is busy, or no node is large enough"
             )
-        actor = ray.remote(RayHostAgent)
+        actor = self._ray.remote(RayHostAgent)
+        options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0)}
         for index in range(len(tickets)):
             strategy = PlacementGroupSchedulingStrategy(self._group, index)
-            options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0)}
             self._actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
         calls = [a.serve.remote(t) for a, t in zip(self._actors, tickets, strict=True)]
         self._watcher = threading.Thread(
@@ -112,9 +112,6 @@ class RayEngine:
                     f"{slots} slots of {each:g} {name} were requested, but the Ray cluster has "
                     f"{total.get(name, 0.0):g} in total; use fewer workers or add nodes"
                 )
-
-    def _describe_needs(self) -> str:
-        return " and ".join(f"{each:g} {name}" for name, each in self._needs.items())
 
     def _watch(self, calls: list[Any], on_lost: OnAgentLost) -> None:
         """Reports lost actors with Ray's reason, which is the most precise one."""
@@ -207,13 +204,8 @@ class RayLauncher(EngineLauncher):
         **options: Any,
     ) -> None:
         engine = RayEngine(address, cpus_each=cpus_each, gpus_each=gpus_each)
-        super().__init__(
-            engine,
-            workers,
-            own_servers=server_places,
-            threads=max(1, int(cpus_each)),
-            **options,
-        )
+        threads = max(1, int(cpus_each))
+        super().__init__(engine, workers, own_servers=server_places, threads=threads, **options)
 
 
 def write_dataset(dataset: Any, url: str) -> str:
@@ -235,12 +227,9 @@ def write_dataset(dataset: Any, url: str) -> str:
     if store.exists(path) and store.find(path):
         raise UsageError(f"{url} is not empty; choose another directory, or remove it")
     store.makedirs(path, exist_ok=True)
-    files = arrow.PyFileSystem(arrow.FSSpecHandler(store))
-    dataset.map_batches(_as_lists, batch_format="pyarrow", zero_copy_batch=True).write_parquet(
-        path, filesystem=files
-    )
-    written = [name for name in store.find(path) if name.endswith(".parquet")]
-    if not written:
+    lists = dataset.map_batches(_as_lists, batch_format="pyarrow", zero_copy_batch=True)
+    lists.write_parquet(path, filesystem=arrow.PyFileSystem(arrow.FSSpecHandler(store)))
+    if not any(name.endswith(".parquet") for name in store.find(path)):
         raise UsageError("the Ray Dataset has no rows")
     return f"{url.rstrip('/')}/*.parquet"
 
