@@ -21,7 +21,7 @@ from conftest import RunCli, read_result, wait_until
 from paceline.data import digits
 from paceline.errors import RunFailed, UsageError
 from paceline.spark.engine import summarize_spark_error
-from paceline.spark.job_archive import pack_job, read_job
+from paceline.spark.job_archive import pack_job, read_job, write_job
 from paceline.spark.shared_storage import as_store
 
 MISSING = spark_cluster.why_not()
@@ -355,7 +355,7 @@ def test_too_many_workers_and_wrong_columns(session: Any, frame: Any, tmp_path: 
     ):
         engine.wait_for_slots(session, 3, 1.0)
     for change, words in (
-        ({"labelCol": "lable"}, "no column 'lable': did you mean 'label'"),
+        ({"labelCol": "lable"}, "no column 'lable'; did you mean 'label'"),
         ({"labelCol": "image"}, "labels must be numbers"),
         ({"shape": "1x9x9"}, "shape 1x9x9 has 81 values, but features have 64"),
         ({"strategy": "alreduce"}, "did you mean 'allreduce'"),
@@ -419,11 +419,11 @@ def build_net() -> Any:
 def test_jobs_travel_as_text(tmp_path: Path) -> None:
     fields = {"data": "digits", "batch": 32, "epochs": 2}
     packed = pack_job(build_net, "mse_loss", fields)
-    assert set(packed.files) == {"job.json", "source_of_model.py"}
-    packed.write(tmp_path)
+    assert set(packed) == {"job.json", "source_of_model.py"}
+    write_job(packed, tmp_path)
     job = read_job(tmp_path)
     assert (job.batch, job.model.__name__, job.loss.__name__) == (32, "build_net", "mse_loss")
-    assert json.loads(packed.files["job.json"])["model"]["function"] == "build_net"
+    assert json.loads(packed["job.json"])["model"]["function"] == "build_net"
     with pytest.raises(UsageError, match="model is a Linear, but executors build it themselves"):
         pack_job(build_net(), None, fields)
     with pytest.raises(UsageError, match="define it at the top level"):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.errors import UsageError
+from pyspark.errors import PySparkException
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, BooleanType, NumericType
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+from paceline.errors import UsageError, suggest_name
 
 ROW_GROUP_BYTES = 8 << 20
 """Small enough that several workers share a file and memory stays bounded."""
 FEATURES, LABEL = "features", "label"
-SPARK_SCHEMES = {"s3://": "s3a://"}
-"""Schemes that have another name in Spark."""
 
 _written: dict[str, ExportedDataFrame] = {}
 """DataFrames that this application has already exported, by storage location and contents."""
@@ -39,8 +41,6 @@ class ExportedDataFrame:
 
     train: str
     val: str | None
-    rows: int
-    val_rows: int
     width: int
     classes: int | None
 
@@ -58,8 +58,6 @@ def export_dataframe(frame: DataFrame, columns: TrainingColumns, store: str) -> 
 
 def _exists(frame: DataFrame, location: str) -> bool:
     """Returns whether the export still exists."""
-    from pyspark.errors import PySparkException
-
     try:
         return bool(frame.sparkSession.read.parquet(_for_spark(location)).columns)
     except PySparkException:
@@ -67,56 +65,44 @@ def _exists(frame: DataFrame, location: str) -> bool:
 
 
 def _write(frame: DataFrame, columns: TrainingColumns, location: str) -> ExportedDataFrame:
-    from pyspark.sql import functions as F
-
-    plain = frame.select(
+    validation = columns.validation
+    selected = [
         as_array(frame, columns.features).alias(FEATURES),
         _as_label(frame, columns).alias(LABEL),
-        *_split_column(frame, columns),
-    )
-    parts = {"train": plain}
-    if isinstance(columns.validation, str):
-        chosen = F.col("__validation")
-        parts = {
-            "train": plain.where(~chosen).drop("__validation"),
-            "val": plain.where(chosen).drop("__validation"),
-        }
-    elif columns.validation:
-        train, val = plain.randomSplit([1 - columns.validation, columns.validation], columns.seed)
-        parts = {"train": train, "val": val}
+    ]
+    if isinstance(validation, str):
+        column_type(frame, validation)
+        chosen = F.coalesce(F.col(validation).cast("boolean"), F.lit(False))
+        parts = {"train": frame.where(~chosen), "val": frame.where(chosen)}
+        parts = {name: part.select(*selected) for name, part in parts.items()}
+    elif validation:
+        split = frame.select(*selected).randomSplit([1 - validation, validation], columns.seed)
+        parts = dict(zip(("train", "val"), split, strict=True))
+    else:
+        parts = {"train": frame.select(*selected)}
     facts = {}
     for name, part in parts.items():
         target = f"{_for_spark(location)}/{name}"
-        (part.write.mode("overwrite").option("parquet.block.size", ROW_GROUP_BYTES).parquet(target))
+        part.write.mode("overwrite").option("parquet.block.size", ROW_GROUP_BYTES).parquet(target)
         facts[name] = _check_rows(part.sparkSession.read.parquet(target), columns, name)
-    train_facts = facts["train"]
-    val_facts = facts.get("val")
-    if val_facts is not None and val_facts["width"] != train_facts["width"]:
+    if len({part["width"] for part in facts.values()}) > 1:
         raise UsageError("the features of validation rows and training rows have different lengths")
     return ExportedDataFrame(
         train=f"{location}/train",
         val=f"{location}/val" if "val" in parts else None,
-        rows=train_facts["rows"],
-        val_rows=val_facts["rows"] if val_facts else 0,
-        width=train_facts["width"],
+        width=facts["train"]["width"],
         classes=max(f["highest"] for f in facts.values()) + 1 if columns.integer_label else None,
     )
 
 
 def _for_spark(url: str) -> str:
-    for scheme, spark_scheme in SPARK_SCHEMES.items():
-        if url.startswith(scheme):
-            return spark_scheme + url.removeprefix(scheme)
+    if url.startswith("s3://"):
+        return "s3a://" + url.removeprefix("s3://")
     return url if "://" in url else f"file://{url}"
 
 
 def as_array(frame: DataFrame, column: str) -> Column:
     """Converts a column of vectors, arrays or numbers to arrays of float."""
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql import functions as F
-    from pyspark.sql.types import ArrayType, NumericType
-
     kind = column_type(frame, column)
     if isinstance(kind, VectorUDT):
         return vector_to_array(F.col(column), "float32")
@@ -132,18 +118,12 @@ def as_array(frame: DataFrame, column: str) -> Column:
 
 def column_type(frame: DataFrame, column: str) -> Any:
     if column not in frame.columns:
-        from paceline.errors import suggest_name
-
-        raise UsageError(
-            f"the DataFrame has no column {column!r}; {suggest_name(column, frame.columns)}"
-        )
+        known = suggest_name(column, frame.columns)
+        raise UsageError(f"the DataFrame has no column {column!r}; {known}")
     return frame.schema[column].dataType
 
 
 def _as_label(frame: DataFrame, columns: TrainingColumns) -> Column:
-    from pyspark.sql import functions as F
-    from pyspark.sql.types import BooleanType, NumericType
-
     kind = column_type(frame, columns.label)
     if not isinstance(kind, NumericType | BooleanType):
         raise UsageError(
@@ -153,21 +133,8 @@ def _as_label(frame: DataFrame, columns: TrainingColumns) -> Column:
     return F.col(columns.label).cast("long" if columns.integer_label else "float")
 
 
-def _split_column(frame: DataFrame, columns: TrainingColumns) -> list[Column]:
-    from pyspark.sql import functions as F
-
-    if not isinstance(columns.validation, str):
-        return []
-    column_type(frame, columns.validation)
-    return [
-        F.coalesce(F.col(columns.validation).cast("boolean"), F.lit(False)).alias("__validation")
-    ]
-
-
 def _check_rows(frame: DataFrame, columns: TrainingColumns, name: str) -> dict[str, Any]:
-    """Counts rows. Raises UsageError for rows that cannot be batched."""
-    from pyspark.sql import functions as F
-
+    """Returns facts about the rows. Raises UsageError for rows that cannot be batched."""
     size = F.size(FEATURES)
     row = frame.agg(
         F.count(F.lit(1)).alias("rows"),
@@ -193,4 +160,4 @@ def _check_rows(frame: DataFrame, columns: TrainingColumns, name: str) -> dict[s
         raise UsageError(
             f"column {columns.label!r} has the label {row['lowest']}; classes must start at 0"
         )
-    return {"rows": row["rows"], "width": row["longest"], "highest": row["highest"]}
+    return {"width": row["longest"], "highest": row["highest"]}

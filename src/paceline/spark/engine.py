@@ -6,28 +6,38 @@ is available.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from paceline.launch.engines.engine import OnAgentLost
 
 SLOTS_TIMEOUT_S = 60.0
 """Time limit for executors to register."""
 EXIT_TIMEOUT_S = 20.0
 """Tasks end when the run does; after this time they are cancelled."""
-MARK = "paceline error: "
-
-
-class OnLost(Protocol):
-    def __call__(self, index: int, why: str) -> None: ...
+CAUSES = (
+    (r"paceline error: (.+)", "{}"),
+    (
+        r"ModuleNotFoundError: No module named '([\w.]+)'",
+        "package {} is missing on the executors; install paceline there, or set PYSPARK_PYTHON to "
+        "an environment that has it",
+    ),
+    (r"ExecutorLostFailure \((executor \S+) exited[^)]*\) Reason: ([^\n]+)", "{} was lost: {}"),
+    (r"((?:Executor|Worker|Task) \S+ (?:lost|is lost|from barrier)[^\n]*)", "{}"),
+)
+"""Patterns in Spark's stack traces, and the messages for them; the first match is reported."""
 
 
 class SparkEngine:
@@ -39,20 +49,18 @@ class SparkEngine:
     name = "spark"
 
     def __init__(self, session: SparkSession | None = None, *, master: str | None = None) -> None:
-        self._given = session
+        self._is_ours = session is None
         self._master = master
-        self._session: SparkSession | None = session
+        self._session = session
         self._job: BarrierJob | None = None
 
     def find_address(self) -> str:
         if self._session is None:
-            from paceline.spark.session import open_session
-
             self._session = open_session(self._master)
         check_session(self._session)
         return driver_address(self._session)
 
-    def begin(self, tickets: list[str], on_lost: OnLost) -> None:
+    def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
         assert self._session is not None
         wait_for_slots(self._session, len(tickets))
 
@@ -65,7 +73,7 @@ class SparkEngine:
     def end(self) -> None:
         if self._job is not None:
             self._job.end()
-        if self._given is None and self._session is not None:
+        if self._is_ours and self._session is not None:
             self._session.stop()
 
 
@@ -106,7 +114,7 @@ class BarrierJob:
         session: SparkSession,
         count: int,
         function: Callable[[int], str],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         self._session = session
         self._tag = f"paceline-{secrets.token_hex(4)}"
@@ -129,19 +137,20 @@ class BarrierJob:
             self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["index"])]
         except BaseException as error:
             self.error = error
-            if not self._ending:
+            if self._on_failure is not None and not self._ending:
                 self._on_failure(summarize_spark_error(error))
 
     def end(self) -> None:
         self._ending = True
         self.thread.join(EXIT_TIMEOUT_S)
-        if self.thread.is_alive():
-            self.cancel()
+        self.cancel()
 
     def cancel(self) -> None:
+        """Cancels the tasks, unless they have ended."""
         self._ending = True
-        self._session.interruptTag(self._tag)
-        self.thread.join(EXIT_TIMEOUT_S)
+        if self.thread.is_alive():
+            self._session.interruptTag(self._tag)
+            self.thread.join(EXIT_TIMEOUT_S)
 
 
 def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -162,12 +171,34 @@ def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], It
     return task
 
 
-# ---- setup -----------------------------------------------------------------------------------
+def open_session(master: str | None) -> SparkSession:
+    """Opens a session as configured by spark-defaults.conf and the environment.
+
+    Raises UsageError if pyspark is missing, RunFailed if no session can be opened.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        raise UsageError("pyspark is not installed; run pip install 'paceline[spark]'") from None
+    # Defaults to this interpreter's path: clusters often share their environments.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName("paceline")
+    if master is not None:
+        builder = builder.master(master)
+    try:
+        session = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    except Exception as error:
+        raise RunFailed(
+            f"cannot open a Spark session at {master or 'the configured master'}: "
+            f"{summarize_spark_error(error)}"
+        ) from None
+    if not is_connect(session):
+        session.sparkContext.setLogLevel("ERROR")
+    return session
 
 
-def setting(session: SparkSession, name: str, default: str | None = None) -> str | None:
-    value: str | None = session.conf.get(name, default)
-    return value
+def setting(session: SparkSession, name: str, default: str = "") -> str:
+    return str(session.conf.get(name, default) or default)
 
 
 def is_connect(session: SparkSession) -> bool:
@@ -176,7 +207,7 @@ def is_connect(session: SparkSession) -> bool:
 
 def check_session(session: SparkSession) -> None:
     """Raises UsageError for settings that keep workers from running simultaneously."""
-    if (setting(session, "spark.dynamicAllocation.enabled", "false") or "").lower() == "true":
+    if setting(session, "spark.dynamicAllocation.enabled").lower() == "true":
         raise UsageError(
             "spark.dynamicAllocation.enabled is true, but all workers must run simultaneously; "
             "set it to false and request enough executors (spark.executor.instances)"
@@ -186,11 +217,13 @@ def check_session(session: SparkSession) -> None:
 def driver_address(session: SparkSession) -> str:
     """Returns the address at which executors reach this process."""
     if is_connect(session):
-        host, port = _connect_server(session)
+        client: Any = session.client
+        where = str(getattr(client, "host", "")).removeprefix("sc://")
+        host, _, port = where.partition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
+            probe.connect((host or "127.0.0.1", int(port.split("/")[0] or 15002)))
             return str(probe.getsockname()[0])
-    host = setting(session, "spark.driver.host") or "127.0.0.1"
+    host = setting(session, "spark.driver.host", "127.0.0.1")
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -198,12 +231,6 @@ def driver_address(session: SparkSession) -> str:
             f"spark.driver.host {host} cannot be resolved; "
             "set it to an address that executors can reach"
         ) from None
-
-
-def _connect_server(session: Any) -> tuple[str, int]:
-    where = str(session.client.host) if hasattr(session.client, "host") else "127.0.0.1"
-    host, _, port = where.removeprefix("sc://").partition(":")
-    return host or "127.0.0.1", int(port.split("/")[0]) if port else 15002
 
 
 def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_TIMEOUT_S) -> None:
@@ -225,26 +252,12 @@ def wait_for_slots(session: SparkSession, needed: int, timeout_s: float = SLOTS_
         time.sleep(0.5)
 
 
-# ---- errors ----------------------------------------------------------------------------------
-
-
 def summarize_spark_error(error: BaseException) -> str:
     """Returns the most informative line of Spark's stack traces."""
     text = str(error)
-    marked = re.search(re.escape(MARK) + r"(.+)", text)
-    if marked:
-        return marked.group(1).strip()
-    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", text)
-    if missing:
-        return (
-            f"package {missing.group(1)} is missing on the executors; install paceline there, or "
-            "set PYSPARK_PYTHON to an environment that has it"
-        )
-    gone = re.search(r"ExecutorLostFailure \((executor \S+) exited[^)]*\) Reason: ([^\n]+)", text)
-    if gone:
-        return f"{gone.group(1)} was lost: {gone.group(2).strip()}"
-    lost = re.search(r"(Executor|Worker|Task) \S+ (?:lost|is lost|from barrier)[^\n]*", text)
-    if lost:
-        return lost.group(0).strip()
+    for pattern, message in CAUSES:
+        found = re.search(pattern, text)
+        if found:
+            return message.format(*(group.strip() for group in found.groups()))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark import keyword_only
 from pyspark.ml.base import Estimator
@@ -18,8 +18,10 @@ from pyspark.ml.param.shared import (
     HasSeed,
 )
 from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
+from pyspark.sql import DataFrame
 
-from paceline.errors import UsageError
+from paceline.data.pipeline import parse_shape
+from paceline.errors import UsageError, suggest_name
 from paceline.job import JobRef
 from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.project import read_project
@@ -27,6 +29,7 @@ from paceline.launch.remote_launcher import ProjectBundle
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.plugins import hash_file
+from paceline.report.terminal import terminal_reporter
 from paceline.spark.dataframe_export import (
     FEATURES,
     LABEL,
@@ -35,23 +38,17 @@ from paceline.spark.dataframe_export import (
     export_dataframe,
 )
 from paceline.spark.engine import SparkEngine, setting
-from paceline.spark.job_archive import pack_job
+from paceline.spark.job_archive import pack_job, write_job
 from paceline.spark.model import PacelineModel
-from paceline.spark.shared_storage import StagedRunFolder, as_store
+from paceline.spark.shared_storage import as_store
 from paceline.strategies.registry import parse_strategy
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
 CROSS_ENTROPY = "cross_entropy"
-TEXT, INTEGER, REAL = TypeConverters.toString, TypeConverters.toInt, TypeConverters.toFloat
+ANY, TEXT = TypeConverters.identity, TypeConverters.toString
+INTEGER, REAL = TypeConverters.toInt, TypeConverters.toFloat
 TRAINING: dict[str, tuple[Any, Any, str]] = {
     # name: (converter, default, help); None means "not set"
-    "model": (
-        TypeConverters.identity,
-        "mlp-128",
-        "model name, a function or class, or a Keras model",
-    ),
+    "model": (ANY, "mlp-128", "model name, a function or class, or a Keras model"),
     "strategy": (TEXT, "allreduce", "strategy, as on the command line"),
     "num_workers": (INTEGER, 2, "number of workers (barrier tasks)"),
     "batch": (INTEGER, 128, "global batch size, split across all workers"),
@@ -60,14 +57,10 @@ TRAINING: dict[str, tuple[Any, Any, str]] = {
     "lr": (REAL, None, "learning rate for the global batch"),
     "schedule": (TEXT, None, "learning-rate schedule, for example cosine(warmup=5%)"),
     "clip": (REAL, None, "clip the gradient to this norm"),
-    "loss": (
-        TypeConverters.identity,
-        CROSS_ENTROPY,
-        "name of a function in torch.nn.functional, or a function",
-    ),
+    "loss": (ANY, CROSS_ENTROPY, "name of a function in torch.nn.functional, or a function"),
     "shape": (TEXT, None, "shape of one sample, for example 1x28x28"),
     "classes": (INTEGER, None, "number of classes; default: inferred from the labels"),
-    "validation": (TypeConverters.identity, None, "fraction of the rows, or a boolean column"),
+    "validation": (ANY, None, "fraction of the rows, or a boolean column"),
     "until": (TEXT, None, "stop when a condition is met, for example val_acc>=0.97"),
     "patience": (INTEGER, None, "stop after this many epochs without improvement in val_loss"),
     "store": (TEXT, None, "directory or URL that the driver and the executors can access"),
@@ -126,8 +119,6 @@ class PacelineEstimator(
     @keyword_only
     def setParams(self, **params: Any) -> PacelineEstimator:  # noqa: N802
         """Sets several Params by name; None leaves a Param unchanged."""
-        from paceline.errors import suggest_name
-
         given = self._input_kwargs
         for name in given:
             if not self.hasParam(name):
@@ -155,50 +146,42 @@ class PacelineEstimator(
         session = dataset.sparkSession
         strategy = parse_strategy(self.value_of("strategy"))
         workers = self.value_of("num_workers")
-        store = as_store(self.value_of("store"), setting(session, "spark.master") or "")
+        store = as_store(self.value_of("store"), setting(session, "spark.master"))
         model, loss = self.value_of("model"), self.value_of("loss")
         loss = None if loss == CROSS_ENTROPY else loss
         written = export_dataframe(dataset, self._columns(model, loss), store.url)
-        archive = pack_job(model, loss, self._fields(written))
-        with tempfile.TemporaryDirectory(prefix="paceline-job-") as folder:
-            file = archive.write(Path(folder))
-            bundle = ProjectBundle(project=read_project(Path(folder)))
-            copy = StagedRunFolder(store, new_run_name(str(strategy)))
-            with copy as out:
-                result = self._train(
-                    JobRef(file=file, hash=hash_file(file)),
-                    strategy,
-                    RunOptions(
-                        out=out,
-                        workers=workers,
-                        timeout_s=self.value_of("timeout"),
-                        launcher=EngineLauncher(
-                            SparkEngine(session),
-                            workers,
-                            bundle,
-                            # The number of cores that Spark assigns to a task.
-                            threads=int(setting(session, "spark.task.cpus", "1") or 1),
-                        ),
-                    ),
-                )
-                weights = (out / "model.safetensors").read_bytes()
-        files = {**archive.files, "model.safetensors": weights}
+        files = pack_job(model, loss, self._fields(written))
+        run = new_run_name(str(strategy))
+        with (
+            tempfile.TemporaryDirectory(prefix="paceline-job-") as folder,
+            store.stage_run(run) as out,
+            terminal_reporter(str(strategy), quiet=not self.value_of("verbose")) as show,
+        ):
+            file = write_job(files, Path(folder))
+            launcher = EngineLauncher(
+                SparkEngine(session),
+                workers,
+                ProjectBundle(project=read_project(Path(folder))),
+                # The number of cores that Spark assigns to a task.
+                threads=int(setting(session, "spark.task.cpus", "1")),
+            )
+            options = RunOptions(
+                out=out,
+                workers=workers,
+                timeout_s=self.value_of("timeout"),
+                launcher=launcher,
+                on_event=show,
+            )
+            result = run_training(JobRef(file=file, hash=hash_file(file)), strategy, options)
+            files["model.safetensors"] = (out / "model.safetensors").read_bytes()
         facts = {
             "shape": list(self._shape(written)),
             "classes": written.classes,
             "result": result,
-            "run": copy.url,
+            "run": store.run_url(run),
         }
         fitted: PacelineModel = self._copyValues(PacelineModel(files, facts))
         return fitted
-
-    def _train(self, job: JobRef, strategy: Any, options: RunOptions) -> Mapping[str, Any]:
-        from dataclasses import replace
-
-        from paceline.report.terminal import terminal_reporter
-
-        with terminal_reporter(str(strategy), quiet=not self.value_of("verbose")) as show:
-            return run_training(job, strategy, replace(options, on_event=show))
 
     def _columns(self, model: Any, loss: Any) -> TrainingColumns:
         validation = self.value_of("validation")
@@ -218,12 +201,8 @@ class PacelineEstimator(
         )
 
     def _shape(self, written: ExportedDataFrame) -> tuple[int, ...]:
-        from math import prod
-
-        from paceline.data.pipeline import parse_shape
-
         text = self.value_of("shape")
-        shape = tuple(parse_shape(text)) if text else (written.width,)
+        shape = parse_shape(text) if text else (written.width,)
         if prod(shape) != written.width:
             raise UsageError(
                 f"shape {text} has {prod(shape)} values, but features have {written.width}"
@@ -232,7 +211,6 @@ class PacelineEstimator(
 
     def _fields(self, written: ExportedDataFrame) -> dict[str, Any]:
         """Returns the fields of the job as JSON-compatible data."""
-        shape = self._shape(written)
         fields = {name: self.value_of(name) for name in JOB_FIELDS}
         fields |= {
             "data": f"{written.train}/*.parquet",
@@ -240,7 +218,7 @@ class PacelineEstimator(
             "features": FEATURES,
             "label": LABEL,
             "format": "parquet",
-            "shape": "x".join(map(str, shape)),
+            "shape": "x".join(map(str, self._shape(written))),
             "classes": self.value_of("classes") or written.classes,
             "seed": self.getSeed(),
         }

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,8 @@ def job():
 '''
 
 
-@dataclass(frozen=True)
-class JobArchive:
-    """Files of a job, by name."""
-
-    files: dict[str, bytes]
-
-    def write(self, folder: Path) -> Path:
-        """Writes the files to a directory; returns the path of the job file."""
-        for name, data in self.files.items():
-            (folder / name).write_bytes(data)
-        (folder / "job.py").write_text(JOB_FILE, encoding="utf-8")
-        return folder / "job.py"
-
-
-def pack_job(model: Any, loss: Any, fields: dict[str, Any]) -> JobArchive:
-    """Archives a job. Raises UsageError for objects that other processes cannot import."""
+def pack_job(model: Any, loss: Any, fields: dict[str, Any]) -> dict[str, bytes]:
+    """Returns the files of a job. Raises UsageError for what other processes cannot import."""
     files: dict[str, bytes] = {}
     facts = {
         "model": _refer("model", model, files),
@@ -57,7 +43,15 @@ def pack_job(model: Any, loss: Any, fields: dict[str, Any]) -> JobArchive:
         "fields": fields,
     }
     files[JOB] = json.dumps(facts, indent=2).encode()
-    return JobArchive(files)
+    return files
+
+
+def write_job(files: dict[str, bytes], folder: Path) -> Path:
+    """Writes the files and a job file that reads them to a directory; returns the job file."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / "job.py").write_text(JOB_FILE, encoding="utf-8")
+    return folder / "job.py"
 
 
 def _refer(what: str, value: Any, files: dict[str, bytes]) -> dict[str, str]:
@@ -66,28 +60,19 @@ def _refer(what: str, value: Any, files: dict[str, bytes]) -> dict[str, str]:
         return _take_source(what, Path(path), name, files)
     if isinstance(value, str):
         return {"kind": "name", "name": value}
-    if _is_keras(value):
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(value, keras.Model):
         from paceline.keras.module import write_keras
 
         files[KERAS_MODEL] = write_keras(value)
         return {"kind": "keras", "file": KERAS_MODEL}
-    if callable(value) and hasattr(value, "__qualname__") and not _is_module(value):
+    # A module, although callable, has no qualified name.
+    if callable(value) and hasattr(value, "__qualname__"):
         return _take_source(what, _find_source(what, value), value.__qualname__, files)
     raise UsageError(
         f"{what} is a {type(value).__name__}, but executors build it themselves; pass a name, "
         "a function or class that builds it, 'file.py:function', or a compiled Keras model"
     )
-
-
-def _is_keras(value: Any) -> bool:
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(value, keras.Model)
-
-
-def _is_module(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Module)
 
 
 def _find_source(what: str, value: Callable[..., Any]) -> Path:
@@ -150,23 +135,21 @@ def _find(folder: Path, what: str, reference: dict[str, str]) -> Any:
     return found
 
 
-def build_trained(
-    files: dict[str, bytes], folder: Path, shape: tuple[int, ...], classes: int | None
-) -> Any:
+def build_trained(files: dict[str, bytes], shape: tuple[int, ...], classes: int | None) -> Any:
     """Builds the trained torch module of a fitted model, for predictions."""
     import torch
     from safetensors.torch import load_model
 
     from paceline import models
 
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    job = read_job(folder)
-    if isinstance(job.model, str):
-        assert classes is not None
-        module = models.build(job.model, input_shape=shape, classes=classes)
-    else:
-        module = job.model if isinstance(job.model, torch.nn.Module) else job.model()
-    module = module.to(getattr(torch, job.dtype))
-    load_model(module, str(folder / "model.safetensors"))
+    with tempfile.TemporaryDirectory(prefix="paceline-model-") as name:
+        folder = write_job(files, Path(name)).parent
+        job = read_job(folder)
+        if isinstance(job.model, str):
+            assert classes is not None
+            module = models.build(job.model, input_shape=shape, classes=classes)
+        else:
+            module = job.model if isinstance(job.model, torch.nn.Module) else job.model()
+        module = module.to(getattr(torch, job.dtype))
+        load_model(module, str(folder / "model.safetensors"))
     return module.eval()

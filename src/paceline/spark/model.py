@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.base import Model
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.param.shared import HasFeaturesCol, HasPredictionCol, HasRawPredictionCol
 from pyspark.ml.util import (
     DefaultParamsReader,
@@ -16,13 +17,16 @@ from pyspark.ml.util import (
     MLWritable,
     MLWriter,
 )
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, FloatType
 
 from paceline.errors import UsageError
 from paceline.spark.dataframe_export import as_array
+from paceline.spark.job_archive import build_trained
 
 if TYPE_CHECKING:
     import pandas as pd
-    from pyspark.sql import DataFrame
 
 FACTS = "facts.json"
 
@@ -56,14 +60,10 @@ class PacelineModel(
     @property
     def torch_module(self) -> Any:
         """The torch module, on the driver."""
-        return load_predictor(self._files, self._facts)
+        return build_trained(self._files, self._facts["shape"], self._facts["classes"])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Adds `prediction` (class or regression value) and `rawPrediction` (all outputs)."""
-        from pyspark.ml.functions import array_to_vector
-        from pyspark.sql import functions as F
-        from pyspark.sql.types import ArrayType, FloatType
-
         predict: Any = F.pandas_udf(
             make_predict(self._files, self._facts), returnType=ArrayType(FloatType())
         )
@@ -97,8 +97,8 @@ def make_predict(
         import numpy as np
         import torch
 
-        module = load_predictor(files, facts)
         shape = facts["shape"]
+        module = build_trained(files, shape, facts["classes"])
         with torch.no_grad():
             for batch in batches:
                 if not len(batch):
@@ -111,16 +111,6 @@ def make_predict(
     # Spark infers the kind of a pandas UDF from its annotations, which must not be strings.
     predict.__annotations__ = {"batches": Iterator[pd.Series], "return": Iterator[pd.Series]}
     return predict
-
-
-def load_predictor(files: dict[str, bytes], facts: dict[str, Any]) -> Any:
-    import tempfile
-    from pathlib import Path
-
-    from paceline.spark.job_archive import build_trained
-
-    with tempfile.TemporaryDirectory(prefix="paceline-model-") as folder:
-        return build_trained(files, Path(folder), tuple(facts["shape"]), facts["classes"])
 
 
 class _ModelWriter(MLWriter):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import SparkSession
 
 from paceline.errors import RunFailed, UsageError
 from paceline.spark.engine import BarrierJob, check_session, summarize_spark_error, wait_for_slots
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 def run(
@@ -31,35 +30,23 @@ def run(
     """
     if num_workers < 1:
         raise UsageError(f"num_workers {num_workers}: must be at least 1")
-    session = session or active_session()
+    session = session or SparkSession.getActiveSession()
+    if session is None:
+        raise UsageError("no active Spark session; create one with SparkSession.builder")
     check_session(session)
     wait_for_slots(session, num_workers)
-    job = BarrierJob(
-        session,
-        num_workers,
-        make_task_function(function, args, kwargs or {}, num_workers),
-        lambda reason: None,
-    )
+    task = make_task_function(function, args, kwargs or {}, num_workers)
+    job = BarrierJob(session, num_workers, task)
     try:
         job.thread.join(timeout_s)
         if job.thread.is_alive():
             raise RunFailed(f"the function did not return on all workers within {timeout_s:g} s")
     finally:
-        if job.thread.is_alive():
-            job.cancel()
+        job.cancel()
     if job.error is not None:
         raise RunFailed(summarize_spark_error(job.error), str(job.error))
     assert job.results is not None
     return [json.loads(text) for text in job.results]
-
-
-def active_session() -> SparkSession:
-    from pyspark.sql import SparkSession
-
-    found = SparkSession.getActiveSession()
-    if found is None:
-        raise UsageError("no active Spark session; create one with SparkSession.builder")
-    return found
 
 
 def make_task_function(
@@ -79,7 +66,7 @@ def make_task_function(
         with socket.socket() as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
-            local = json.dumps({"address": address, "port": port, "host": socket.gethostname()})
+            local = json.dumps({"address": address, "port": port})
             others = [json.loads(text) for text in context.allGather(local)]
         local_ranks = [rank for rank, other in enumerate(others) if other["address"] == address]
         os.environ.update(
@@ -94,17 +81,16 @@ def make_task_function(
             answer = function(*args, **kwargs)
         except Exception as error:
             traceback.print_exc()
+            # Not in the raise statement: Spark's traceback contains the source line, too.
             text = f"{type(error).__name__}: {error}".replace("\n", " ")
-            raise RuntimeError(
-                f"paceline error: worker {index} on {socket.gethostname()}: {text}"
-            ) from error
+            text = f"paceline error: worker {index} on {socket.gethostname()}: {text}"
+            raise RuntimeError(text) from error
         try:
             return json.dumps(answer)
         except (TypeError, ValueError) as error:
             raise RuntimeError(
-                f"paceline error: worker {index} returned a value that is "
-                f"not JSON-compatible ({error}); "
-                "return numbers, text, lists or dicts, and write tensors to a file"
+                f"paceline error: worker {index} returned a value that is not JSON-compatible "
+                f"({error}); return numbers, text, lists or dicts, and write tensors to a file"
             ) from None
 
     return call

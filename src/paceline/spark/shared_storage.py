@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from paceline.errors import UsageError
 
@@ -19,6 +20,26 @@ class SharedStorage:
     url: str
     folder: Path | None
 
+    def run_url(self, name: str) -> str:
+        return f"{self.url}/runs/{name}"
+
+    @contextmanager
+    def stage_run(self, name: str) -> Iterator[Path]:
+        """Yields a run folder: in the storage if that is local, else uploaded at the end."""
+        if self.folder is not None:
+            out = self.folder / "runs" / name
+            out.parent.mkdir(parents=True, exist_ok=True)
+            yield out
+            return
+        with tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True) as tmp:
+            out = Path(tmp) / name
+            try:
+                yield out
+            finally:
+                # Also after a failure, when the run folder is most useful.
+                if out.exists():
+                    _upload(out, self.run_url(name))
+
 
 def as_store(text: str | None, master: str) -> SharedStorage:
     """Parses the `store` setting. Raises UsageError if it is required but not set."""
@@ -29,11 +50,9 @@ def as_store(text: str | None, master: str) -> SharedStorage:
                 "to this machine's files; set a shared one, for example "
                 "store='hdfs://host:8020/paceline'"
             )
-        folder = Path(tempfile.mkdtemp(prefix="paceline-store-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return SharedStorage(str(folder), folder)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
+        text = tempfile.mkdtemp(prefix="paceline-store-")
+        atexit.register(shutil.rmtree, text, ignore_errors=True)
+    text = text.removeprefix("file://")
     if "://" in text:
         return SharedStorage(text.rstrip("/"), None)
     folder = Path(text).resolve()
@@ -41,40 +60,7 @@ def as_store(text: str | None, master: str) -> SharedStorage:
     return SharedStorage(str(folder), folder)
 
 
-class StagedRunFolder:
-    """A run folder in the store: written in place if it is local, else uploaded at the end."""
-
-    def __init__(self, store: SharedStorage, name: str) -> None:
-        self._store = store
-        self.url = f"{store.url}/runs/{name}"
-        self._name = name
-        self._local: Path | None = None
-
-    def __enter__(self) -> Path:
-        if self._store.folder is not None:
-            out = self._store.folder / "runs" / self._name
-            out.parent.mkdir(parents=True, exist_ok=True)
-            return out
-        self._local = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-        return self._local / self._name
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._local is None:
-            return
-        try:
-            # Also after a failure, when the run folder is most useful.
-            if (self._local / self._name).exists():
-                upload(self._local / self._name, self.url)
-        finally:
-            shutil.rmtree(self._local, ignore_errors=True)
-
-
-def upload(folder: Path, url: str) -> None:
+def _upload(folder: Path, url: str) -> None:
     from paceline.data.stores import open_store
 
     store, path = open_store(url)
