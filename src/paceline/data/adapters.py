@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from paceline.data.dataset import FeatureOptions, MapDataset
 from paceline.data.dataset_builder import build_dataset
-from paceline.data.in_memory import check_dtype
+from paceline.data.in_memory import Batch, Indices, check_dtype
 from paceline.data.pipeline import DataPipeline
 from paceline.errors import DataError, UsageError
 
@@ -40,13 +40,13 @@ def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = 
     if isinstance(obj, DataLoader):
         obj, collate = _open_loader(obj, collate)
     if isinstance(obj, TensorDataset) and len(obj.tensors) == 2 and collate is None:
-        return TensorPairDataset(obj.tensors[0], obj.tensors[1], dtype=kind)
+        return TensorPairDataset(*obj.tensors, dtype=kind)
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and all(map(_is_array, obj)):
         if collate is not None:
             raise UsageError(
                 "collate requires a dataset of single rows; it does not apply to (x, y)"
             )
-        return TensorPairDataset(obj[0], obj[1], dtype=kind)
+        return TensorPairDataset(*obj, dtype=kind)
     if isinstance(obj, IterableDataset):
         return _hold_rows(obj, collate, kind)
     # Datasets of other libraries may have a method `batch`, too; a MapDataset has no __getitem__.
@@ -72,31 +72,26 @@ def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any,
 
 
 def _hold_rows(
-    dataset: Any, collate: Collate | None, kind: torch.dtype | None
+    dataset: Any, collate: Collate | None, dtype: torch.dtype | None
 ) -> TensorPairDataset:
     """Reads an IterableDataset into memory, because its rows cannot be indexed."""
     join = collate or default_collate
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    rows: list[Any] = []
+    parts: list[Batch] = []
     held = 0
-    for row in dataset:
-        rows.append(row)
-        if len(rows) == CHUNK:
-            parts.append(_check_pair(dataset, join(rows), len(rows)))
-            held += sum(part.numel() * part.element_size() for part in parts[-1])
-            rows = []
+    source = iter(dataset)
+    while rows := list(islice(source, CHUNK)):
+        parts.append(_check_pair(dataset, join(rows), len(rows)))
+        held += sum(part.nbytes for part in parts[-1])
         if held > MAX_HELD_BYTES:
             raise UsageError(
                 f"{type(dataset).__name__} is an IterableDataset of more than "
                 f"{MAX_HELD_BYTES >> 20:,} MB, but rows are fetched by index; use a map-style "
                 "Dataset, or convert it to Parquet"
             )
-    if rows:
-        parts.append(_check_pair(dataset, join(rows), len(rows)))
     if not parts:
         raise DataError(f"empty dataset: {type(dataset).__name__} has no rows")
     x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    return TensorPairDataset(x, y, dtype=kind)
+    return TensorPairDataset(x, y, dtype=dtype)
 
 
 class TensorPairDataset:
@@ -116,9 +111,7 @@ class TensorPairDataset:
     def __len__(self) -> int:
         return len(self._x)
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         rows = torch.from_numpy(indices)
         return self._x[rows], self._y[rows]
 
@@ -143,19 +136,17 @@ class TorchDatasetAdapter:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         numbers: list[int] = indices.tolist()
         if hasattr(self._dataset, "__getitems__"):
             rows = self._dataset.__getitems__(numbers)
         else:
             rows = [self._dataset[number] for number in numbers]
         pair = _check_pair(self._dataset, self._collate(rows), len(numbers))
-        return _convert(pair[0], pair[1], self._dtype)
+        return _convert(*pair, self._dtype)
 
 
-def _check_pair(dataset: Any, pair: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_pair(dataset: Any, pair: Any, count: int) -> Batch:
     name = f"a batch of {type(dataset).__name__}"
     if (
         not isinstance(pair, (tuple, list))
@@ -188,9 +179,7 @@ def _as_tensor(array: Any, name: str) -> torch.Tensor:
     return tensor
 
 
-def _convert(
-    x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _convert(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype | None) -> Batch:
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)
     if not y.is_floating_point():

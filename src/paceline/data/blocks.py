@@ -101,7 +101,7 @@ class BlockSource(ABC):
     ) -> None:
         """Sets `files` and `blocks`; `find` returns the blocks of one file, given its number.
 
-        Raises DataError for files without rows, unless those are to be skipped.
+        Raises DataError for files without rows, unless the selection skips them.
         """
         skip = self.selection.skip_empty
         if not skip:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
+    from paceline.data.in_memory import Batch, Indices
 
 Kind = Literal["image", "table", "text"]
 
@@ -20,9 +18,7 @@ class MapDataset(Protocol):
         """Returns the number of rows, at least one."""
         ...
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         """Returns the features and labels of the rows at `indices`, in that order.
 
         With an `epoch` it is a training batch and is augmented, if the dataset supports that. Each

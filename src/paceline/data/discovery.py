@@ -19,26 +19,24 @@ PARTS = ("train", "val", "test")
 
 def read_metadata(url: str) -> dict[str, Any]:
     """Returns the dataset's description; empty if there is none."""
-    content = read_if_exists(join_url(parent_url(url), FACTS))
-    if content is None:
-        return {}
+    location = join_url(parent_url(url), FACTS)
+    content = read_if_exists(location)
     try:
-        facts = json.loads(content)
+        facts = {} if content is None else json.loads(content)
     except ValueError as error:
-        raise DataError(f"{join_url(parent_url(url), FACTS)}: is not JSON ({error})") from None
+        raise DataError(f"{location}: is not JSON ({error})") from None
     return facts if isinstance(facts, dict) else {}
 
 
 def apply_metadata(pipeline: DataPipeline, facts: dict[str, Any]) -> DataPipeline:
     """Fills settings that the user did not give from the dataset's description."""
-    selection = pipeline.selection
-    if not selection.features and facts.get("features"):
-        selection = replace(selection, features=tuple(facts["features"]))
-    if selection.label is None and facts.get("label"):
-        selection = replace(selection, label=str(facts["label"]))
-    if selection.shape is None and facts.get("shape"):
-        selection = replace(selection, shape=tuple(facts["shape"]))
-    scale = pipeline.scale
+    given, scale = pipeline.selection, pipeline.scale
+    selection = replace(
+        given,
+        features=given.features or tuple(facts.get("features") or ()),
+        label=facts.get("label") if given.label is None else given.label,
+        shape=given.shape or tuple(facts.get("shape") or ()) or None,
+    )
     if scale is None and facts.get("scale"):
         full, mean, std = facts["scale"]
         scale = (float(full), tuple(mean), tuple(std))
@@ -68,13 +66,15 @@ def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[S
     return pipeline, {"train": files}
 
 
-def open_source_for(pipeline: DataPipeline, files: tuple[StoredFile, ...]) -> BlockSource:
+def open_source_for(
+    pipeline: DataPipeline, files: tuple[StoredFile, ...], limit: int | None = None
+) -> BlockSource:
+    """Opens the first `limit` files, or all."""
     form = pipeline.format or guess_format(pipeline.urls[0], files)
-    return open_source(form, files, pipeline.selection)
+    return open_source(form, files[:limit], pipeline.selection)
 
 
 def check_source(pipeline: DataPipeline) -> None:
     """Checks the first file, so that a run fails before a process is started."""
     pipeline, parts = list_splits(pipeline)
-    form = pipeline.format or guess_format(pipeline.urls[0], parts["train"])
-    open_source(form, parts["train"][:1], pipeline.selection)
+    open_source_for(pipeline, parts["train"], limit=1)

@@ -1,8 +1,7 @@
-"""Supported file formats: how each is recognized, and the function that opens it."""
+"""Supported file formats: how each is recognized, and the source that reads it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -12,31 +11,25 @@ from paceline.errors import UsageError, suggest_name
 if TYPE_CHECKING:
     from paceline.data.blocks import BlockSource, ColumnSelection
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format. `opener` is "module:function" of (files, selection); suffixes are lower case."""
-
-    opener: str
-    suffixes: tuple[str, ...]
-
-
-FORMATS: dict[str, Format] = {
-    "parquet": Format("parquet:ParquetSource", (".parquet", ".pq")),
-    "tfrecord": Format(
+FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "parquet": ("parquet:ParquetSource", (".parquet", ".pq")),
+    "tfrecord": (
         "tfrecord:TFRecordSource",
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
-    "csv": Format("csv_source:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
-    "idx": Format(
-        "fixed_records:IdxSource", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")
+    "csv": ("csv_source:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "idx": (
+        "fixed_records:IdxSource",
+        ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz"),
     ),
-    "cifar": Format("fixed_records:CifarSource", (".bin",)),
-    "images": Format("image_folder:ImageFolderSource", IMAGE_SUFFIXES),
-    "text": Format("text:TextSource", (".txt",)),
+    "cifar": ("fixed_records:CifarSource", (".bin",)),
+    "images": (
+        "image_folder:ImageFolderSource",
+        (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"),
+    ),
+    "text": ("text:TextSource", (".txt",)),
 }
+"""The "module:class" of each source, called with files and selection, and lower-case suffixes."""
 
 
 def check_format(name: str) -> str:
@@ -47,34 +40,26 @@ def check_format(name: str) -> str:
 
 def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
     """Returns the format by file names. Raises UsageError if it is unknown or ambiguous."""
-    found = {_guess(file.name.lower()) for file in files}
-    if len(found) == 1:
-        (name,) = found
-        if name is not None:
-            return name
-    known = sorted(name for name in found if name is not None)
+    names = [file.name.lower() for file in files]
+    known = sorted(
+        form for form, (_, suffixes) in FORMATS.items() if any(n.endswith(suffixes) for n in names)
+    )
     if len(known) > 1:
         raise UsageError(
             f"{url}: files of several formats ({', '.join(known)}); use a pattern such as "
-            f"'*{FORMATS[known[0]].suffixes[0]}', or --format"
+            f"'*{FORMATS[known[0]][1][0]}', or --format"
         )
-    raise UsageError(
-        f"{url}: cannot infer the format of {files[0].name}; use --format "
-        f"({', '.join(sorted(FORMATS))})"
-    )
-
-
-def _guess(name: str) -> str | None:
-    for known, form in FORMATS.items():
-        if name.endswith(form.suffixes):
-            return known
-    return None
+    if not known or not all(name.endswith(FORMATS[known[0]][1]) for name in names):
+        raise UsageError(
+            f"{url}: cannot infer the format of {files[0].name}; use --format "
+            f"({', '.join(sorted(FORMATS))})"
+        )
+    return known[0]
 
 
 def open_source(
     form: str, files: tuple[StoredFile, ...], selection: ColumnSelection
 ) -> BlockSource:
-    module, function = FORMATS[check_format(form)].opener.split(":")
-    opener = getattr(import_module(f"paceline.data.{module}"), function)
-    source: BlockSource = opener(files, selection)
+    module, _, name = FORMATS[check_format(form)][0].partition(":")
+    source: BlockSource = getattr(import_module(f"paceline.data.{module}"), name)(files, selection)
     return source

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.data.augmentation import Augmentation
+from paceline.data.blocks import Array, Rows
 from paceline.errors import DataError, UsageError
+
+Indices = npt.NDArray[np.int64]
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Features and labels."""
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
@@ -22,7 +26,7 @@ def check_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def wrap_indices(indices: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def wrap_indices(indices: Indices, count: int) -> Indices:
     """Maps negative indices to rows from the end. Raises IndexError for a row out of range."""
     if len(indices) and (indices.max() >= count or indices.min() < -count):
         raise IndexError(f"row out of range: the dataset has {count} rows")
@@ -37,7 +41,7 @@ class PixelScaling:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def factors(self, dtype: torch.dtype, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, dtype: torch.dtype, dimensions: int) -> Batch:
         """Returns the factor and offset of an equivalent multiply-add, shaped for the rows."""
         broadcast = (-1, *[1] * (dimensions - 1))
         mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
@@ -66,13 +70,7 @@ class BatchTransform:
         self._augmentation = augmentation
         self._seed = seed
 
-    def __call__(
-        self,
-        x: npt.NDArray[Any],
-        y: npt.NDArray[Any],
-        rows: npt.NDArray[np.int64],
-        epoch: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: Array, y: Array, rows: Indices, epoch: int | None) -> Batch:
         """Converts the stored rows with indices `rows` to tensors; may modify both arrays."""
         if epoch is not None and self._augmentation is not None:
             x = self._augmentation.apply(x, rows, seed=self._seed, epoch=epoch)
@@ -94,11 +92,11 @@ class ArrayDataset:
 
     def __init__(
         self,
-        x: npt.NDArray[Any],
-        y: npt.NDArray[Any],
+        x: Array,
+        y: Array,
         *,
         dtype: str = "float32",
-        rows: npt.NDArray[np.int64] | None = None,
+        rows: Indices | None = None,
         scaling: PixelScaling | None = None,
         augmentation: Augmentation | None = None,
         seed: int = 0,
@@ -116,12 +114,10 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self._y) if self._rows is None else len(self._rows)
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         return self._finish(*self.stored(indices), indices, epoch)
 
-    def stored(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def stored(self, indices: Indices) -> Rows:
         """Returns a copy of rows as stored, neither scaled nor augmented."""
         rows = indices if self._rows is None else self._rows[indices]
         return self._x[rows], self._y[rows]
@@ -134,7 +130,7 @@ class TextWindowDataset:
     dropped. Raises DataError if the sequence is shorter than one window.
     """
 
-    def __init__(self, sequence: npt.NDArray[Any], size: int) -> None:
+    def __init__(self, sequence: Array, size: int) -> None:
         self._count = (len(sequence) - 1) // size
         if self._count < 1:
             raise DataError(
@@ -147,9 +143,7 @@ class TextWindowDataset:
     def __len__(self) -> int:
         return self._count
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         starts = wrap_indices(indices, self._count) * self._size
         windows = self._sequence[starts[:, None] + self._steps].astype(np.int64)
         x, y = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +21,7 @@ from paceline.errors import DataError, UsageError, suggest_name
 
 T = TypeVar("T")
 
-EXTRAS = {"s3": "s3", "hdfs": "hdfs", "sftp": "sftp", "http": "http", "https": "http", "file": ""}
-"""The extra that each scheme requires in addition to `[data]`."""
-
+SCHEMES = ("file", "hdfs", "http", "https", "s3", "sftp")
 ATTEMPTS = 3
 """Number of attempts to read, with exponential backoff."""
 FIRST_PAUSE_S = 0.5
@@ -63,8 +62,6 @@ def make_absolute(url: str) -> str:
 
 def require_extra(module: str, extra: str, what: str) -> Any:
     """Imports a module of an extra. Raises UsageError with the command that installs it."""
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError as error:
@@ -101,8 +98,8 @@ def _open_store(scheme: str, netloc: str) -> Any:
 def open_store(url: str) -> tuple[Any, str]:
     """Returns the file system and path of a URL. Raises UsageError for an unknown scheme."""
     scheme = scheme_of(url)
-    if scheme not in EXTRAS:
-        raise UsageError(f"{url}: unknown scheme {scheme!r}; {suggest_name(scheme, EXTRAS)}")
+    if scheme not in SCHEMES:
+        raise UsageError(f"{url}: unknown scheme {scheme!r}; {suggest_name(scheme, SCHEMES)}")
     rest = url.partition("://")[2] if "://" in url else url
     if scheme == "file":
         return _open_store("file", ""), make_absolute(rest)
@@ -115,7 +112,7 @@ def open_store(url: str) -> tuple[Any, str]:
         return _open_store("s3", ""), rest
     try:
         return _open_store(scheme, netloc), f"/{path}"
-    except (UsageError, KeyboardInterrupt):
+    except UsageError:
         raise
     except Exception as error:
         raise explain_store_error(url, error) from error
@@ -123,28 +120,27 @@ def open_store(url: str) -> tuple[Any, str]:
 
 def explain_store_error(url: str, error: BaseException) -> DataError:
     """Converts a store's exception to a one-line DataError."""
-    scheme = scheme_of(url)
+    is_s3 = scheme_of(url) == "s3"
     reason = " ".join(str(error).split()) or type(error).__name__
-    if scheme == "s3":
+    if is_s3 and (isinstance(error, PermissionError) or "credentials" in reason.lower()):
+        what = f"access denied ({reason}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    elif is_s3 and isinstance(error, FileNotFoundError) and "bucket" in reason.lower():
         bucket = url.partition("://")[2].partition("/")[0]
-        if isinstance(error, PermissionError) or "credentials" in reason.lower():
-            return DataError(
-                f"{url}: access denied ({reason}); check AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY"
-            )
-        if isinstance(error, FileNotFoundError) and "bucket" in reason.lower():
-            return DataError(f"{url}: bucket {bucket!r} does not exist; check its name")
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{url}: no such file")
-    if isinstance(error, PermissionError):
-        return DataError(f"{url}: permission denied ({reason})")
-    return DataError(f"{url}: cannot be read ({reason})")
+        what = f"bucket {bucket!r} does not exist; check its name"
+    elif isinstance(error, FileNotFoundError):
+        what = "no such file"
+    elif isinstance(error, PermissionError):
+        what = f"permission denied ({reason})"
+    else:
+        what = f"cannot be read ({reason})"
+    return DataError(f"{url}: {what}")
 
 
 def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
     """Calls `act`, retrying transient failures. Raises DataError."""
-    pause_s = FIRST_PAUSE_S
-    for last in (*([False] * (ATTEMPTS - 1)), True):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return act()
         except (DataError, UsageError):
@@ -152,11 +148,9 @@ def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
             raise explain_store_error(url, error) from error
         except Exception as error:
-            if last:
+            if attempt == ATTEMPTS:
                 raise explain_store_error(url + where, error) from error
-            time.sleep(pause_s)
-            pause_s *= 2
-    raise AssertionError
+            time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
 
 
 def list_files(url: str) -> tuple[StoredFile, ...]:
@@ -167,11 +161,8 @@ def list_files(url: str) -> tuple[StoredFile, ...]:
     """
     store, path = open_store(url)
     found = with_retries(url, lambda: _find(store, path))
-    prefix = _prefix_of(url)
     files = [
-        StoredFile(
-            prefix + _strip(str(facts["name"]), prefix), int(facts["size"] or 0), _stamp(facts)
-        )
+        StoredFile(_url_of(str(facts["name"]), url), int(facts["size"] or 0), _stamp(facts))
         for facts in found
         if not str(facts["name"]).rpartition("/")[2].startswith(_HIDDEN)
     ]
@@ -194,10 +185,8 @@ def _exists(store: Any, bucket: str) -> bool:
 
 
 def _stamp(facts: dict[str, Any]) -> str:
-    for name in ("ETag", "mtime", "modification_time", "LastModified"):
-        if facts.get(name):
-            return str(facts[name])
-    return ""
+    names = ("ETag", "mtime", "modification_time", "LastModified")
+    return next((str(facts[name]) for name in names if facts.get(name)), "")
 
 
 def _find(store: Any, path: str) -> list[dict[str, Any]]:
@@ -214,22 +203,15 @@ def _find(store: Any, path: str) -> list[dict[str, Any]]:
     return [facts for facts in found if facts["type"] == "file"]
 
 
-def _prefix_of(url: str) -> str:
-    """Returns the prefix that turns a path returned by a store into a URL."""
-    scheme = scheme_of(url)
-    if scheme == "file":
-        return "file://" if url.startswith("file://") else ""
-    if scheme in ("http", "https"):
-        return ""
-    rest = url.partition("://")[2]
-    return f"{scheme}://" if scheme == "s3" else f"{scheme}://{rest.partition('/')[0]}"
-
-
-def _strip(name: str, prefix: str) -> str:
-    name = name.removeprefix(prefix)
-    if prefix and not prefix.endswith("://") and not name.startswith("/"):
-        return f"/{name}"
-    return name
+def _url_of(name: str, url: str) -> str:
+    """Returns the URL of a file that a store lists under this name for `url`."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme in ("http", "https"):
+        return name
+    if scheme in ("file", "s3"):
+        return f"{scheme}://{name.removeprefix(f'{scheme}://')}"
+    prefix = f"{scheme}://{rest.partition('/')[0]}"
+    return f"{prefix}/{name.removeprefix(prefix).removeprefix('/')}"
 
 
 def parent_url(url: str) -> str:
@@ -249,27 +231,21 @@ def join_url(folder: str, name: str) -> str:
 def read_bytes(url: str, start: int = 0, stop: int | None = None) -> bytes:
     """Reads a byte range in one request. Raises DataError with the URL and the range."""
     store, path = open_store(url)
-    if scheme_of(url) == "file":
-        return with_retries(url, lambda: _read_local(path, start, stop))
-    where = f" (bytes {start:,} to {stop:,})" if stop is not None else ""
+    scheme = scheme_of(url)
 
     def read() -> bytes:
-        if scheme_of(url) == "sftp":
-            # Its cat_file ignores the range and returns the whole file.
+        content: bytes
+        if scheme in ("file", "sftp"):
+            # The cat_file of sftp ignores the range and returns the whole file.
             with store.open(path, "rb") as stream:
                 stream.seek(start)
-                part: bytes = stream.read(-1 if stop is None else stop - start)
-                return part
-        content: bytes = store.cat_file(path, start=start or None, end=stop)
+                content = stream.read(-1 if stop is None else stop - start)
+        else:
+            content = store.cat_file(path, start=start or None, end=stop)
         return content
 
-    return with_retries(url, read, where)
-
-
-def _read_local(path: str, start: int, stop: int | None) -> bytes:
-    with open(path, "rb") as stream:
-        stream.seek(start)
-        return stream.read(-1 if stop is None else stop - start)
+    remote_range = stop is not None and scheme != "file"
+    return with_retries(url, read, f" (bytes {start:,} to {stop:,})" if remote_range else "")
 
 
 def read_if_exists(url: str) -> bytes | None:

@@ -17,13 +17,12 @@ from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.data.array_cache import DiskBlockCache
 from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, bad_file
 from paceline.data.dataset import MapDataset
-from paceline.data.in_memory import BatchTransform, wrap_indices
+from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
 from paceline.data.pipeline import Change
 from paceline.data.thread_pool import DaemonThreadPool
 
@@ -179,8 +178,10 @@ class StreamingDataset:
         threads: int = READERS,
     ) -> None:
         self._reader = reader
+        self.times = reader.times
         self.blocks = tuple(blocks)
-        self._finish = finish
+        self.finish = finish
+        """Converts stored rows to a batch."""
         self._starts = [0, *accumulate(block.rows for block in blocks)]
         self._row_bytes = max(1, row_bytes)
         self._memory_bytes = memory_bytes
@@ -188,16 +189,10 @@ class StreamingDataset:
         self._background = DaemonThreadPool(threads, "paceline-read")
         self._lock = threading.Lock()
 
-    @property
-    def times(self) -> ReadTimes:
-        return self._reader.times
-
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         indices = wrap_indices(indices, len(self))
         owners = np.searchsorted(np.asarray(self._starts), indices, side="right") - 1
         numbers = np.unique(owners)
@@ -205,19 +200,14 @@ class StreamingDataset:
         following = int(numbers[-1]) + 1
         if following < len(self.blocks) and len(numbers) == 1:
             self.prefetch([following])
-        parts_x: Array | None = None
-        parts_y: Array | None = None
+        first = self.block(int(numbers[0]))
+        x, y = (np.empty((len(indices), *part.shape[1:]), part.dtype) for part in first)
         for number in numbers:
-            x, y = self.block(int(number))
             positions = np.flatnonzero(owners == number)
             rows = indices[positions] - self._starts[number]
-            if parts_x is None or parts_y is None:
-                parts_x = np.empty((len(indices), *x.shape[1:]), x.dtype)
-                parts_y = np.empty((len(indices), *y.shape[1:]), y.dtype)
-            parts_x[positions], parts_y[positions] = x[rows], y[rows]
-        assert parts_x is not None
-        assert parts_y is not None
-        return self._finish(parts_x, parts_y, indices, epoch)
+            block_x, block_y = self.block(int(number))
+            x[positions], y[positions] = block_x[rows], block_y[rows]
+        return self.finish(x, y, indices, epoch)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Starts to read these blocks, unless already started."""
@@ -258,17 +248,12 @@ class StreamingDataset:
         """Maximum number of rows per window; three windows are in memory at a time."""
         return self._memory_bytes // (3 * self._row_bytes)
 
-    def rows_of(self, number: int) -> npt.NDArray[np.int64]:
+    def rows_of(self, number: int) -> Indices:
         """Returns the row indices of a block."""
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
 
     def find_block(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1
-
-    def finish(
-        self, x: Array, y: Array, rows: npt.NDArray[np.int64], epoch: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._finish(x, y, rows, epoch)
 
     def close(self) -> None:
         """Stops the reader threads and drops all blocks."""
@@ -298,12 +283,10 @@ class PipelinedDataset:
     def __len__(self) -> int:
         return len(self.inner)
 
-    def batch(
-        self, indices: npt.NDArray[np.int64], *, epoch: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         return self.change(*self.inner.batch(indices, epoch=epoch))
 
-    def change(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def change(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
         for change in self.changes:
             x, y = change(x, y)
         return x, y
