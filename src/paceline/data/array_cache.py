@@ -35,24 +35,21 @@ def root() -> Path:
     return Path(os.path.expanduser("~/.cache/paceline/decoded"))
 
 
-def name_entry(data_set: str, archive: Path) -> str:
-    """Returns the cache key of an archive, from its size and modification time."""
-    status = archive.stat()
-    return f"{data_set}-{status.st_size}-{status.st_mtime_ns}"
-
-
 def load_or_build(
-    entry: str,
+    data_set: str,
+    archive: Path,
     names: tuple[str, ...],
     *,
     build: Callable[[], ByteArrays],
     fits: Callable[[ByteArrays], bool],
 ) -> ByteArrays:
-    """Returns the arrays of an entry; builds and stores them if absent, truncated or invalid.
+    """Returns the arrays of an archive; builds and stores them if absent, truncated or invalid.
 
-    If the directory is not writable, nothing is cached. Raises only what `build` raises.
+    Entries are named after the archive's size and modification time. If the directory is not
+    writable, nothing is cached. Raises only what `build` raises.
     """
-    folder = root() / entry
+    status = archive.stat()
+    folder = root() / f"{data_set}-{status.st_size}-{status.st_mtime_ns}"
     built: ByteArrays = {}
 
     def read() -> ByteArrays | None:

@@ -49,21 +49,8 @@ def to_array(column: Any, fill: float | None = None) -> Array:
     import pyarrow as pa
 
     if isinstance(column, pa.ChunkedArray):
-        if column.num_chunks == 1:
-            return to_array(column.chunk(0), fill)
-        parts = []
-        before = 0
-        for chunk in column.chunks:
-            try:
-                parts.append(to_array(chunk, fill))
-            except ColumnError as error:
-                raise ColumnError(
-                    str(error), None if error.row is None else error.row + before
-                ) from None
-            before += len(chunk)
-        if len({part.shape[1:] for part in parts}) > 1:
-            raise ColumnError("lists of unequal length")
-        return np.concatenate(parts) if parts else to_array(pa.array([], column.type), fill)
+        chunks = column.chunks or [pa.array([], column.type)]
+        column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
     if isinstance(column, pa.ExtensionArray):
         shape = getattr(column.type, "shape", None)
         flat = to_array(column.storage, fill)
@@ -94,20 +81,20 @@ def _convert(column: Any, fill: float | None) -> Array:
         except pa.ArrowInvalid:
             raise ColumnError(f"nulls of {kind} cannot be filled with {fill!r}") from None
         return _convert(column, None)
-    if types.is_fixed_size_list(kind):
-        # `values` would ignore the offset of a slice; `flatten` respects it without a copy.
-        inner = _convert_inner(column, kind.list_size, fill)
-        return inner.reshape(len(column), kind.list_size, *inner.shape[1:])
-    if types.is_list(kind) or types.is_large_list(kind):
-        offsets = column.offsets.to_numpy()
-        length = _one_length(np.diff(offsets))
-        inner = _convert_inner(column, length, fill)
+    if nested:
+        fixed = types.is_fixed_size_list(kind)
+        length = kind.list_size if fixed else _one_length(np.diff(column.offsets.to_numpy()))
+        try:
+            # `values` would ignore the offset of a slice; `flatten` respects it without a copy.
+            inner = to_array(column.flatten(), fill)
+        except ColumnError as error:
+            row = None if error.row is None else error.row // max(1, length)
+            raise ColumnError(str(error), row) from None
         return inner.reshape(len(column), length, *inner.shape[1:])
     if types.is_fixed_size_binary(kind):
         width = kind.byte_width
         start = column.offset * width
-        data = column.buffers()[1]
-        flat = np.frombuffer(data, np.uint8)[start : start + len(column) * width]
+        flat = np.frombuffer(column.buffers()[1], np.uint8)[start : start + len(column) * width]
         return flat.reshape(len(column), width)
     if binary:
         return _convert_binary(column, np.int64 if types.is_large_binary(kind) else np.int32)
@@ -118,15 +105,6 @@ def _convert(column: Any, fill: float | None) -> Array:
     if types.is_integer(kind) or types.is_floating(kind):
         return np.asarray(column.to_numpy())
     raise ColumnError(f"values of the unsupported type {kind}")
-
-
-def _convert_inner(column: Any, length: int, fill: float | None) -> Array:
-    try:
-        return to_array(column.flatten(), fill)
-    except ColumnError as error:
-        raise ColumnError(
-            str(error), None if error.row is None else error.row // max(1, length)
-        ) from None
 
 
 def _convert_binary(column: Any, width: type[np.int32] | type[np.int64]) -> Array:

@@ -58,7 +58,8 @@ def read(files: DatasetFiles, paths: tuple[Path, ...]) -> ByteArrays:
         return _join(files, {path.name: (path, files.read_checked(path)) for path in paths})
     archive = paths[0]
     return array_cache.load_or_build(
-        array_cache.name_entry(files.entry.name, archive),
+        files.entry.name,
+        archive,
         ("train_images", "train_labels", "test_images", "test_labels"),
         build=lambda: _join(files, _unpack(files, archive)),
         fits=_fits,

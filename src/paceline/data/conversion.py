@@ -20,6 +20,7 @@ from paceline.data.discovery import FACTS, PARTS, read_metadata
 from paceline.data.in_memory import ArrayDataset
 from paceline.data.named_datasets import PIXELS
 from paceline.data.stores import join_url, make_absolute, require_extra, write_bytes
+from paceline.data.tfrecord import write_records
 from paceline.errors import UsageError
 
 FORMATS = ("parquet", "tfrecord")
@@ -71,7 +72,8 @@ def convert(
             if form == "parquet":
                 content = write_parquet(feature, features, labels, compress)
             else:
-                content = _write_tfrecord(feature, features, labels, compress)
+                examples = ({feature: x, "label": y} for x, y in zip(features, labels, strict=True))
+                content = write_records(examples, compress=compress)
             write_bytes(path, content)
     facts: dict[str, Any] = {
         "name": found.name,
@@ -84,8 +86,7 @@ def convert(
         "notes": list(found.notes),
     }
     if found.name in PIXELS:
-        full, mean, std = PIXELS[found.name]
-        facts["scale"] = [full, list(mean), list(std)]
+        facts["scale"] = PIXELS[found.name]
     # Written last, so that a dataset without a description is incomplete.
     write_bytes(join_url(url, FACTS), json.dumps(facts, indent=2).encode())
     return facts
@@ -115,12 +116,3 @@ def write_parquet(
         use_dictionary=False,
     )
     return stream.getvalue()
-
-
-def _write_tfrecord(
-    feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
-) -> bytes:
-    from paceline.data.tfrecord import write_records
-
-    rows = ({feature: x, "label": y} for x, y in zip(features, labels, strict=True))
-    return write_records(rows, compress=compress)

@@ -16,7 +16,6 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int:
         """Returns the number of rows, at least one."""
-        ...
 
     def batch(self, indices: Indices, *, epoch: int | None = None) -> Batch:
         """Returns the features and labels of the rows at `indices`, in that order.
@@ -25,7 +24,6 @@ class MapDataset(Protocol):
         row is augmented by a hash of (seed, epoch, row index), regardless of its batch and
         position. Raises IndexError for a row that does not exist.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

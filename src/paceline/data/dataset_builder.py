@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.data import array_cache, hashing
 from paceline.data.augmentation import choose_augmentation
-from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, row_bytes
+from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
 from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
 from paceline.data.discovery import (
     apply_metadata,
@@ -110,7 +110,7 @@ def _open_part(
     source = open_source_for(pipeline, files)
     derived = source.derive_splits(hold_out)
     if derived is not None:
-        return replace(derived, train=_wrap(derived.train, pipeline, None))
+        return replace(derived, train=PipelinedDataset(derived.train, pipeline))
     reader = BlockReader(source, pipeline.maps)
     first = reader.read(source.blocks[0])
     shape = first[0].shape[1:]
@@ -121,7 +121,10 @@ def _open_part(
         "seed": options.seed,
     }
     classes = _count_classes(pipeline, reader, first)
-    shard = choose_sharding(pipeline, source, row_bytes(first))
+    shard: str = pipeline.shard_by
+    if shard == "auto":
+        small = source.row_count * row_bytes(first) <= _budget(pipeline) // 2
+        shard = "sample" if small or pipeline.cache_in == "memory" else "row_group"
     train: MapDataset
     val: MapDataset | None = None
     notes: tuple[str, ...] = ()
@@ -164,31 +167,11 @@ def _open_part(
         input_shape=shape,
         classes=classes,
         kind="image" if len(shape) == 3 else "table",
-        train=_wrap(train, pipeline, shard),
+        train=PipelinedDataset(train, pipeline, shard),
         val=val,
         test=None,
         notes=notes,
     )
-
-
-def _wrap(table: MapDataset, pipeline: DataPipeline, shard: str | None) -> PipelinedDataset:
-    return PipelinedDataset(
-        table,
-        shard=shard,
-        shuffle_rows=pipeline.shuffle_rows,
-        changes=pipeline.batches,
-        depth=pipeline.depth,
-        threads=pipeline.map_threads,
-    )
-
-
-def choose_sharding(pipeline: DataPipeline, source: BlockSource, row_size: int) -> str:
-    """Returns the requested sharding, or chooses one by the size of the data."""
-    if pipeline.shard_by != "auto":
-        return pipeline.shard_by
-    if pipeline.cache_in == "memory" or source.row_count * row_size <= _budget(pipeline) // 2:
-        return "sample"
-    return "row_group"
 
 
 def _budget(pipeline: DataPipeline) -> int:

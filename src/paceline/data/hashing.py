@@ -17,13 +17,10 @@ _ROWS_KEY = 0x5041_4345  # An arbitrary constant that must never change: splits 
 
 def hash_rows(key: tuple[int, ...], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Returns a 64-bit hash of each row index, keyed by integers of any size and sign."""
-    state = 0
+    state = np.zeros(1, np.uint64)
     for value in key:
-        state = _mix((state ^ (value & _MASK)) + _GAMMA & _MASK)
-    mixed = (rows.astype(np.uint64) ^ np.uint64(state)) + np.uint64(_GAMMA)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    return mixed ^ (mixed >> np.uint64(31))
+        state = _mix(state ^ np.uint64(value & _MASK))
+    return _mix(rows.astype(np.uint64) ^ state)
 
 
 def split_holdout(count: int, *sizes: int) -> tuple[npt.NDArray[np.int64], ...]:
@@ -37,7 +34,8 @@ def split_holdout(count: int, *sizes: int) -> tuple[npt.NDArray[np.int64], ...]:
     return tuple(np.sort(part).astype(np.int64) for part in (parts[-1], *parts[:-1]))
 
 
-def _mix(value: int) -> int:
-    value = (value ^ (value >> 30)) * _FIRST & _MASK
-    value = (value ^ (value >> 27)) * _SECOND & _MASK
-    return value ^ (value >> 31)
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(_GAMMA)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))

@@ -23,7 +23,7 @@ from paceline.data.array_cache import DiskBlockCache
 from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, bad_file
 from paceline.data.dataset import MapDataset
 from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
-from paceline.data.pipeline import Change
+from paceline.data.pipeline import Change, DataPipeline
 from paceline.data.thread_pool import DaemonThreadPool
 
 READERS = 2
@@ -263,17 +263,12 @@ class StreamingDataset:
 
 @dataclass(frozen=True, eq=False)
 class PipelinedDataset:
-    """Rows of an inner dataset, with the settings of its pipeline.
-
-    The pipeline's batch functions, `changes`, are applied to each batch.
-    """
+    """Rows of an inner dataset, with its pipeline, whose functions are applied to each batch."""
 
     inner: MapDataset
+    pipeline: DataPipeline = DataPipeline(urls=())
     shard: str | None = None
-    shuffle_rows: int = 1
-    changes: tuple[Change, ...] = ()
-    depth: int | None = None
-    threads: int = 1
+    """The chosen sharding."""
 
     @property
     def blocks(self) -> StreamingDataset | None:
@@ -287,6 +282,6 @@ class PipelinedDataset:
         return self.change(*self.inner.batch(indices, epoch=epoch))
 
     def change(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
-        for change in self.changes:
+        for change in self.pipeline.batches:
             x, y = change(x, y)
         return x, y

@@ -66,13 +66,10 @@ def _fields(record: Bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, 
         number, wire = key >> 3, key & 7
         if wire == 2:
             size, at = _varint(record, at)
-        elif wire == 5:
-            size = 4
-        elif wire == 1:
-            size = 8
         elif wire == 0:
-            _, end = _varint(record, at)
-            size = end - at
+            size = _varint(record, at)[1] - at
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
         else:
             raise ValueError(f"wire type {wire}")
         if at + size > stop:

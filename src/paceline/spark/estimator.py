@@ -70,10 +70,31 @@ TRAINING: dict[str, tuple[Any, Any, str]] = {
 JOB_FIELDS = ("batch", "epochs", "optimizer", "lr", "schedule", "clip", "until", "patience")
 
 
-class _TrainingParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasRawPredictionCol, HasSeed):
-    """Params of the estimator; columns and seed have Spark's standard names."""
+class PacelineEstimator(
+    Estimator[PacelineModel],
+    HasFeaturesCol,
+    HasLabelCol,
+    HasPredictionCol,
+    HasRawPredictionCol,
+    HasSeed,
+    DefaultParamsReadable["PacelineEstimator"],
+    DefaultParamsWritable,
+):
+    """Trains a network on a DataFrame, in barrier tasks on the executors.
 
-    def __init__(self) -> None:
+        estimator = PacelineEstimator(model="cnn-small", strategy="switch(allreduce, ps, at=50%)",
+                                      num_workers=4, shape="1x28x28", store="hdfs://...")
+        model = estimator.fit(train)
+        model.transform(test)
+
+    The DataFrame's features and labels are written to the store once, as Parquet, and read from
+    there by the workers. Columns and seed are Params with Spark's standard names; the others are
+    those of `TRAINING`. Raises UsageError for invalid input before anything runs; RunFailed or
+    Diverged like `paceline.train`.
+    """
+
+    @keyword_only
+    def __init__(self, **params: Any) -> None:
         super().__init__()
         for name, (converter, default, meaning) in TRAINING.items():
             setattr(self, name, Param(self, name, meaning, converter))
@@ -86,35 +107,12 @@ class _TrainingParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasRawPredi
             rawPredictionCol="rawPrediction",
             seed=0,
         )
+        self.setParams(**self._input_kwargs)
 
     def value_of(self, name: str) -> Any:
         """Returns the value of a Param, or None if it is not set."""
         param = self.getParam(name)
         return self.getOrDefault(param) if self.isDefined(param) else None
-
-
-class PacelineEstimator(
-    Estimator[PacelineModel],
-    _TrainingParams,
-    DefaultParamsReadable["PacelineEstimator"],
-    DefaultParamsWritable,
-):
-    """Trains a network on a DataFrame, in barrier tasks on the executors.
-
-        estimator = PacelineEstimator(model="cnn-small", strategy="switch(allreduce, ps, at=50%)",
-                                      num_workers=4, shape="1x28x28", store="hdfs://...")
-        model = estimator.fit(train)
-        model.transform(test)
-
-    The DataFrame's features and labels are written to the store once, as Parquet, and read from
-    there by the workers. Raises UsageError for invalid input before anything runs; RunFailed or
-    Diverged like `paceline.train`.
-    """
-
-    @keyword_only
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        self.setParams(**self._input_kwargs)
 
     @keyword_only
     def setParams(self, **params: Any) -> PacelineEstimator:  # noqa: N802

@@ -137,10 +137,11 @@ class BatchLoader:
             )
         # A custom dataset may not be thread-safe, and may use torch's generator.
         own = isinstance(self._table.inner, TorchDatasetAdapter)
-        self._depth = PrefetchDepth(0 if own and self._table.depth is None else self._table.depth)
+        depth = self._table.pipeline.depth
+        self._depth = PrefetchDepth(0 if own and depth is None else depth)
         self._expected: deque[Lease] = deque()
         self._made: deque[tuple[Lease, Future[Batch]]] = deque()
-        self._background = DaemonThreadPool(self._table.threads, "paceline-batch")
+        self._background = DaemonThreadPool(self._table.pipeline.map_threads, "paceline-batch")
         self._totals = InputTimes()
         self._told = InputTimes()
         self._tell = tell
@@ -207,7 +208,7 @@ class BatchLoader:
         return batch
 
     def rows(self, lease: Lease) -> NDArray[np.int64]:
-        if self.layout is not None or not self._table.shuffle_rows:
+        if self.layout is not None or not self._table.pipeline.shuffle_rows:
             # Blocks are read in the order of their rows unless a lease requires otherwise.
             return np.arange(lease.lo, lease.hi, dtype=np.int64)
         return self._order.rows(lease.epoch, lease.lo, lease.hi)

@@ -42,10 +42,11 @@ def block_layout_of(table: PipelinedDataset, seed: int) -> BlockLayout | None:
     if blocks is None:
         return None
     window = 0
-    if table.shuffle_rows:
+    shuffle_rows = table.pipeline.shuffle_rows
+    if shuffle_rows:
         # Few large windows could not be distributed evenly. The size does not depend on the number
         # of workers, so that a run can be resumed with another number.
-        limits = (table.shuffle_rows, blocks.rows_in_memory, len(blocks) // MIN_WINDOWS)
+        limits = (shuffle_rows, blocks.rows_in_memory, len(blocks) // MIN_WINDOWS)
         window = max(1, min(limits))
     by_file = table.shard == "file"
     units = tuple(b.file if by_file else n for n, b in enumerate(blocks.blocks))
