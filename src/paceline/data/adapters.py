@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from paceline.data.dataset import FeatureOptions, MapDataset
 from paceline.data.dataset_builder import build_dataset
-from paceline.data.in_memory import Batch, Indices, check_dtype
+from paceline.data.in_memory import Batch, Indices, check_dtype, check_lengths
 from paceline.data.pipeline import DataPipeline
 from paceline.errors import DataError, UsageError
 
@@ -102,10 +102,7 @@ class TensorPairDataset:
 
     def __init__(self, x: Any, y: Any, *, dtype: torch.dtype | None = None) -> None:
         x, y = _as_tensor(x, "x"), _as_tensor(y, "y")
-        if len(x) != len(y):
-            raise DataError(f"dataset with {len(x):,} rows of features but {len(y):,} labels")
-        if len(x) == 0:
-            raise DataError("empty dataset: expected at least one row")
+        check_lengths(x, y)
         self._x, self._y = _convert(x, y, dtype)
 
     def __len__(self) -> int:

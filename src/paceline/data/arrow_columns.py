@@ -88,8 +88,8 @@ def _convert(column: Any, fill: float | None) -> Array:
             # `values` would ignore the offset of a slice; `flatten` respects it without a copy.
             inner = to_array(column.flatten(), fill)
         except ColumnError as error:
-            row = None if error.row is None else error.row // max(1, length)
-            raise ColumnError(str(error), row) from None
+            outer_row = None if error.row is None else error.row // max(1, length)
+            raise ColumnError(str(error), outer_row) from None
         return inner.reshape(len(column), length, *inner.shape[1:])
     if types.is_fixed_size_binary(kind):
         width = kind.byte_width

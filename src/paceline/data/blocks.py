@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -129,10 +130,23 @@ class BlockSource(ABC):
         return self._shape_features(block, columns, where), labels
 
     def _shape_features(self, block: DataBlock, columns: list[Array], where: str = "") -> Array:
-        try:
-            return stack_features(columns, self.selection.shape)
-        except ValueError as error:
-            raise bad_file(self.files[block.file], str(error), where) from None
+        """Concatenates columns and reshapes them; a single column keeps its stored shape."""
+        shape = self.selection.shape
+        if len(columns) == 1:
+            joined = columns[0]
+            if joined.ndim == 1 and shape is None:
+                joined = joined.reshape(-1, 1)
+        else:
+            joined = np.concatenate([c.reshape(len(c), -1) for c in columns], axis=1)
+        if shape is None:
+            # Two dimensions are a gray image; models expect a channel dimension.
+            return joined[:, None] if joined.ndim == 3 else joined
+        have = math.prod(joined.shape[1:])
+        if have != math.prod(shape):
+            text = "x".join(map(str, shape))
+            what = f"{have:,} values per row do not match the shape {text}"
+            raise bad_file(self.files[block.file], what, where)
+        return joined.reshape(len(joined), *shape)
 
 
 def bad_file(file: StoredFile, what: str, where: str = "") -> DataError:
@@ -157,25 +171,6 @@ def unpack(
         return decompress(content)
     except (EOFError, OSError, zlib.error) as error:
         raise bad_file(file, f"is truncated or damaged ({error})") from None
-
-
-def stack_features(columns: list[Array], shape: tuple[int, ...] | None) -> Array:
-    """Concatenates columns and reshapes them; a single column keeps its stored shape."""
-    if len(columns) == 1:
-        joined = columns[0]
-        if joined.ndim == 1 and shape is None:
-            joined = joined.reshape(-1, 1)
-    else:
-        joined = np.concatenate([c.reshape(len(c), -1) for c in columns], axis=1)
-    if shape is None:
-        # Two dimensions are a gray image; models expect a channel dimension.
-        return joined[:, None] if joined.ndim == 3 else joined
-    have, need = int(np.prod(joined.shape[1:])), int(np.prod(shape))
-    if have != need:
-        raise ValueError(
-            f"{have:,} values per row do not match the shape {'x'.join(map(str, shape))}"
-        )
-    return joined.reshape(len(joined), *shape)
 
 
 def row_bytes(rows: Rows) -> int:

@@ -36,24 +36,24 @@ class CifarSource(BlockSource):
     """Records of one label byte and one image."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(files)
-        self.files = files
         self.selection = selection
-        blocks = []
+        self._find_blocks(files, self._find)
+
+    def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
+        rows, rest = divmod(file.size, CIFAR_RECORD)
+        if rest:
+            raise bad_file(
+                file,
+                f"has {file.size:,} bytes, not a multiple of {CIFAR_RECORD:,}: it is "
+                "truncated, or not in CIFAR's format",
+                f" (at byte {rows * CIFAR_RECORD:,})",
+            )
         step = BLOCK_BYTES // CIFAR_RECORD
-        for number, file in enumerate(files):
-            rows, rest = divmod(file.size, CIFAR_RECORD)
-            if rest:
-                raise bad_file(
-                    file,
-                    f"has {file.size:,} bytes, not a multiple of {CIFAR_RECORD:,}: it is "
-                    "truncated, or not in CIFAR's format",
-                    f" (at byte {rows * CIFAR_RECORD:,})",
-                )
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                blocks.append(DataBlock(number, first * CIFAR_RECORD, count, count * CIFAR_RECORD))
-        self.blocks = tuple(blocks)
+        counts = [min(step, rows - first) for first in range(0, rows, step)]
+        return [
+            DataBlock(number, index * step * CIFAR_RECORD, count, count * CIFAR_RECORD)
+            for index, count in enumerate(counts)
+        ]
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]

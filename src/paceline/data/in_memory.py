@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,14 @@ def check_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported; use {' or '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def check_lengths(x: Sized, y: Sized, rows: Sized | None = None) -> None:
+    """Raises DataError if features and labels differ in length, or there are no rows."""
+    if len(x) != len(y):
+        raise DataError(f"dataset with {len(x):,} rows of features but {len(y):,} labels")
+    if len(x if rows is None else rows) == 0:
+        raise DataError("empty dataset: expected at least one row")
 
 
 def wrap_indices(indices: Indices, count: int) -> Indices:
@@ -101,10 +110,7 @@ class ArrayDataset:
         augmentation: Augmentation | None = None,
         seed: int = 0,
     ) -> None:
-        if len(x) != len(y):
-            raise DataError(f"dataset with {len(x):,} rows of features but {len(y):,} labels")
-        if len(x) == 0 or (rows is not None and len(rows) == 0):
-            raise DataError("empty dataset: expected at least one row")
+        check_lengths(x, y, rows)
         self._x, self._y = x, y
         self._rows = rows
         self._finish = BatchTransform(

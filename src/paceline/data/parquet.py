@@ -29,9 +29,6 @@ class CachedRangeFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = (0, self._at, self._file.size)[whence] + offset
         return self._at

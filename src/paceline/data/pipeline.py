@@ -19,7 +19,7 @@ Nothing is read until a worker opens the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from paceline.data.blocks import ColumnSelection
@@ -41,7 +41,7 @@ class DataPipeline:
     """An input pipeline, created by `read`. Every method returns a modified copy."""
 
     urls: tuple[str, ...]
-    selection: ColumnSelection = field(default_factory=ColumnSelection)
+    selection: ColumnSelection = ColumnSelection()
     format: str | None = None
     classes: int | None = None
     scale: tuple[float, tuple[float, ...], tuple[float, ...]] | None = None
@@ -132,18 +132,17 @@ def read(
     urls = (url,) if isinstance(url, str) else tuple(url)
     if not urls or not all(isinstance(one, str) and one for one in urls):
         raise UsageError(f"read({url!r}): a URL is required")
-    names = parse_column_names(features) if isinstance(features, str) else tuple(features)
+    if isinstance(features, str):
+        features = [name.strip() for name in features.split(",") if name.strip()]
     return DataPipeline(
         urls=tuple(make_absolute(one) for one in urls),
-        selection=ColumnSelection(names, label, tuple(shape) if shape else None, fill, skip_empty),
+        selection=ColumnSelection(
+            tuple(features), label, tuple(shape) if shape else None, fill, skip_empty
+        ),
         format=check_format(format) if format is not None else None,
         classes=classes,
         scale=None if scale is None else (scale[0], tuple(scale[1]), tuple(scale[2])),
     )
-
-
-def parse_column_names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -251,9 +250,6 @@ class StreamingDataset:
     def rows_of(self, number: int) -> Indices:
         """Returns the row indices of a block."""
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
-
-    def find_block(self, row: int) -> int:
-        return bisect_right(self._starts, row) - 1
 
     def close(self) -> None:
         """Stops the reader threads and drops all blocks."""

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -87,22 +87,15 @@ class TFRecordSource(BlockSource):
         return self._make_rows(block, columns, where)
 
 
-def _compression(head: bytes) -> str | None:
+def _decompressor(head: bytes) -> Callable[[bytes], bytes] | None:
+    """Returns the function that decompresses a file; None if it is not compressed."""
     if head[:2] == GZIP_MAGIC:
-        return "gzip"
+        return gzip.decompress
     # An uncompressed file begins with a length and its checksum.
     if len(head) >= HEAD and masked_crc(head[:8]) == struct.unpack("<I", head[8:HEAD])[0]:
         return None
-    if len(head) > 1 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0:
-        return "zlib"
-    return None
-
-
-def _decompress(file: StoredFile, content: bytes) -> bytes:
-    kind = _compression(content)
-    if kind is None:
-        return content
-    return unpack(file, content, gzip.decompress if kind == "gzip" else zlib.decompress)
+    is_zlib = len(head) > 1 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
+    return zlib.decompress if is_zlib else None
 
 
 def _check_head(
@@ -144,8 +137,8 @@ def _read_records(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns the bytes of a block, and the starts and lengths of its records' data."""
     content = read_block(file, block)
-    if block.offset == 0:
-        content = _decompress(file, content)
+    if block.offset == 0 and (decompress := _decompressor(content)):
+        content = unpack(file, content, decompress)
     spans = np.array(list(_check_records(file, content, block.offset)), np.int64).reshape(-1, 2)
     return np.frombuffer(content, np.uint8), spans[:, 0], spans[:, 1]
 
@@ -169,8 +162,8 @@ def _find_blocks(file: StoredFile, number: int) -> list[DataBlock]:
 
 def _scan(file: StoredFile) -> Iterator[tuple[int, int, int]]:
     """Yields (offset, bytes, records) of each block of a file."""
-    if _compression(read_bytes(file.url, 0, min(file.size, HEAD))) is not None:
-        content = _decompress(file, read_bytes(file.url))
+    if decompress := _decompressor(read_bytes(file.url, 0, min(file.size, HEAD))):
+        content = unpack(file, read_bytes(file.url), decompress)
         count = sum(1 for _ in _check_records(file, content, 0))
         if count:
             yield 0, file.size, count
