@@ -13,7 +13,6 @@ from typing import Literal
 from paceline.cluster.doctor import Examination, MachineExamination, MachinePair
 from paceline.cluster.shell import format_ssh_command
 
-GIGA = 1e9
 MIN_DISK_BYTES = 1e9
 MAX_CLOCK_OFFSET_S = 1.0
 """Above this, the records of several machines cannot be compared."""
@@ -35,14 +34,28 @@ class Problem:
     level: Literal["error", "warning"] = "error"
 
 
+def _problem(
+    machine: MachineExamination,
+    kind: str,
+    what: str,
+    command: str,
+    level: Literal["error", "warning"] = "error",
+) -> Problem:
+    """Returns a problem that a command on the machine fixes or explains."""
+    fix = format_ssh_command(machine.host, command)
+    return Problem(host=machine.name, kind=kind, what=what, fix=fix, level=level)
+
+
 def diagnose(found: Examination) -> list[Problem]:
     """Returns all problems in the order of the machines, errors first."""
     problems = [
         *_unreachable(found),
         *_versions(found),
         *_hardware(found),
+        *_drivers(found),
         *_clocks(found),
         *_routes(found),
+        *_mtus(found),
         *_ports(found),
         *_links(found),
         *_steps(found),
@@ -62,11 +75,6 @@ def _unreachable(found: Examination) -> Iterator[Problem]:
             yield Problem(host=machine.name, kind=error.kind, what=error.problem, fix=error.fix)
 
 
-def _usual(values: list[str]) -> str:
-    """Returns the most common value; ties go to the first machine."""
-    return max(values, key=lambda value: (values.count(value), -values.index(value)))
-
-
 def _short(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
@@ -75,7 +83,7 @@ def _versions(found: Examination) -> Iterator[Problem]:
     machines = _present(found)
     if len(machines) < 2:
         return
-    usual = _usual([_short(machine.facts["python"]) for machine in machines])
+    usual = statistics.mode([_short(machine.facts["python"]) for machine in machines])
     for machine in machines:
         if _short(machine.facts["python"]) != usual:
             install = f"sudo apt-get install -y python{usual} python{usual}-venv"
@@ -93,19 +101,15 @@ def _versions(found: Examination) -> Iterator[Problem]:
         have = [m.facts["packages"].get(package) for m in machines]
         if not any(have):
             continue
-        version = _usual([v for v in have if v])
+        version = statistics.mode([v for v in have if v])
         for machine, installed in zip(machines, have, strict=True):
             if installed == version:
                 continue
             python = machine.host.python or "python3"
             requirement = f"{package}=={version.split('+')[0]}"
             what = f"{package} is missing" if installed is None else f"{package} {installed}"
-            yield Problem(
-                host=machine.name,
-                kind="package",
-                what=f"{what}, the others have {version}",
-                fix=format_ssh_command(machine.host, f"{python} -m pip install {requirement}"),
-            )
+            install = f"{python} -m pip install {requirement}"
+            yield _problem(machine, "package", f"{what}, the others have {version}", install)
 
 
 def _hardware(found: Examination) -> Iterator[Problem]:
@@ -114,51 +118,36 @@ def _hardware(found: Examination) -> Iterator[Problem]:
         broken = [gpu["error"] for gpu in facts["gpus"] if "error" in gpu]
         working = len(facts["gpus"]) - len(broken)
         if broken:
-            fix = format_ssh_command(host, "nvidia-smi; sudo reboot")
-            yield Problem(host=machine.name, kind="gpu", what=broken[0], fix=fix)
+            yield _problem(machine, "gpu", broken[0], "nvidia-smi; sudo reboot")
         elif working != host.gpu_count and host.gpu_count:
             what = f"the pool file lists {host.gpu_count} GPUs, but {working} respond"
-            yield Problem(
-                host=machine.name, kind="gpu", what=what, fix=format_ssh_command(host, "nvidia-smi")
-            )
-        free = facts["disk_free_bytes"]
+            yield _problem(machine, "gpu", what, "nvidia-smi")
+        free, load, cores = facts["disk_free_bytes"], facts["load"], facts["cores"]
         if free < MIN_DISK_BYTES:
-            yield Problem(
-                host=machine.name,
-                kind="disk",
-                what=f"only {free / GIGA:.2f} GB of disk space are free in {facts['home']}; "
-                "at least 1 GB is required",
-                fix=format_ssh_command(host, "du -xsh ~/* ~/.cache | sort -h | tail"),
+            what = (
+                f"only {free / 1e9:.2f} GB of disk space are free in {facts['home']}; "
+                "at least 1 GB is required"
             )
-        if facts["load"] > BUSY_FRACTION * facts["cores"]:
-            yield Problem(
-                host=machine.name,
-                kind="busy",
-                what=f"other programs are using the CPU: load {facts['load']:.1f} on "
-                f"{facts['cores']} cores",
-                fix=format_ssh_command(host, "ps -eo pcpu,user,comm --sort=-pcpu | head"),
-                level="warning",
-            )
+            yield _problem(machine, "disk", what, "du -xsh ~/* ~/.cache | sort -h | tail")
+        if load > BUSY_FRACTION * cores:
+            what = f"other programs are using the CPU: load {load:.1f} on {cores} cores"
+            command = "ps -eo pcpu,user,comm --sort=-pcpu | head"
+            yield _problem(machine, "busy", what, command, "warning")
+
+
+def _drivers(found: Examination) -> Iterator[Problem]:
     drivers = {
         machine.name: gpu["driver"]
         for machine in _present(found)
         for gpu in machine.facts["gpus"]
         if "driver" in gpu
     }
-    if drivers:
-        usual = _usual(list(drivers.values()))
-        for name, driver in drivers.items():
-            if driver != usual:
-                host = found.of(name).host
-                yield Problem(
-                    host=name,
-                    kind="driver",
-                    what=f"GPU driver {driver}, the others have {usual}",
-                    fix=format_ssh_command(
-                        host, "sudo apt-get install --only-upgrade nvidia-driver"
-                    ),
-                    level="warning",
-                )
+    usual = statistics.mode(drivers.values()) if drivers else ""
+    for name, driver in drivers.items():
+        if driver != usual:
+            what = f"GPU driver {driver}, the others have {usual}"
+            upgrade = "sudo apt-get install --only-upgrade nvidia-driver"
+            yield _problem(found.of(name), "driver", what, upgrade, "warning")
 
 
 def _clocks(found: Examination) -> Iterator[Problem]:
@@ -166,12 +155,8 @@ def _clocks(found: Examination) -> Iterator[Problem]:
         offset = machine.clock_offset_s
         if offset is not None and abs(offset) - machine.clock_error_s > MAX_CLOCK_OFFSET_S:
             word = "ahead of" if offset > 0 else "behind"
-            yield Problem(
-                host=machine.name,
-                kind="clock",
-                what=f"its clock is {abs(offset):.1f} s {word} this machine's",
-                fix=format_ssh_command(machine.host, "sudo timedatectl set-ntp true"),
-            )
+            what = f"its clock is {abs(offset):.1f} s {word} this machine's"
+            yield _problem(machine, "clock", what, "sudo timedatectl set-ntp true")
 
 
 def _routes(found: Examination) -> Iterator[Problem]:
@@ -182,36 +167,29 @@ def _routes(found: Examination) -> Iterator[Problem]:
             source = route["source"]
             if source is None:
                 address = found.of(other).address
-                yield Problem(
-                    host=machine.name,
-                    kind="route",
-                    what=f"no route to {other} ({address})",
-                    fix=format_ssh_command(machine.host, f"ip route get {address}"),
-                )
+                what = f"no route to {other} ({address})"
+                yield _problem(machine, "route", what, f"ip route get {address}")
             elif source != machine.address:
                 skewed.setdefault((source, route["interface"] or "?"), []).append(other)
         for (source, interface), others in skewed.items():
             yield _skewed(found, machine, source, interface, others)
-    mtus: dict[str, list[str]] = {}
-    for machine in _present(found):
-        for route in machine.routes.values():
-            if route["mtu"] and route["source"] == machine.address:
-                mtus.setdefault(f"{route['mtu']} on {route['interface']}", []).append(machine.name)
-    sizes = {text.split()[0] for text in mtus}
-    if len(sizes) > 1:
-        usual = _usual([text.split()[0] for text, names in mtus.items() for _ in names])
-        for text, names in mtus.items():
-            size, _, interface = text.split()
-            if size != usual:
-                for name in dict.fromkeys(names):
-                    command = f"sudo ip link set dev {interface} mtu {usual}"
-                    yield Problem(
-                        host=name,
-                        kind="mtu",
-                        what=f"MTU of {size} bytes on {interface}, the others have {usual}",
-                        fix=format_ssh_command(found.of(name).host, command),
-                        level="warning",
-                    )
+
+
+def _mtus(found: Examination) -> Iterator[Problem]:
+    used = [
+        (str(route["mtu"]), route["interface"], machine)
+        for machine in _present(found)
+        for route in machine.routes.values()
+        if route["mtu"] and route["source"] == machine.address
+    ]
+    usual = statistics.mode([size for size, _, _ in used]) if used else ""
+    reported = set()
+    for size, interface, machine in used:
+        if size != usual and (size, interface, machine.name) not in reported:
+            reported.add((size, interface, machine.name))
+            what = f"MTU of {size} bytes on {interface}, the others have {usual}"
+            command = f"sudo ip link set dev {interface} mtu {usual}"
+            yield _problem(machine, "mtu", what, command, "warning")
 
 
 def _skewed(
@@ -231,40 +209,31 @@ def _skewed(
         f"sudo ip route replace {found.of(other).address} dev {usual} src {machine.address}"
         for other in others
     ]
-    return Problem(
-        host=machine.name,
-        kind="interface",
-        what=f"it connects to {named} from {source} ({interface}), "
-        f"but the others connect to it at {machine.address} ({usual})",
-        fix=format_ssh_command(machine.host, " && ".join(commands)),
+    what = (
+        f"it connects to {named} from {source} ({interface}), "
+        f"but the others connect to it at {machine.address} ({usual})"
     )
+    return _problem(machine, "interface", what, " && ".join(commands))
 
 
 def _ports(found: Examination) -> Iterator[Problem]:
     for machine in _present(found):
         for port, actual in machine.listening.items():
             if actual is None:
-                yield Problem(
-                    host=machine.name,
-                    kind="port",
-                    what=f"port {port} is in use by another program",
-                    fix=format_ssh_command(machine.host, f"sudo ss -ltnp 'sport = :{port}'"),
-                    level="warning",
-                )
+                what = f"port {port} is in use by another program"
+                command = f"sudo ss -ltnp 'sport = :{port}'"
+                yield _problem(machine, "port", what, command, "warning")
     tried = sorted({port for pair in found.pairs for port in pair.reached})
     for port in tried:
         blocked = [p for p in found.pairs if p.reached.get(port, "ok") != "ok"]
         silent = _blocked_outbound(found, blocked, port)
         for name in silent:
-            reached = [p.target for p in blocked if p.source == name]
-            yield Problem(
-                host=name,
-                kind="port",
-                what=f"it cannot reach {_describe_port(port)} on any machine "
-                f"({', '.join(reached)}), "
-                "although others can: its own firewall blocks outgoing connections",
-                fix=format_ssh_command(found.of(name).host, "sudo iptables -L OUTPUT -n -v"),
+            targets = ", ".join(p.target for p in blocked if p.source == name)
+            what = (
+                f"it cannot reach {f'port {port}' if port else 'ephemeral ports'} on any machine "
+                f"({targets}), although others can: its own firewall blocks outgoing connections"
             )
+            yield _problem(found.of(name), "port", what, "sudo iptables -L OUTPUT -n -v")
         rest = [p for p in blocked if p.source not in silent]
         for name in dict.fromkeys(p.target for p in rest):
             yield _blocked(found, name, port, [p for p in rest if p.target == name])
@@ -275,20 +244,14 @@ def _blocked_outbound(found: Examination, blocked: list[MachinePair], port: int)
     names = []
     for machine in found.machines:
         mine = [p for p in found.pairs if p.source == machine.name and port in p.reached]
-        stuck = [p for p in mine if p in blocked]
         reached_by_others = {
             p.target
             for p in found.pairs
             if p.source != machine.name and p.reached.get(port) == "ok"
         }
-        all_stuck = len(mine) > 1 and len(stuck) == len(mine)
-        if all_stuck and all(p.target in reached_by_others for p in stuck):
+        if len(mine) > 1 and all(p in blocked and p.target in reached_by_others for p in mine):
             names.append(machine.name)
     return names
-
-
-def _describe_port(port: int) -> str:
-    return f"port {port}" if port else "ephemeral ports"
 
 
 def _blocked(found: Examination, name: str, port: int, pairs: list[MachinePair]) -> Problem:
@@ -297,14 +260,9 @@ def _blocked(found: Examination, name: str, port: int, pairs: list[MachinePair])
     allowed = ",".join(source.address or source.name for source in sources)
     label = f"port {port}" if port else f"ephemeral ports ({machine.listening[0]})"
     results = ", ".join(f"{p.source}: {p.reached[port]}" for p in pairs)
-    rule = f"sudo iptables -I INPUT -p tcp -s {allowed}"
-    rule += f" --dport {port} -j ACCEPT" if port else " -j ACCEPT"
-    return Problem(
-        host=name,
-        kind="port",
-        what=f"{label} blocked from {results}",
-        fix=format_ssh_command(machine.host, rule),
-    )
+    ports = f" --dport {port}" if port else ""
+    rule = f"sudo iptables -I INPUT -p tcp -s {allowed}{ports} -j ACCEPT"
+    return _problem(machine, "port", f"{label} blocked from {results}", rule)
 
 
 def _links(found: Examination) -> Iterator[Problem]:
@@ -320,14 +278,9 @@ def _links(found: Examination) -> Iterator[Problem]:
         if rate < SLOW_LINK_FRACTION * usual:
             machine = found.of(name)
             interface = next((r["interface"] for r in machine.routes.values()), None) or "eth0"
-            yield Problem(
-                host=name,
-                kind="link",
-                what=f"link {interface} carries {rate * 8 / 1e6:.0f} Mbit/s, "
-                f"the others {usual * 8 / 1e6:.0f}",
-                fix=format_ssh_command(machine.host, f"sudo ethtool {interface}"),
-                level="warning",
-            )
+            compared = f"{rate * 8 / 1e6:.0f} Mbit/s, the others {usual * 8 / 1e6:.0f}"
+            what = f"link {interface} carries {compared}"
+            yield _problem(machine, "link", what, f"sudo ethtool {interface}", "warning")
 
 
 def link_rates(found: Examination, name: str) -> list[float]:
@@ -345,12 +298,8 @@ def _steps(found: Examination) -> Iterator[Problem]:
         steps = machine.steps or {}
         if "missing" in steps:
             python = machine.host.python or "python3"
-            yield Problem(
-                host=machine.name,
-                kind="package",
-                what=f"cannot time the job's model: {steps['missing']}",
-                fix=format_ssh_command(machine.host, f"{python} -m pip install paceline"),
-            )
+            what = f"cannot time the job's model: {steps['missing']}"
+            yield _problem(machine, "package", what, f"{python} -m pip install paceline")
         elif "failed" in steps:
             yield Problem(
                 host=machine.name,

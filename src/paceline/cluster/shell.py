@@ -102,9 +102,8 @@ class RemoteProgram:
             async with asyncio.timeout(timeout_s):
                 line = await self._line()
         except TimeoutError:
-            raise HostError(
-                self.host.host, "deadline", f"no answer to {doing} within {timeout_s:g} s"
-            ) from None
+            problem = f"no answer to {doing} within {timeout_s:g} s"
+            raise HostError(self.host.host, "deadline", problem) from None
         if not line.endswith(b"\n"):
             raise await self._explain_end(doing)
         try:
@@ -114,12 +113,11 @@ class RemoteProgram:
         if not isinstance(answer, dict):
             # Usually a shell start-up file that prints something.
             text = line.decode(errors="replace").strip()[:80]
-            raise HostError(
-                self.host.host,
-                "noise",
+            problem = (
                 f"its shell printed {text!r} before the answer; "
-                "start-up files must not print anything in non-interactive shells",
+                "start-up files must not print anything in non-interactive shells"
             )
+            raise HostError(self.host.host, "noise", problem)
         if "error" in answer:
             raise HostError(self.host.host, "program", str(answer["error"]))
         return answer
@@ -186,13 +184,9 @@ class RemoteProgram:
         if status is None:
             return HostError(name, "lost", f"the connection was lost during {doing}")
         if status in (126, 127):
-            python = self.host.python or "python3"
-            return HostError(
-                name,
-                "python",
-                f"{python} was not found",
-                format_ssh_command(self.host, "sudo apt-get install -y python3 python3-venv"),
-            )
+            install = format_ssh_command(self.host, "sudo apt-get install -y python3 python3-venv")
+            problem = f"{self.host.python or 'python3'} was not found"
+            return HostError(name, "python", problem, install)
         last = self.errors.splitlines()[-1:] or [f"exit status {status}"]
         return HostError(name, "program", f"{doing} failed: {last[0][:200]}")
 
@@ -229,67 +223,71 @@ def format_ssh_command(host: Host, command: str) -> str:
 def python_command(python: str | None) -> str:
     """Returns the shell command that starts Python; a leading ~ is the home directory."""
     python = python or "python3"
-    if python.startswith("~/"):
-        quoted = '"$HOME"/' + shlex.quote(python[2:])
-    else:
-        quoted = shlex.quote(python)
-    return f"exec {quoted} -c {shlex.quote(BOOT)}"
+    home = '"$HOME"/' if python.startswith("~/") else ""
+    return f"exec {home}{shlex.quote(python.removeprefix('~/'))} -c {shlex.quote(BOOT)}"
 
 
 class LocalShell:
     """Runs the same programs on the local machine, without SSH."""
 
+    address: str | None = None
+    why_lost = ""
+
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.address: str | None = None
-        self.why_lost = ""
 
     async def open(self, python: str | None) -> ProgramStreams:
         chosen = os.path.expanduser(python) if python else sys.executable
+        pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                chosen,
-                "-c",
-                BOOT,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
+                chosen, "-c", BOOT, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError as error:
-            raise HostError(
-                self.host.host, "python", f"cannot run {chosen} ({error.strerror})"
-            ) from None
-        return _LocalStreams(process)
+            problem = f"cannot run {chosen} ({error.strerror})"
+            raise HostError(self.host.host, "python", problem) from None
+        return ProcessStreams(process, (OSError,))
 
     async def close(self) -> None:
         pass
 
 
-class _LocalStreams:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+class ProcessStreams:
+    """Streams of a local process. A process of asyncssh has the same streams."""
+
+    def __init__(self, process: Any, lost: tuple[type[Exception], ...]) -> None:
         self._process = process
+        self._lost = lost
 
     async def write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
-        await self._process.stdin.drain()
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except self._lost as error:
+            raise EOFError(str(error)) from None
 
     async def read(self) -> bytes:
-        assert self._process.stdout is not None
-        return await self._process.stdout.read(CHUNK)
+        return await self._read(self._process.stdout)
 
     async def read_errors(self) -> bytes:
-        assert self._process.stderr is not None
-        return await self._process.stderr.read(CHUNK)
+        return await self._read(self._process.stderr)
+
+    async def _read(self, stream: Any) -> bytes:
+        try:
+            chunk: bytes = await stream.read(CHUNK)
+        except self._lost:
+            return b""
+        return chunk
 
     async def wait(self) -> int | None:
-        status = await self._process.wait()
-        return status if status >= 0 else 128 - status
+        await self._process.wait()
+        return shell_status(self._process.returncode)
 
     def close_input(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        try:
+            self._process.stdin.write_eof()
+        except self._lost:
+            pass
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -297,6 +295,11 @@ class _LocalStreams:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+
+
+def shell_status(status: int | None) -> int | None:
+    """Returns an exit status as shells do: 128 + n for signal n, which Python returns as -n."""
+    return status if status is None or status >= 0 else 128 - status
 
 
 Item = TypeVar("Item")

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.pool import Host
 from paceline.cluster.shell import (
-    CHUNK,
     LocalShell,
+    ProcessStreams,
     ProgramStreams,
     Shell,
     format_ssh_command,
     python_command,
+    shell_status,
 )
 from paceline.errors import HostError, UsageError
 
@@ -107,9 +108,8 @@ async def _find_key(host: Host) -> list[Any]:
         named = [pair for pair in pairs if pair.get_comment(errors="replace") == host.key]
         if named:
             return named
-    raise HostError(
-        host.host, "key", f"key {host.key} is neither a file nor a key in the SSH agent"
-    )
+    problem = f"key {host.key} is neither a file nor a key in the SSH agent"
+    raise HostError(host.host, "key", problem)
 
 
 async def _connect(
@@ -126,70 +126,54 @@ async def _connect(
 
 def explain_ssh_error(lib: Any, host: Host, error: Exception, timeouts: SshTimeouts) -> HostError:
     """Returns the cause of a failed connection and its fix."""
-    name = host.host
-    where = f"port {host.port}"
+    name, fix = host.host, f"ping -c 3 {host.host}"
+    kind, where = "unreachable", f"port {host.port}"
     if isinstance(error, lib.HostKeyNotVerifiable):
         return _explain_host_key(lib, host)
     if isinstance(error, lib.PermissionDenied):
-        user = host.user or "this user"
-        return HostError(
-            name,
-            "key",
-            f"no local key is accepted for {user}",
-            f"paceline pool keys POOL --host {name}",
-        )
-    if isinstance(error, socket.gaierror):
-        return HostError(
-            name, "unknown", "the host name cannot be resolved", f"getent hosts {name}"
-        )
-    if isinstance(error, TimeoutError):
-        return HostError(
-            name,
-            "unreachable",
-            f"no response on {where} within {timeouts.connect_s:g} s (powered off, or a firewall)",
-            f"ping -c 3 {name}",
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return HostError(
-            name,
-            "unreachable",
-            f"connection refused on {where}; start the SSH server on the machine itself",
-            "sudo systemctl start ssh",
-        )
-    if isinstance(error, OSError):
-        text = error.strerror or str(error)
-        return HostError(
-            name, "unreachable", f"unreachable on {where} ({text})", f"ping -c 3 {name}"
-        )
-    return HostError(name, "ssh", f"SSH failed ({error})", format_ssh_command(host, "true"))
+        kind, fix = "key", f"paceline pool keys POOL --host {name}"
+        problem = f"no local key is accepted for {host.user or 'this user'}"
+    elif isinstance(error, socket.gaierror):
+        kind, fix = "unknown", f"getent hosts {name}"
+        problem = "the host name cannot be resolved"
+    elif isinstance(error, TimeoutError):
+        waited = f"within {timeouts.connect_s:g} s"
+        problem = f"no response on {where} {waited} (powered off, or a firewall)"
+    elif isinstance(error, ConnectionRefusedError):
+        fix = "sudo systemctl start ssh"
+        problem = f"connection refused on {where}; start the SSH server on the machine itself"
+    elif isinstance(error, OSError):
+        problem = f"unreachable on {where} ({error.strerror or error})"
+    else:
+        kind, fix = "ssh", format_ssh_command(host, "true")
+        problem = f"SSH failed ({error})"
+    return HostError(name, kind, problem, fix)
 
 
 def _explain_host_key(lib: Any, host: Host) -> HostError:
-    name = host.host if host.port == 22 else f"[{host.host}]:{host.port}"
-    known_path = Path("~/.ssh/known_hosts").expanduser()
-    known = False
-    if known_path.is_file():
-        try:
-            port = None if host.port == 22 else host.port
-            found = lib.match_known_hosts(str(known_path), host.host, "", port)
-            known = bool(found[0])
-        except (ValueError, OSError):
-            known = False
+    standard_port = host.port == 22
+    known_hosts = Path("~/.ssh/known_hosts").expanduser()
+    try:
+        port = None if standard_port else host.port
+        known = bool(lib.match_known_hosts(str(known_hosts), host.host, "", port)[0])
+    except (ValueError, OSError):
+        known = False
     if known:
-        return HostError(
-            host.host,
-            "host_key",
+        problem = (
             "its host key does not match known_hosts: another machine responds, or it was "
-            "reinstalled; if so",
-            f"ssh-keygen -R '{name}'",
+            "reinstalled; if so"
         )
-    option = "" if host.port == 22 else f"-p {host.port} "
-    return HostError(
-        host.host,
-        "host_key",
-        "its host key is not in known_hosts; compare the fingerprint, then",
-        f"ssh-keyscan {option}{host.host} >> ~/.ssh/known_hosts",
-    )
+        fix = f"ssh-keygen -R '{known_hosts_name(host)}'"
+    else:
+        problem = "its host key is not in known_hosts; compare the fingerprint, then"
+        option = "" if standard_port else f"-p {host.port} "
+        fix = f"ssh-keyscan {option}{host.host} >> ~/.ssh/known_hosts"
+    return HostError(host.host, "host_key", problem, fix)
+
+
+def known_hosts_name(host: Host) -> str:
+    """Returns the name of a machine in known_hosts."""
+    return host.host if host.port == 22 else f"[{host.host}]:{host.port}"
 
 
 class SshShell:
@@ -224,7 +208,7 @@ class SshShell:
                     process = await self._connections[-1].create_process(command, encoding=None)
         except (lib.Error, OSError, TimeoutError) as error:
             raise HostError(self.host.host, "lost", f"cannot start a program ({error})") from None
-        return _SshStreams(lib, process)
+        return _SshStreams(process, (lib.Error, OSError))
 
     async def close(self) -> None:
         for connection in self._connections:
@@ -237,40 +221,10 @@ class SshShell:
             await asyncio.wait(slow, timeout=CLOSE_TIMEOUT_S)
 
 
-class _SshStreams:
-    def __init__(self, lib: Any, process: asyncssh.SSHClientProcess[bytes]) -> None:
-        self._lost = (lib.Error, OSError)
-        self._process = process
-
-    async def write(self, data: bytes) -> None:
-        try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-        except self._lost as error:
-            raise EOFError(str(error)) from None
-
-    async def read(self) -> bytes:
-        try:
-            return await self._process.stdout.read(CHUNK)
-        except self._lost:
-            return b""
-
-    async def read_errors(self) -> bytes:
-        try:
-            return await self._process.stderr.read(CHUNK)
-        except self._lost:
-            return b""
-
+class _SshStreams(ProcessStreams):
     async def wait(self) -> int | None:
         await self._process.wait_closed()
-        status = self._process.returncode
-        return status if status is None or status >= 0 else 128 - status
-
-    def close_input(self) -> None:
-        try:
-            self._process.stdin.write_eof()
-        except self._lost:
-            pass
+        return shell_status(self._process.returncode)
 
     def kill(self) -> None:
         self._process.close()

@@ -19,6 +19,7 @@ from paceline.cluster.ssh import (
     SshTimeouts,
     connect_options,
     explain_ssh_error,
+    known_hosts_name,
     load_asyncssh,
     open_shell,
 )
@@ -66,8 +67,7 @@ async def install_key(
     lib = load_asyncssh()
     public = find_public_key(host, chosen)
     try:
-        shell = await open_shell(host, timeouts)
-        await shell.close()
+        await (await open_shell(host, timeouts)).close()
         return "already accepts a key"
     except HostError as error:
         if error.kind == "host_key" and "is not in known_hosts" in error.problem:
@@ -75,8 +75,7 @@ async def install_key(
         elif error.kind != "key":
             raise
     await _with_password(lib, host, public, prompts, timeouts)
-    shell = await open_shell(host, timeouts)
-    await shell.close()
+    await (await open_shell(host, timeouts)).close()
     return f"now accepts {public}"
 
 
@@ -90,12 +89,11 @@ async def _learn_host_key(
         raise explain_ssh_error(lib, host, error, timeouts) from None
     if key is None or not prompts.trust(f"{host.host} has the fingerprint {key.get_fingerprint()}"):
         raise unknown
-    label = host.host if host.port == 22 else f"[{host.host}]:{host.port}"
     path = Path("~/.ssh/known_hosts").expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind, data = key.export_public_key().decode().split()[:2]
     with path.open("a", encoding="utf-8") as file:
-        file.write(f"{label} {kind} {data}\n")
+        file.write(f"{known_hosts_name(host)} {kind} {data}\n")
 
 
 async def _with_password(
