@@ -17,7 +17,7 @@ from jobs import Plain, largest_difference, read_weights, synthetic_job, train_p
 from paceline.errors import PacelineError, SpecError, UsageError
 from paceline.job import JobRef
 from paceline.launch.engines.engine import EngineLauncher
-from paceline.launch.remote_launcher import bundle_project
+from paceline.launch.project import bundle_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.plan.estimate import estimate

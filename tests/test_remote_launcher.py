@@ -25,7 +25,7 @@ from paceline.job import Job, JobRef, refer_to_job
 from paceline.launch.engines.engine import EngineLauncher
 from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.folder_service import FolderService
-from paceline.launch.remote_launcher import bundle_project
+from paceline.launch.project import bundle_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.protocol.messages import EventLine, FileChunk, FileRequest, FilesComplete

@@ -22,7 +22,7 @@ from conftest import RunCli, StartCli, read_events, read_result, wait_until
 from network_namespaces import Lab
 from paceline.cluster.pool import Host
 from paceline.launch.engines.ssh import SshLauncher
-from paceline.launch.remote_launcher import ProjectBundle
+from paceline.launch.project import ProjectBundle
 
 JOB = """\
 from parts import EPOCHS

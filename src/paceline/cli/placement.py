@@ -97,7 +97,7 @@ def choose_placement(request: RunRequest, log: Log) -> Placement:
 
 def _on_engine(request: RunRequest, log: Log) -> Placement:
     from paceline.launch.engines.engine import EngineLauncher
-    from paceline.launch.remote_launcher import bundle_project
+    from paceline.launch.project import bundle_project
 
     where = request.where
     assert where.engine is not None
@@ -140,7 +140,7 @@ def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
     from paceline.cluster.pool_file import load_pool
     from paceline.cluster.selection import select_hosts
     from paceline.launch.engines.ssh import SshLauncher, find_host
-    from paceline.launch.remote_launcher import bundle_project
+    from paceline.launch.project import bundle_project
     from paceline.strategies.registry import parse_strategy
 
     where = request.where

@@ -16,7 +16,7 @@ from paceline.cluster.pool import Host
 from paceline.cluster.shell import RemoteProgram, Shell, read_remote, run_on_all, run_program
 from paceline.cluster.ssh import SshTimeouts, open_shell
 from paceline.errors import HostError, RunFailed
-from paceline.launch.project import Project
+from paceline.launch.project import Project, ProjectBundle
 from paceline.launch.script_tasks import ScriptTask
 
 ASK_S = 30.0
@@ -26,6 +26,7 @@ CHUNK_S = 60.0
 BEAT_S = 2.0
 SILENT_S = 10.0
 """A watchdog that receives no heartbeat for this long ends its program."""
+VENV_TIMEOUT_S = 1200.0
 GRACE_S = 3.0
 """Time between terminating a process and killing it."""
 KEEPER_END_S = 10.0
@@ -58,9 +59,8 @@ class RemoteHost:
 
     @property
     def label(self) -> str:
-        return (
-            self.host.host if self.agent_index is None else f"{self.host.host}-{self.agent_index}"
-        )
+        suffix = "" if self.agent_index is None else f"-{self.agent_index}"
+        return self.host.host + suffix
 
     @property
     def lock(self) -> str | None:
@@ -101,6 +101,22 @@ def raise_host_errors(results: list[Found | HostError]) -> list[Found]:
     return [result for result in results if not isinstance(result, HostError)]
 
 
+async def prepare_hosts(
+    sites: list[RemoteHost],
+    tasks: Sequence[ScriptTask],
+    bundle: ProjectBundle,
+    inner: str,
+    on_line: Callable[[str, str], None],
+) -> None:
+    """Probes the machines, copies the project and creates environments; `inner` is the cwd."""
+    await probe_hosts(sites, tasks)
+    if bundle.project is not None:
+        await copy_project(sites, bundle.project, inner, bundle.on_progress)
+    if bundle.requirements is not None:
+        bundle.on_progress("making the environments")
+        await create_venvs(sites, bundle.requirements, on_line)
+
+
 async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
     """Queries facts, routes to the others and free ports of each machine."""
     reached = {id(site): site.shell.address for site in sites}
@@ -123,10 +139,9 @@ async def probe_hosts(sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> N
             site.interface = names[0] if names else None
 
     # The local machine comes first: its address follows from its routes to the others.
-    here = [site for site in sites if site.shell.address is None]
-    elsewhere = [site for site in sites if site.shell.address is not None]
-    raise_host_errors(await run_on_all(here, one))
-    raise_host_errors(await run_on_all(elsewhere, one))
+    for here in (True, False):
+        chosen = [site for site in sites if (site.shell.address is None) == here]
+        raise_host_errors(await run_on_all(chosen, one))
 
 
 async def copy_project(
@@ -174,29 +189,24 @@ async def _send(receiver: RemoteProgram, site: RemoteHost, project: Project, pat
 
 
 async def create_venvs(
-    sites: list[RemoteHost],
-    requirements: Path,
-    timeout_s: float,
-    on_line: Callable[[str, str], None],
+    sites: list[RemoteHost], requirements: Path, on_line: Callable[[str, str], None]
 ) -> None:
     """Creates a virtual environment on each machine from the project's requirements, once."""
     text = requirements.read_bytes()
 
     async def one(site: RemoteHost) -> None:
         root = site.copy_root or "~/.paceline/launch/here"
-        version = str(site.facts["python"])
-        name = hashlib.sha256(text + version.encode()).hexdigest()[:12]
-        folder = f"{root}/venv-{name}"
+        version = str(site.facts["python"]).encode()
+        folder = f"{root}/venv-{hashlib.sha256(text + version).hexdigest()[:12]}"
         listed = f"{root}/files/{requirements.name}" if site.copy_root else str(requirements)
-        source = read_remote("venv")
-        argv = [site.facts["executable"], "-c", source, folder, listed]
+        argv = [site.facts["executable"], "-c", read_remote("venv"), folder, listed]
         spec = watchdog_command(argv, {}, "~", None)
         label = f"venv-{site.host.host}"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(VENV_TIMEOUT_S):
                 status, errors = await run_guarded(site, spec, lambda line: on_line(label, line))
         except TimeoutError:
-            problem = f"its environment was not made within {timeout_s:g} s"
+            problem = f"its environment was not made within {VENV_TIMEOUT_S:g} s"
             raise HostError(site.host.host, "venv", problem) from None
         if status != 0:
             why = errors or f"exit status {status}, see logs/{label}.log"

@@ -1,12 +1,13 @@
 """The interface between the supervisor and all launchers.
 
-`local.py` keeps it with child processes, `distant.py` with processes on other machines, reached
-over SSH or through an engine that runs there already. Run folder, errors and exit codes are the
-supervisor's and so the same with each.
+`engines/local.py` implements it with child processes, `remote_launcher.py` with processes on other
+machines, reached over SSH or through an engine that runs there already. Run folder, errors and exit
+codes are the supervisor's and so the same with each.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -35,38 +36,33 @@ class LaunchedProcess(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts the processes of one run. `open` comes first, `close` last, also after a failure."""
 
     engine: str
     """One word for run.json: local, ssh, ray, spark."""
-    host: str
+    host = "127.0.0.1"
     """Address of the supervisor that all processes can reach. Known after `open`."""
-    supports_live_objects: bool
+    supports_live_objects = False
     """True if objects of this process can be passed to the processes it starts."""
 
-    def bundle(self, job_file: Path | None, out: Path) -> None:
+    def bundle(self, job_file: Path | None, out: Path) -> None:  # noqa: B027
         """Collects the files that the job needs before any process starts; raises UsageError."""
-        ...
 
-    async def open(self, on_line: OnLine) -> None:
+    async def open(self, on_line: OnLine) -> None:  # noqa: B027
         """Prepares the start of processes. Raises HostError or UsageError on failure.
 
         `on_line` gets what preparing prints, for the run's logs.
         """
-        ...
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
         """Returns the parent worker of each server; None for a separate process."""
-        ...
+        return [server % workers for server in range(servers)]
 
+    @abstractmethod
     async def start(
         self, assignment: Assignment, live: bytes | None, on_line: OnLine
     ) -> LaunchedProcess: ...
 
+    @abstractmethod
     async def close(self) -> None: ...
-
-
-def round_robin_parents(servers: int, workers: int) -> list[int | None]:
-    """Assigns servers to workers round-robin."""
-    return [server % workers for server in range(servers)]

@@ -7,8 +7,6 @@ from typing import IO
 from paceline.telemetry.run_folder import RunFolder
 from paceline.worker.main import STACKS_BEGIN, STACKS_END
 
-LAST_LINES = 10
-
 
 class ProcessLogs:
     """Appends each process's output to its log; raises OSError if the disk is full."""
@@ -42,12 +40,11 @@ class ProcessLogs:
         """The last stack dump of a process."""
         return "\n".join(self._stacks.get(who, ["none"]))
 
-    def last_lines(self, who: str) -> str:
+    def last_lines(self, who: str, count: int) -> list[str]:
         path = self._folder.log(who)
         if not path.exists():
-            return ""
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+            return []
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
 
     def close(self) -> None:
         for file in self._files.values():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ IGNORE_FILES = (".gitignore", ".pacelineignore")
 NEVER = {".git", ".hg", ".svn", "__pycache__", ".venv", ".mypy_cache", ".pytest_cache"}
 ROOT_MARKS = (".git", ".pacelineignore", "pyproject.toml", "requirements.txt")
 MAX_BYTES = 1 << 30
+
+Rules = list[tuple[Path, "pathspec.PathSpec[Any]"]]
+"""Ignore files, each with its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,52 @@ class Project:
         per machine, because home directories may be shared."""
         origin = f"{os.uname().nodename}:{self.folder}"
         word = "".join(c if c.isalnum() else "-" for c in self.folder.name).strip("-")[:40]
-        name = f"{word or 'project'}-{_hash(origin.encode())[:8]}"
+        name = f"{word or 'project'}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
         return f"~/.paceline/launch/{name}/{host.replace(':', '_')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectBundle:
+    """Files to copy to other machines, and what to prepare there."""
+
+    project: Project | None = None
+    requirements: Path | None = None
+    """Make a virtual environment from it."""
+    on_progress: Callable[[str], None] = field(default=lambda line: None)
+    """Receives progress messages for the user."""
+
+
+def bundle_project(
+    file: Path | None,
+    *,
+    out: Path,
+    folder: Path | None = None,
+    venv: bool = False,
+    kind: str = "job file",
+    tell: Callable[[str], None] = lambda line: None,
+) -> ProjectBundle:
+    """Bundles the project of a job file or script; other jobs need none unless a folder is given.
+
+    Raises UsageError if the file, the project or its requirements are missing or ignored.
+    """
+    if file is not None:
+        found = find_project(file, folder)
+    elif folder is None:
+        if venv:
+            raise UsageError("--venv requires --project, the folder with requirements.txt")
+        return ProjectBundle(on_progress=tell)
+    else:
+        if not folder.is_dir():
+            raise UsageError(f"--project {folder} is not a folder")
+        found = folder.resolve()
+    requirements = found / "requirements.txt" if venv else None
+    if requirements is not None and not requirements.is_file():
+        raise UsageError(f"--venv: {found} has no requirements.txt; add one, or remove --venv")
+    # Earlier runs next to this one are not copied either.
+    project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
+    if file is not None and file.resolve().relative_to(found).as_posix() not in project.files:
+        raise UsageError(f"{kind} {file} is excluded by an ignore file of {found}")
+    return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
 
 
 def find_project(script: Path, folder: Path | None) -> Path:
@@ -75,7 +122,7 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
     files: dict[str, tuple[int, int, str]] = {}
     total = 0
     skip = leave_out.resolve() if leave_out is not None else None
-    for path in sorted(_walk(folder, folder, [], skip)):
+    for path in sorted(_walk(folder, [], skip)):
         try:
             found = path.stat()
             total += found.st_size
@@ -96,9 +143,7 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
     return Project(folder=folder, files=files)
 
 
-def _walk(
-    top: Path, folder: Path, rules: list[tuple[Path, pathspec.PathSpec[Any]]], skip: Path | None
-) -> Iterator[Path]:
+def _walk(folder: Path, rules: Rules, skip: Path | None) -> Iterator[Path]:
     rules = [*rules, *_read_rules(folder)]
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -110,33 +155,29 @@ def _walk(
             if _is_ignored(path, is_folder, rules):
                 continue
             if is_folder:
-                yield from _walk(top, path, rules, skip)
+                yield from _walk(path, rules, skip)
             elif entry.is_file():
                 yield path
 
 
-def _read_rules(folder: Path) -> Iterator[tuple[Path, pathspec.PathSpec[Any]]]:
+def _read_rules(folder: Path) -> Rules:
+    rules: Rules = []
     for name in IGNORE_FILES:
         try:
             lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
-        yield folder, _load_pathspec().GitIgnoreSpec.from_lines(lines)
+        try:
+            import pathspec
+        except ImportError:
+            raise UsageError(
+                "ignore files require the package pathspec; install paceline[ssh]"
+            ) from None
+        rules.append((folder, pathspec.GitIgnoreSpec.from_lines(lines)))
+    return rules
 
 
-def _load_pathspec() -> Any:
-    try:
-        import pathspec
-    except ImportError:
-        raise UsageError(
-            "ignore files require the package pathspec; install paceline[ssh]"
-        ) from None
-    return pathspec
-
-
-def _is_ignored(
-    path: Path, is_folder: bool, rules: list[tuple[Path, pathspec.PathSpec[Any]]]
-) -> bool:
+def _is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
     ignored = False
     for folder, spec in rules:
         name = path.relative_to(folder).as_posix() + ("/" if is_folder else "")
@@ -144,7 +185,3 @@ def _is_ignored(
         if verdict is not None:
             ignored = verdict
     return ignored
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

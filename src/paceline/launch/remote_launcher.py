@@ -1,8 +1,9 @@
 """Starts workers on other machines: the same processes, under watchdogs, through shells.
 
 A machine is whatever gives a `Shell` (`cluster/shell.py`): one behind SSH, or a place on an engine
-that has called back (`outposts.py`). A kind of machines says only how they are reached; looking at
-them, copying the project, checking packages, starting, watching and ending is done here for all.
+that has called back (`engines/engine.py`). A kind of machines says only how they are reached;
+probing them, copying the project, checking packages, starting, watching and ending is the same for
+all.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,13 @@ from paceline.errors import HostError, RunFailed, UsageError
 from paceline.launch.hosts import (
     ASK_S,
     RemoteHost,
-    copy_project,
-    create_venvs,
-    probe_hosts,
+    prepare_hosts,
     raise_host_errors,
     run_guarded,
     watchdog_command,
 )
-from paceline.launch.launcher import OnLine, round_robin_parents
-from paceline.launch.project import Project, find_project, read_project
+from paceline.launch.launcher import Launcher, OnLine
+from paceline.launch.project import ProjectBundle, bundle_project
 from paceline.plugins import Plugin
 from paceline.worker.assignment import Assignment, pack_assignment
 
@@ -40,58 +39,15 @@ PACKAGES = ("paceline", "torch")
 """Packages whose versions must match on all machines."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProjectBundle:
-    """Files to copy to other machines, and what to prepare there."""
+class RemoteLauncher(Launcher):
+    """A launcher for machines to which `connect` connects."""
 
-    project: Project | None = None
-    requirements: Path | None = None
-    """Make a virtual environment from it."""
-    venv_timeout_s: float = 1200.0
-    on_progress: Callable[[str], None] = field(default=lambda line: None)
-    """Receives progress messages for the user."""
-
-
-def bundle_project(
-    job_file: Path | None,
-    *,
-    out: Path,
-    folder: Path | None = None,
-    venv: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
-) -> ProjectBundle:
-    """Bundles the project of a job file; other jobs need none, unless a folder is given."""
-    if job_file is None and folder is None:
-        if venv:
-            raise UsageError("--venv requires --project, the folder with requirements.txt")
-        return ProjectBundle(on_progress=tell)
-    if job_file is not None:
-        found = find_project(job_file, folder)
-    else:
-        assert folder is not None
-        if not folder.is_dir():
-            raise UsageError(f"--project {folder} is not a folder")
-        found = folder.resolve()
-    requirements = found / "requirements.txt" if venv else None
-    if requirements is not None and not requirements.is_file():
-        raise UsageError(f"--venv: {found} has no requirements.txt; add one, or remove --venv")
-    # Earlier runs next to this one are not copied either.
-    project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
-    if job_file is not None and job_file.relative_to(found).as_posix() not in project.files:
-        raise UsageError(f"job file {job_file} is excluded by an ignore file of {found}")
-    return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
-
-
-class RemoteLauncher:
-    """A launcher for machines to which `reach` connects."""
-
-    engine = "distant"
-    supports_live_objects = False
+    workers: int
+    """Number of workers that it places."""
     threads = 0
     """Default threads per worker; 0 for the cores of a machine divided by its workers."""
 
     def __init__(self, luggage: ProjectBundle) -> None:
-        self.host = "127.0.0.1"
         self.project_bundle = luggage
         self.remote_hosts: list[RemoteHost] = []
         self._stack = AsyncExitStack()
@@ -102,31 +58,17 @@ class RemoteLauncher:
                 job_file, out=out, tell=self.project_bundle.on_progress
             )
 
+    @abstractmethod
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
         """Connects to the machines; connections are closed with the stack."""
-        raise NotImplementedError
 
-    @property
-    def workers(self) -> int:
-        """Number of workers that it places."""
-        raise NotImplementedError
-
-    def host_index_of(self, assignment: Assignment) -> int:
+    @abstractmethod
+    def host_index_of(self, kind: str, index: int) -> int:
         """Index of the machine for a worker or a separate server."""
-        raise NotImplementedError
-
-    def place_servers(self, servers: int, workers: int) -> list[int | None]:
-        return round_robin_parents(servers, workers)
 
     async def open(self, on_line: OnLine) -> None:
-        luggage = self.project_bundle
         self.remote_hosts = sites = await self.connect(self._stack)
-        await probe_hosts(sites, ())
-        if luggage.project is not None:
-            await copy_project(sites, luggage.project, ".", luggage.on_progress)
-        if luggage.requirements is not None:
-            luggage.on_progress("making the environments")
-            await create_venvs(sites, luggage.requirements, luggage.venv_timeout_s, on_line)
+        await prepare_hosts(sites, (), self.project_bundle, ".", on_line)
         await check_packages(sites)
         self.host = own_address_towards(sites)
 
@@ -134,13 +76,18 @@ class RemoteLauncher:
         self, assignment: Assignment, live: bytes | None, on_line: OnLine
     ) -> RemoteProcess:
         assert live is None, "live objects go to child processes only"
-        site = self.remote_hosts[self.host_index_of(assignment)]
+        site = self.remote_hosts[self.host_index_of(assignment.kind, assignment.index)]
+        workers = [self.host_index_of("worker", rank) for rank in range(assignment.workers)]
+        here = [r for r, at in enumerate(workers) if self.remote_hosts[at].host == site.host]
+        local_rank = here.index(assignment.index) if assignment.index in here else 0
+        local_size = max(1, len(here))
+        default_threads = self.threads or max(1, int(site.facts["cores"]) // local_size)
         placed = assignment.model_copy(
             update={
                 "bind": site.address if len(self.remote_hosts) > 1 else None,
                 "folder": None,
-                "threads": self._threads_on(site, assignment),
-                "local_rank": self._local_rank(site, assignment),
+                "threads": assignment.threads or default_threads,
+                "local_rank": (local_rank, local_size),
                 "job": self._move_job(assignment),
                 "plugins": self._move_plugins(assignment),
             }
@@ -155,27 +102,6 @@ class RemoteLauncher:
         # Sent over stdin, because other users can read arguments and environment.
         spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
         return RemoteProcess(placed.process_name, site, spec, on_line)
-
-    def _threads_on(self, site: RemoteHost, assignment: Assignment) -> int:
-        """Returns the threads per worker.
-
-        As given, else cores divided by the workers of the machine.
-        """
-        if assignment.threads > 0 or self.threads > 0:
-            return assignment.threads or self.threads
-        _, here = self._local_rank(site, assignment)
-        return max(1, int(site.facts["cores"]) // here)
-
-    def _local_rank(self, site: RemoteHost, assignment: Assignment) -> tuple[int, int]:
-        """Index among the workers of the machine, and their number."""
-        others = [
-            assignment.model_copy(update={"kind": "worker", "index": rank})
-            for rank in range(assignment.workers)
-        ]
-        here = [
-            o.index for o in others if self.remote_hosts[self.host_index_of(o)].host == site.host
-        ]
-        return here.index(assignment.index) if assignment.index in here else 0, max(1, len(here))
 
     def _move_job(self, assignment: Assignment) -> Any:
         """Returns the job reference with the path of the job file on the machine."""

@@ -16,22 +16,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paceline.cluster.pool import Host
 from paceline.cluster.ssh import SshTimeouts
-from paceline.errors import RunFailed, UsageError
+from paceline.errors import RunFailed
 from paceline.launch.hosts import (
     KEEPER_END_S,
     RemoteHost,
     connect_hosts,
-    copy_project,
-    create_venvs,
-    probe_hosts,
+    prepare_hosts,
     run_guarded,
     watchdog_command,
 )
-from paceline.launch.project import Project, find_project, read_project
+from paceline.launch.process_logs import ProcessLogs
+from paceline.launch.project import Project, ProjectBundle, bundle_project, find_project
 from paceline.launch.script_tasks import (
     UNENDING,
     ScriptTask,
@@ -57,7 +56,6 @@ class ScriptRun:
     roles: dict[str, int] | None = None
     project: Path | None = None
     venv: bool = False
-    venv_timeout_s: float = 1200.0
     force: bool = False
     patience: SshTimeouts = field(default_factory=SshTimeouts)
     tell: Callable[[str], None] = field(default=lambda line: None)
@@ -73,7 +71,6 @@ class TaskResult:
     task: ScriptTask
     status: int | None
     seconds: float
-    words: str = ""
 
     @property
     def weight(self) -> int:
@@ -82,15 +79,19 @@ class TaskResult:
 
     @property
     def text(self) -> str:
-        where = f"{self.task.role} {self.task.index} on {self.task.host.host}"
+        host, name = self.task.host.host, f"{self.task.role} {self.task.index}"
+        where = f"{name} on {host}"
         if self.status is None:
-            return f"host {self.task.host.host} was lost, with {self.task.role} {self.task.index}"
+            return f"host {host} was lost, with {name}"
         if self.status > 128:
             try:
                 return f"{where} was killed by {signal.Signals(self.status - 128).name}"
             except ValueError:
                 pass
         return f"{where} failed with exit status {self.status}"
+
+
+Running = asyncio.Task[TaskResult]
 
 
 class ScriptFailed(RunFailed):
@@ -105,37 +106,32 @@ class ScriptFailed(RunFailed):
 class PreparedScript:
     """The facts known before any machine is contacted."""
 
-    project: Project
+    bundle: ProjectBundle
     script: str
     """Path relative to the working directory."""
     inner: str
     """Working directory inside the project."""
     tasks: list[ScriptTask]
-    requirements: Path | None
+
+    @property
+    def project(self) -> Project:
+        assert self.bundle.project is not None, "a script goes along with its project"
+        return self.bundle.project
 
 
 def prepare_script(run: ScriptRun) -> PreparedScript:
     """Validates everything that can be checked locally. Raises UsageError before the start."""
-    folder = find_project(run.script, run.project)
-    script = run.script.resolve()
-    here = Path.cwd().resolve()
-    start = here if here.is_relative_to(folder) else folder
-    requirements = folder / "requirements.txt" if run.venv else None
-    if requirements is not None and not requirements.is_file():
-        raise UsageError(f"--venv: {folder} has no requirements.txt; add one, or remove --venv")
-    # Earlier runs next to this one are not copied either.
-    ours = run.out.parent if run.out.parent.name == "runs" else run.out
-    project = read_project(folder, leave_out=ours)
-    name = script.relative_to(folder).as_posix()
-    if name not in project.files:
-        raise UsageError(f"script {run.script} is excluded by an ignore file of {folder}")
-    up = Path(*[".."] * len(start.relative_to(folder).parts))
+    bundle = bundle_project(
+        run.script, out=run.out, folder=run.project, venv=run.venv, kind="script", tell=run.tell
+    )
+    folder, here = find_project(run.script, run.project), Path.cwd().resolve()
+    inner = here.relative_to(folder) if here.is_relative_to(folder) else Path()
+    up = Path(*[".."] * len(inner.parts))
     return PreparedScript(
-        project=project,
-        script=(up / name).as_posix(),
-        inner=start.relative_to(folder).as_posix(),
+        bundle=bundle,
+        script=(up / run.script.resolve().relative_to(folder)).as_posix(),
+        inner=inner.as_posix(),
         tasks=place_tasks(run.hosts, run.roles),
-        requirements=requirements,
     )
 
 
@@ -151,9 +147,7 @@ def describe_launch(run: ScriptRun, ready: PreparedScript) -> str:
         else:
             lines.append(f"{host.host}: copied to {project.root_on(host.host)}/files")
     places = [
-        TaskAddress(
-            address=f"<address of {task.host.host}>", interface="<by route>", port="<free port>"
-        )
+        TaskAddress(f"<address of {task.host.host}>", "<by route>", "<free port>")
         for task in ready.tasks
     ]
     for task in ready.tasks:
@@ -191,8 +185,7 @@ def launch_script(run: ScriptRun) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_json(folder.config, config)
-    launch = _ScriptLaunch(run, ready, folder)
-    return launch.go(config)
+    return _ScriptLaunch(run, ready, folder).go(config)
 
 
 class _ScriptLaunch:
@@ -200,7 +193,7 @@ class _ScriptLaunch:
         self._run = run
         self._ready = ready
         self._folder = folder
-        self._logs: dict[str, IO[str]] = {}
+        self._logs = ProcessLogs(folder)
         self._ended: list[TaskResult] = []
 
     def go(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -218,17 +211,16 @@ class _ScriptLaunch:
             error = str(problem)
             raise
         finally:
-            for log in self._logs.values():
-                log.close()
+            self._logs.close()
+            ended = [
+                {"who": e.task.who, "status": e.status, "seconds": e.seconds} for e in self._ended
+            ]
             result = {
                 **config,
                 "status": status,
                 "error": error,
                 "seconds": time.monotonic() - began,
-                "ended": [
-                    {"who": e.task.who, "status": e.status, "seconds": e.seconds}
-                    for e in self._ended
-                ],
+                "ended": ended,
             }
             write_json(self._folder.result, result)
         if chief is not None:
@@ -247,23 +239,15 @@ class _ScriptLaunch:
             run.tell(f"connecting to {', '.join(run.hosts[s].host for s in used)}")
             sites = await connect_hosts([run.hosts[s] for s in used], run.patience, stack)
             tasks = [replace(t, site=used.index(t.site)) for t in ready.tasks]
-            await probe_hosts(sites, tasks)
-            await copy_project(sites, ready.project, ready.inner, run.tell)
-            if ready.requirements is not None:
-                run.tell("making the environments")
-                await create_venvs(sites, ready.requirements, run.venv_timeout_s, self._write_log)
+            await prepare_hosts(sites, tasks, ready.bundle, ready.inner, self._logs.write)
             run.tell(f"{len(tasks)} tasks start; logs in {self._folder.path / 'logs'}")
             await self._watch(sites, tasks)
 
     async def _watch(self, sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
         """Waits until all finite tasks have ended or one has failed, then ends the others."""
         places = [
-            TaskAddress(
-                address=sites[t.site].address,
-                interface=sites[t.site].interface,
-                port=sites[t.site].ports[1 + t.local_rank],
-            )
-            for t in tasks
+            TaskAddress(site.address, site.interface, site.ports[1 + task.local_rank])
+            for task, site in ((task, sites[task.site]) for task in tasks)
         ]
         meeting = sites[tasks[0].site].ports[0]
         running = {
@@ -288,17 +272,11 @@ class _ScriptLaunch:
             if running:
                 await asyncio.wait(running, timeout=2 * KEEPER_END_S)
 
-    def _note(
-        self,
-        done: set[asyncio.Task[TaskResult]],
-        running: dict[asyncio.Task[TaskResult], ScriptTask],
-    ) -> None:
+    def _note(self, done: set[Running], running: dict[Running, ScriptTask]) -> None:
         for each in done:
             if running.pop(each, None) is not None:
-                ended = each.result()
-                self._ended.append(ended)
-                done_well = ended.status == 0
-                self._run.tell(f"{ended.task.label} is done" if done_well else ended.text)
+                self._ended.append(ended := each.result())
+                self._run.tell(ended.text if ended.status != 0 else f"{ended.task.label} is done")
 
     async def _one(
         self, site: RemoteHost, task: ScriptTask, environment: dict[str, str]
@@ -312,19 +290,13 @@ class _ScriptLaunch:
         spec = watchdog_command(argv, environment, site.folder, site.lock, **defaults)
 
         def show(line: str) -> None:
-            self._write_log(task.who, line)
+            self._logs.write(task.who, line)
             self._run.on_line(task.label, line)
 
         status, words = await run_guarded(site, spec, show)
         if words:
             show(words)
-        return TaskResult(task, status, time.monotonic() - began, words)
-
-    def _write_log(self, name: str, line: str) -> None:
-        if name not in self._logs:
-            self._logs[name] = self._folder.log(name).open("a", encoding="utf-8")
-        self._logs[name].write(line + "\n")
-        self._logs[name].flush()
+        return TaskResult(task, status, time.monotonic() - began)
 
     def _chief(self) -> TaskResult | None:
         """Returns the failure that explains the others: the most severe, then the first."""
@@ -332,9 +304,7 @@ class _ScriptLaunch:
         return max(failed, key=lambda ended: ended.weight, default=None)
 
     def _details(self, chief: TaskResult) -> str:
+        lines = self._logs.last_lines(chief.task.who, LAST_LINES)
         path = self._folder.log(chief.task.who)
-        if not path.exists():
-            return ""
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = [f"last lines of {chief.task.label} ({path}):", *lines[-LAST_LINES:]]
-        return "\n  ".join(shown) if lines else ""
+        header = f"last lines of {chief.task.label} ({path}):"
+        return "\n  ".join([header, *lines]) if lines else ""

@@ -42,7 +42,7 @@ class ScriptTask:
         return f"{self.role} {self.index} {self.host.host}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TaskAddress:
     """A task, after all machines have been contacted."""
 
@@ -90,20 +90,18 @@ def place_tasks(hosts: Sequence[Host], roles: dict[str, int] | None) -> list[Scr
         circle = [site for turn in turns for site in turn]
         named = [(role, index) for role in ROLES for index in range(roles.get(role, 0))]
         seats = [circle[number % len(circle)] for number in range(len(named))]
-    tasks = []
-    for rank, ((role, index), site) in enumerate(zip(named, seats, strict=True)):
-        tasks.append(
-            ScriptTask(
-                role=role,
-                index=index,
-                rank=rank,
-                site=site,
-                host=hosts[site],
-                local_rank=seats[:rank].count(site),
-                local_size=seats.count(site),
-            )
+    return [
+        ScriptTask(
+            role=role,
+            index=index,
+            rank=rank,
+            site=site,
+            host=hosts[site],
+            local_rank=seats[:rank].count(site),
+            local_size=seats.count(site),
         )
-    return tasks
+        for rank, ((role, index), site) in enumerate(zip(named, seats, strict=True))
+    ]
 
 
 def make_environment(

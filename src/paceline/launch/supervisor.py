@@ -55,6 +55,7 @@ STARTUP_S = 60.0
 STACKS_S = 2.0
 SHUTDOWN_TIMEOUT_S = 10.0
 """Time for processes to exit by themselves when the run is done."""
+LAST_LINES = 10
 PROGRESS_S = 0.5
 JUDGE_S = 1.0
 
@@ -336,7 +337,7 @@ class Supervisor:
             f"{self._at_step(process.process_name)}: "
             f"{how or 'exit status 0 before the run was over'}"
         )
-        last = self._logs.last_lines(process.process_name)
+        last = "\n".join(self._logs.last_lines(process.process_name, LAST_LINES))
         self._fail(
             ProcessFailure(
                 who=process.process_name, text=text, certainty=Certainty.CAUSE, details=last

@@ -24,8 +24,7 @@ from paceline.data.pipeline import parse_shape
 from paceline.errors import UsageError, suggest_name
 from paceline.job import JobRef
 from paceline.launch.engines.engine import EngineLauncher
-from paceline.launch.project import read_project
-from paceline.launch.remote_launcher import ProjectBundle
+from paceline.launch.project import ProjectBundle, read_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.plugins import hash_file

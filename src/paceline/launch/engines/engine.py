@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
 from paceline.cluster.pool import Host
-from paceline.cluster.shell import BOOT, ProgramStreams, Shell
+from paceline.cluster.shell import BOOT, CHUNK, ProgramStreams, Shell, shell_status
 from paceline.comm.wire import (
     HANDSHAKE_TIMEOUT_S,
     HEADER,
@@ -22,8 +23,8 @@ from paceline.comm.wire import (
 )
 from paceline.errors import HostError, RunFailed, WireError
 from paceline.launch.hosts import RemoteHost
-from paceline.launch.remote_launcher import ProjectBundle, RemoteLauncher
-from paceline.worker.assignment import Assignment
+from paceline.launch.project import ProjectBundle
+from paceline.launch.remote_launcher import RemoteLauncher
 from paceline.worker.outpost import BEAT_S, MAX_PART, SILENT_S, make_agent_ticket
 
 STARTUP_TIMEOUT_S = 120.0
@@ -33,6 +34,8 @@ CLOSE_S = 12.0
 
 Head = dict[str, Any]
 """The head of a frame on the connection to a host agent."""
+OnAgentLost = Callable[[int, str], None]
+"""Reports that a slot is lost, by its index; the text names its machine and the cause, if known."""
 
 
 class Engine(Protocol):
@@ -58,11 +61,6 @@ class Engine(Protocol):
         ...
 
 
-class OnAgentLost(Protocol):
-    def __call__(self, index: int, why: str) -> None:
-        """Reports that slot `index` is lost; `why` names its machine and the cause, if known."""
-
-
 class EngineLauncher(RemoteLauncher):
     """Uses one slot per worker, and further slots if servers do not share those of workers."""
 
@@ -79,51 +77,36 @@ class EngineLauncher(RemoteLauncher):
         super().__init__(luggage or ProjectBundle())
         self.engine = engine.name
         self._engine = engine
-        self._workers = workers
+        self.workers = workers
         self.threads = threads
         self._own_servers = own_servers
         self._arrive_s = arrive_s
-        self.agents: HostAgentListener | None = None
-
-    @property
-    def workers(self) -> int:
-        return self._workers
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
         if self._own_servers:
             return [None] * servers
         return super().place_servers(servers, workers)
 
-    def host_index_of(self, assignment: Assignment) -> int:
-        if assignment.kind == "server":
-            return self.workers + assignment.index % self._own_servers
-        return assignment.index
+    def host_index_of(self, kind: str, index: int) -> int:
+        return self.workers + index % self._own_servers if kind == "server" else index
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
         address = await asyncio.to_thread(self._engine.find_address)
         places = self.workers + self._own_servers
-        self.agents = HostAgentListener(self.engine, places)
+        agents = HostAgentListener(self.engine, places)
         stack.push_async_callback(asyncio.to_thread, self._engine.end)
-        stack.push_async_callback(self.agents.close)
-        port = await self.agents.listen(address)
-        tickets = [make_agent_ticket(address, port, self.agents.token, i) for i in range(places)]
+        stack.push_async_callback(agents.close)
+        port = await agents.listen(address)
+        tickets = [make_agent_ticket(address, port, agents.token, i) for i in range(places)]
         loop = asyncio.get_running_loop()
 
         def on_lost(index: int, why: str) -> None:
-            assert self.agents is not None
-            loop.call_soon_threadsafe(self.agents.mark_lost, index, why)
+            loop.call_soon_threadsafe(agents.mark_lost, index, why)
 
         await asyncio.to_thread(self._engine.begin, tickets, on_lost)
-        shells = await self.agents.wait_for_all(self._arrive_s)
+        shells = await agents.wait_for_all(self._arrive_s)
         return [
-            RemoteHost(
-                host=shell.host,
-                shell=shell,
-                python=shell.python,
-                node=shell.node,
-                agent_index=shell.index,
-            )
-            for shell in shells
+            RemoteHost(s.host, s, python=s.python, node=s.node, agent_index=s.index) for s in shells
         ]
 
 
@@ -177,7 +160,10 @@ class HostAgentListener:
         shell = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await self._authenticate(reader, writer)
+                handshake = begin_handshake("server", self.token)
+                writer.write(handshake.start())
+                while not handshake.done:
+                    writer.write(handshake.feed(await reader.readexactly(handshake.bytes_needed)))
                 hello = await _read(reader)
             index = int(hello["index"])
             if not 0 <= index < len(self._shells) or self._shells[index] is not None:
@@ -193,14 +179,6 @@ class HostAgentListener:
                 shell.lose("")
             writer.close()
             self._serving.discard(task)
-
-    async def _authenticate(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        handshake = begin_handshake("server", self.token)
-        writer.write(handshake.start())
-        while not handshake.done:
-            writer.write(handshake.feed(await reader.readexactly(handshake.bytes_needed)))
 
     async def close(self) -> None:
         for shell in self._shells:
@@ -229,7 +207,7 @@ class HostAgentShell(Shell):
 
     def __init__(self, hello: Head, writer: asyncio.StreamWriter) -> None:
         self.host = Host(host=str(hello["address"]))
-        self.address: str | None = str(hello["address"])
+        self.address = self.host.host
         self.python = str(hello["python"])
         self.node = str(hello["node"])
         self.index = int(hello["index"])
@@ -267,12 +245,10 @@ class HostAgentShell(Shell):
                     del self._programs[program.number]
 
     async def _beat(self) -> None:
-        try:
+        with suppress(OSError, EOFError):
             while True:
                 await asyncio.sleep(BEAT_S)
                 await self.send({"do": "beat"})
-        except (OSError, EOFError):
-            pass
 
     def lose(self, why: str) -> None:
         self.why_lost = self.why_lost or why
@@ -283,10 +259,8 @@ class HostAgentShell(Shell):
         self._programs.clear()
 
     async def close(self) -> None:
-        try:
+        with suppress(OSError, EOFError):
             await self.send({"do": "leave"})
-        except (OSError, EOFError):
-            pass
 
 
 class HostAgentStreams:
@@ -295,23 +269,19 @@ class HostAgentStreams:
     def __init__(self, shell: HostAgentShell, number: int) -> None:
         self.number = number
         self._shell = shell
-        self._out: asyncio.Queue[bytes] = asyncio.Queue()
-        self._err: asyncio.Queue[bytes] = asyncio.Queue()
+        self._out, self._err = asyncio.StreamReader(), asyncio.StreamReader()
         self._ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._sending: asyncio.Task[None] | None = None
 
     def take(self, head: Head) -> None:
         if "out" in head:
-            self._out.put_nowait(head["out"])
+            self._out.feed_data(head["out"])
         elif "err" in head:
-            self._err.put_nowait(head["err"])
+            self._err.feed_data(head["err"])
         elif "end" in head and not self._ended.done():
-            if head["why"]:
-                self._err.put_nowait(str(head["why"]).encode())
-            self._out.put_nowait(b"")
-            self._err.put_nowait(b"")
-            status = head["end"]
-            self._ended.set_result(status if status is None or status >= 0 else 128 - status)
+            self._err.feed_data(str(head["why"] or "").encode())
+            self._out.feed_eof()
+            self._err.feed_eof()
+            self._ended.set_result(shell_status(head["end"]))
 
     async def write(self, data: bytes) -> None:
         for at in range(0, len(data), MAX_PART):
@@ -319,10 +289,10 @@ class HostAgentStreams:
             await self._shell.send({"do": "in", "id": self.number, "data": piece})
 
     async def read(self) -> bytes:
-        return await _next_piece(self._out)
+        return await self._out.read(CHUNK)
 
     async def read_errors(self) -> bytes:
-        return await _next_piece(self._err)
+        return await self._err.read(CHUNK)
 
     async def wait(self) -> int | None:
         return await asyncio.shield(self._ended)
@@ -335,16 +305,7 @@ class HostAgentStreams:
 
     def _say(self, word: str) -> None:
         async def say() -> None:
-            try:
+            with suppress(OSError, EOFError):
                 await self._shell.send({"do": word, "id": self.number})
-            except (OSError, EOFError):
-                pass
 
         self._sending = asyncio.create_task(say())
-
-
-async def _next_piece(pieces: asyncio.Queue[bytes]) -> bytes:
-    piece = await pieces.get()
-    if not piece:
-        pieces.put_nowait(b"")  # Further reads also return the end of the stream.
-    return piece

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
-from typing import Protocol
 
 from paceline.launch.engines.fork_client import (
     IS_SUPPORTED,
     MAX_LINE,
+    ForkedProcess,
     ForkServerError,
     get_fork_server,
 )
-from paceline.launch.launcher import OnLine, round_robin_parents
+from paceline.launch.launcher import Launcher, OnLine
 from paceline.worker.assignment import Assignment, pack_assignment
 from paceline.worker.fork_server import ChildSetup
 from paceline.worker.main import COMMAND
@@ -22,56 +21,20 @@ from paceline.worker.main import COMMAND
 CLOSE_TIMEOUT_S = 2.0
 """Time that the output of a process that has ended may take to be read."""
 
-
-class InputStream(Protocol):
-    """Standard input of a process, as asyncio's streams and transports provide it."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def is_closing(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class SpawnedProcess:
-    """A process started with `python -m paceline.worker`."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.pid = process.pid
-        self.stdin = process.stdin
-        self.stdout = process.stdout
-        self._process = process
-
-    async def wait(self) -> int | None:
-        return await self._process.wait()
-
-
-class StartedProcess(Protocol):
-    """A process of this machine, however it was started."""
-
-    pid: int
-
-    @property
-    def stdin(self) -> InputStream: ...
-
-    @property
-    def stdout(self) -> asyncio.StreamReader: ...
-
-    async def wait(self) -> int | None:
-        """Returns the exit code (negative: the signal), or None if it cannot be known."""
-        ...
+StartedProcess = asyncio.subprocess.Process | ForkedProcess
 
 
 class LocalProcess:
     """A worker, with the servers that are its children."""
 
-    def __init__(self, who: str, process: StartedProcess, on_line: OnLine) -> None:
+    def __init__(self, who: str, process: StartedProcess, input: bytes, on_line: OnLine) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
         self.process_name = who
         self.pid = process.pid
         self.location = f"pid {process.pid}"
-        self._process = process
+        self._stdin = process.stdin
+        self._stdin.write(input)
         # Kept, because the event loop itself keeps only weak references to tasks.
         self._reading = asyncio.create_task(_read_lines(process.stdout, who, on_line))
         self._ending = asyncio.create_task(process.wait())
@@ -87,12 +50,12 @@ class LocalProcess:
         return f"exit status {code}"
 
     def request_stacks(self) -> None:
-        if not self._process.stdin.is_closing():
-            self._process.stdin.write(b"stacks\n")
+        if not self._stdin.is_closing():
+            self._stdin.write(b"stacks\n")
 
     async def close(self) -> None:
         """Closes the pipes, once the process has ended: a pipe must not outlive the event loop."""
-        self._process.stdin.close()
+        self._stdin.close()
         await asyncio.wait([self._reading, self._ending], timeout=CLOSE_TIMEOUT_S)
 
     def kill(self) -> None:
@@ -103,7 +66,7 @@ class LocalProcess:
             pass
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts processes in sessions of their own, on loopback.
 
     Processes are forked from the fork server. If it fails, they are spawned, and the supervisor's
@@ -111,22 +74,12 @@ class LocalLauncher:
     """
 
     engine = "local"
-    host = "127.0.0.1"
     supports_live_objects = True
 
     def __init__(self, *, fork: bool = True) -> None:
         """`fork=False` starts every process with a new Python interpreter."""
         self._fork = fork and IS_SUPPORTED
         self._started: list[LocalProcess] = []
-
-    def bundle(self, job_file: Path | None, out: Path) -> None:
-        pass
-
-    async def open(self, on_line: OnLine) -> None:
-        pass
-
-    def place_servers(self, servers: int, workers: int) -> list[int | None]:
-        return round_robin_parents(servers, workers)
 
     async def close(self) -> None:
         while self._started:
@@ -146,23 +99,23 @@ class LocalLauncher:
                 on_line("supervisor", f"fork server: {error}; spawning processes instead")
         if process is None:
             process = await spawn(assignment.threads)
-        process.stdin.write(pack_assignment(assignment, live))
-        self._started.append(LocalProcess(assignment.process_name, process, on_line))
-        return self._started[-1]
-
-
-async def spawn(threads: int) -> SpawnedProcess:
-    """Starts a process with a new Python interpreter, which imports torch itself."""
-    return SpawnedProcess(
-        await asyncio.create_subprocess_exec(
-            *COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            limit=MAX_LINE,
-            env=child_environment(threads),
+        started = LocalProcess(
+            assignment.process_name, process, pack_assignment(assignment, live), on_line
         )
+        self._started.append(started)
+        return started
+
+
+async def spawn(threads: int) -> asyncio.subprocess.Process:
+    """Starts a process with a new Python interpreter, which imports torch itself."""
+    return await asyncio.create_subprocess_exec(
+        *COMMAND,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        limit=MAX_LINE,
+        env=child_environment(threads),
     )
 
 

@@ -9,8 +9,8 @@ from paceline.cluster.pool import Host
 from paceline.cluster.ssh import SshTimeouts
 from paceline.errors import UsageError
 from paceline.launch.hosts import RemoteHost, connect_hosts
-from paceline.launch.remote_launcher import ProjectBundle, RemoteLauncher
-from paceline.worker.assignment import Assignment
+from paceline.launch.project import ProjectBundle
+from paceline.launch.remote_launcher import RemoteLauncher
 
 
 class SshLauncher(RemoteLauncher):
@@ -30,14 +30,11 @@ class SshLauncher(RemoteLauncher):
         self.hosts = list(hosts)
         self._patience = patience or SshTimeouts()
         self._seats = [place for place, host in enumerate(self.hosts) for _ in range(host.workers)]
+        self.workers = len(self._seats)
         names = [host.host for host in self.hosts]
         self.hosts += [host for host in servers_on if host.host not in names]
         names = [host.host for host in self.hosts]
         self._server_sites = [names.index(host.host) for host in servers_on]
-
-    @property
-    def workers(self) -> int:
-        return len(self._seats)
 
     @property
     def worker_hosts(self) -> list[Host]:
@@ -51,26 +48,19 @@ class SshLauncher(RemoteLauncher):
 
     def _seat(self, server: int) -> int | None:
         """Returns the worker that starts a server; None on a machine without workers."""
-        site = self._find_server_site(server)
-        local_ranks = [rank for rank, place in enumerate(self._seats) if place == site]
-        return (
-            local_ranks[server // len(self._server_sites) % len(local_ranks)]
-            if local_ranks
-            else None
-        )
+        turn, site = divmod(server, len(self._server_sites))
+        place = self._server_sites[site]
+        local_ranks = [rank for rank, seat in enumerate(self._seats) if seat == place]
+        return local_ranks[turn % len(local_ranks)] if local_ranks else None
 
-    def _find_server_site(self, server: int) -> int:
-        return self._server_sites[server % len(self._server_sites)]
-
-    def host_index_of(self, assignment: Assignment) -> int:
-        if assignment.kind == "server":
-            return self._find_server_site(assignment.index)
-        return self._seats[assignment.index]
+    def host_index_of(self, kind: str, index: int) -> int:
+        if kind == "server":
+            return self._server_sites[index % len(self._server_sites)]
+        return self._seats[index]
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
-        self.project_bundle.on_progress(
-            f"connecting to {', '.join(host.host for host in self.hosts)}"
-        )
+        names = ", ".join(host.host for host in self.hosts)
+        self.project_bundle.on_progress(f"connecting to {names}")
         return await connect_hosts(self.hosts, self._patience, stack)
 
 
