@@ -135,9 +135,9 @@ def run_matrix_command(
     fields: Job,
 ) -> tuple[Comparison, str]:
     """Runs a matrix; returns its comparison and its title."""
-    from paceline.launch.matrix import MatrixOptions, Run, run_matrix
+    from paceline.launch.matrix import MatrixOptions, run_matrix
     from paceline.launch.matrix_file import read_matrix
-    from paceline.launch.run import run_training
+    from paceline.launch.run import Run, run_training
 
     assert chosen.matrix is not None
     matrix = read_matrix(chosen.matrix, scale=chosen.scale or DEFAULT_SCALE)

@@ -54,9 +54,9 @@ def tune(
     fields: Job,
     slowdowns: SlowdownSettings,
 ) -> None:
-    from paceline.launch.run import run_training
+    from paceline.launch.run import Run, run_training
     from paceline.launch.run_options import RunOptions
-    from paceline.launch.switch_search import Run, search_switch_point
+    from paceline.launch.switch_search import search_switch_point
     from paceline.strategies.registry import parse_strategies, parse_strategy
 
     for name in ("until", "patience", "checkpoint_every"):

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines import fork_client
-from paceline.launch.run import check_sizes, run_training
+from paceline.launch.run import check_sizes, run_to_result, run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.report.comparison import Comparison, write_comparison
@@ -87,7 +87,7 @@ def compare_strategies(
                 workers=strategy.worker_count(workers),
                 labels={**options.labels, **label_as_given(strategies[number], strategy)},
             )
-            results.append(_run_one(with_job_seed(job, seed), strategy, mine, progress))
+            results.append(_run_one(with_job_fields(job, seed=seed), strategy, mine, progress))
     return write_comparison(folder / "comparison.json", results)
 
 
@@ -111,10 +111,10 @@ def clear_runs(folder: Path) -> None:
                 old.rmdir()
 
 
-def with_job_seed(job: Job | JobRef, seed: int) -> Job | JobRef:
+def with_job_fields(job: Job | JobRef, **changes: object) -> Job | JobRef:
     if isinstance(job, JobRef):
-        return job.model_copy(update={"fields": {**job.fields, "seed": seed}})
-    return job.model_copy(update={"seed": seed})
+        return job.model_copy(update={"fields": {**job.fields, **changes}})
+    return job.model_copy(update=changes)
 
 
 def _run_one(
@@ -122,10 +122,6 @@ def _run_one(
 ) -> RunResult:
     label = f"{strategy} [{options.out.name}]"
     with terminal_reporter(label, quiet=not progress) as show:
-        try:
-            result = run_training(job, strategy, dataclasses.replace(options, on_event=show))
-        except UsageError:
-            raise
-        except PacelineError:
-            result = RunFolder(options.out).read_result()
+        options = dataclasses.replace(options, on_event=show)
+        result = run_to_result(run_training, job, strategy, options)
     return {**result, "dir": options.out.name}

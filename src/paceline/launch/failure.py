@@ -25,7 +25,7 @@ CERTAINTY_BY_BLAME = {
 """By `ProcessFailing.blame`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProcessFailure:
     """One failure, as it is reported to the user."""
 

@@ -68,7 +68,6 @@ class HubConnection(asyncio.Protocol):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._buffer = bytearray()
-        self._take: Callable[[], bool] = self._take_handshake
         self._transport: asyncio.Transport | None = None
         self._address = "?"
         self._handshake = begin_handshake("server", hub.token)
@@ -91,8 +90,10 @@ class HubConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            while self._take():
-                pass
+            if not self._handshake.done and not self._take_handshake():
+                return
+            while (head := self._take_head()) is not None:
+                self._handle(head)
         except WireError as error:
             self._hub.on_refused(f"{self.who or self._address}: {error}")
             self.drop()
@@ -112,51 +113,34 @@ class HubConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(pack_head(head))
 
-    # Each of these consumes one item of the buffer; False means that more bytes are needed.
-
     def _take_handshake(self) -> bool:
+        """Returns whether the handshake is complete, with what follows it in the buffer."""
         assert self._transport is not None
         received = bytes(self._buffer)
         self._buffer.clear()
         self._transport.write(self._handshake.feed(received))
-        if not self._handshake.done:
-            return False
-        self._buffer += self._handshake.remainder
-        self._take = self._take_introduction
-        return True
+        if self._handshake.done:
+            self._buffer += self._handshake.remainder
+        return self._handshake.done
 
-    def _take_introduction(self) -> bool:
-        head = self._take_head()
-        if head is None:
-            return False
+    def _handle(self, head: Any) -> None:
+        if self.who is None:
+            self._introduce(head)
+        elif self.role != "store":
+            self._hub.on_message(self.who, message_from_wire(head))
+        elif not isinstance(head, list) or not head or not isinstance(head[0], str):
+            raise WireError("malformed store call")
+        else:
+            self._hub.store.serve(head[0], head[1:], lambda *reply: self.send(list(reply)))
+
+    def _introduce(self, head: Any) -> None:
         if not isinstance(head, dict) or not isinstance(head.get("who"), str):
             raise WireError("malformed introduction: the peer did not send its name")
         self.who, self.role = head["who"], str(head.get("role"))
-        if self.role == "store":
-            self._take = self._take_store_call
-            return True
-        if self.who in self._hub.members:
-            raise WireError(f"{self.who} is already connected")
-        self._hub.members[self.who] = self
-        self._take = self._take_message
-        return True
-
-    def _take_message(self) -> bool:
-        head = self._take_head()
-        if head is None:
-            return False
-        assert self.who is not None
-        self._hub.on_message(self.who, message_from_wire(head))
-        return True
-
-    def _take_store_call(self) -> bool:
-        head = self._take_head()
-        if head is None:
-            return False
-        if not isinstance(head, list) or not head or not isinstance(head[0], str):
-            raise WireError("malformed store call")
-        self._hub.store.serve(head[0], head[1:], lambda *reply: self.send(list(reply)))
-        return True
+        if self.role != "store":
+            if self.who in self._hub.members:
+                raise WireError(f"{self.who} is already connected")
+            self._hub.members[self.who] = self
 
     def _take_head(self) -> Any | None:
         if len(self._buffer) < HEADER.size:

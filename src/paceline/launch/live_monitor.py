@@ -7,13 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.launch.metrics_server import MetricsServer
-from paceline.telemetry.events import (
-    Event,
-    HostMetrics,
-    ProcessMetrics,
-    VerdictChanged,
-    parse_event,
-)
+from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics, parse_event
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.prometheus import expose
 from paceline.telemetry.run_folder import COORDINATOR, EventWriter
@@ -65,9 +59,6 @@ class LiveMonitor:
         """Samples this process now, because a connection is about to be closed."""
         if self._sampler is not None:
             self._sampler.sample()
-
-    def changed_verdicts(self, now_s: float) -> list[VerdictChanged]:
-        return self.live.changed_verdicts(now_s)
 
     async def stop(self) -> None:
         if self._metrics is not None:

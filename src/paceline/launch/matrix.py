@@ -5,28 +5,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError
-from paceline.job import Job, JobRef
+from paceline.errors import UsageError
+from paceline.job import JobRef
 from paceline.launch.compare_runs import clear_runs
 from paceline.launch.engines import fork_client
 from paceline.launch.environment import usable_cores
-from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, iterate_jobs, list_cells
-from paceline.launch.run import run_training
+from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, list_cells, list_jobs
+from paceline.launch.run import Run, run_to_result, run_training
 from paceline.launch.run_options import RunOptions
 from paceline.launch.settings import ProcessSettings
 from paceline.options import field_values
 from paceline.report.comparison import Comparison, compare_tasks
 from paceline.report.matrix_progress import MatrixProgress
-from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
 from paceline.telemetry.schema import RunResult
-
-Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
 RETRY_STATUSES = ("cancelled",)
 """Statuses after which a run is repeated automatically."""
@@ -54,7 +51,7 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
     folder holds runs of another matrix.
     """
     cells = list_cells(matrix, options.given)
-    for job in iterate_jobs(cells):
+    for job in list_jobs(cells):
         job.check()
     if options.out.exists() and not options.out.is_dir():
         raise UsageError(f"--out {options.out} is a file; use a directory")
@@ -127,15 +124,13 @@ def run_cell(
         workers=cell.workers,
         resume=half_done,
         force=not half_done,
-        labels=cell.labels,
+        labels={"task": cell.task, "arm": cell.arm},
         on_event=view.show,
     )
     try:
-        return run(cell.reference, cell.spec, mine)
+        return run_to_result(run, JobRef(fields=cell.job), cell.spec, mine)
     except UsageError as error:
         raise UsageError(f"run {cell.name}: {error}") from None
-    except PacelineError:
-        return folder.read_result()
 
 
 def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.errors import UsageError, suggest_name
-from paceline.job import Job, JobRef, build_job
+from paceline.job import Job, build_job
 from paceline.launch.run import check_sizes
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy
@@ -27,10 +26,12 @@ JobFields = dict[str, Any]
 """Fields of `Job` as YAML gives them; `Job` validates them."""
 
 
-class MatrixArm(BaseModel):
-    """A strategy of a matrix, with its own settings."""
-
+class _MatrixPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MatrixArm(_MatrixPart):
+    """A strategy of a matrix, with its own settings."""
 
     strategy: str
     arm: str | None = None
@@ -41,10 +42,8 @@ class MatrixArm(BaseModel):
     job: JobFields = Field(default_factory=dict)
 
 
-class ModelAndData(BaseModel):
+class ModelAndData(_MatrixPart):
     """A model with its data, and the settings of this pair."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     data: str
@@ -52,10 +51,8 @@ class ModelAndData(BaseModel):
     job: JobFields = Field(default_factory=dict)
 
 
-class Matrix(BaseModel):
+class Matrix(_MatrixPart):
     """Contents of the file; `list_cells` expands it to runs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str = "Matrix"
     about: str = ""
@@ -99,10 +96,8 @@ class Matrix(BaseModel):
         return [*self.work, *crossed]
 
 
-class MatrixCell(BaseModel):
+class MatrixCell(_MatrixPart):
     """One run of a matrix."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """Its folder."""
@@ -116,14 +111,6 @@ class MatrixCell(BaseModel):
     @property
     def spec(self) -> Strategy:
         return parse_strategy(self.strategy)
-
-    @property
-    def reference(self) -> JobRef:
-        return JobRef(fields=self.job)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return {"task": self.task, "arm": self.arm}
 
 
 def read_matrix(name: str, *, scale: str = "full") -> Matrix:
@@ -212,7 +199,11 @@ def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
     # An arm with its own number of workers occurs once, regardless of the axis.
     distinct = {cell.name: cell for cell in cells}
     for cell in distinct.values():
-        check_cell(cell)
+        # All runs are validated before the first one starts; data is located later.
+        try:
+            check_sizes(build_job(**cell.job).batch, cell.spec, cell.workers)
+        except UsageError as error:
+            raise UsageError(f"run {cell.name}: {error}") from None
     return list(distinct.values())
 
 
@@ -260,20 +251,9 @@ def make_slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60]
 
 
-def check_cell(cell: MatrixCell) -> None:
-    """Validates all runs before the first one starts; data is located later."""
-    try:
-        job = build_job(**cell.job)
-        check_sizes(job.batch, cell.spec, cell.workers)
-    except UsageError as error:
-        raise UsageError(f"run {cell.name}: {error}") from None
-
-
-def iterate_jobs(cells: list[MatrixCell]) -> Iterator[Job]:
+def list_jobs(cells: list[MatrixCell]) -> list[Job]:
     """Returns one job per model and dataset."""
-    seen = set()
+    first: dict[tuple[str, str], MatrixCell] = {}
     for cell in cells:
-        key = cell.job["model"], cell.job["data"]
-        if key not in seen:
-            seen.add(key)
-            yield build_job(**cell.job)
+        first.setdefault((cell.job["model"], cell.job["data"]), cell)
+    return [build_job(**cell.job) for cell in first.values()]

@@ -13,10 +13,8 @@ from paceline.specs.optimizer import parse_optimizer
 from paceline.telemetry.run_folder import RunFolder
 
 
-def find_checkpoint(
-    folder: RunFolder, facts: Mapping[str, Any]
-) -> tuple[str | None, CoordinatorMemory | None]:
-    """The latest checkpoint of a run; raises UsageError if the run cannot be resumed."""
+def find_checkpoint(folder: RunFolder, facts: Mapping[str, Any]) -> Path | None:
+    """The latest checkpoint of a run, if any; raises UsageError if it cannot be resumed."""
     if not folder.config.exists():
         raise UsageError(f"--resume: {folder.path} contains no run; start it without --resume")
     before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
@@ -26,26 +24,22 @@ def find_checkpoint(
                 f"--resume: {folder.path} was trained with {name}={before.get(name)!r}, "
                 f"but {name}={facts.get(name)!r} was given; resume with the same job"
             )
-    kind = facts.get("optimizer")
-    if kind and before.get("optimizer") and _word(kind) != _word(before["optimizer"]):
+    kind, trained = facts.get("optimizer"), before.get("optimizer")
+    if kind and trained and parse_optimizer(kind).name != parse_optimizer(trained).name:
         raise UsageError(
-            f"--resume: {folder.path} was trained with {before['optimizer']}, but {kind} was "
-            "given; the checkpoint contains the state of the first"
+            f"--resume: {folder.path} was trained with {trained}, but {kind} was given; "
+            "the checkpoint contains the state of the first"
         )
     whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
     if not whole:
-        return None, None
-    memory = read_coordinator_state(whole[-1])
-    if "epochs" in facts and memory["history"]["epoch"] >= facts["epochs"]:
+        return None
+    epoch = read_coordinator_state(whole[-1])["history"]["epoch"]
+    if "epochs" in facts and epoch >= facts["epochs"]:
         raise UsageError(
             f"--resume: {folder.path} has already completed its {facts['epochs']} epochs; "
             "increase --epochs to continue training"
         )
-    return str(whole[-1].resolve()), memory
-
-
-def _word(optimizer: str) -> str:
-    return parse_optimizer(optimizer).name
+    return whole[-1]
 
 
 def read_coordinator_state(checkpoint: Path) -> CoordinatorMemory:

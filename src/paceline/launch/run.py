@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from paceline.errors import Diverged, RunFailed, UsageError
+from paceline.errors import Diverged, PacelineError, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.environment import machine_info, versions
@@ -29,6 +29,8 @@ from paceline.telemetry.event_log import CollectivesNotice, EventLog
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
+
+T = TypeVar("T")
 
 
 def train(
@@ -111,8 +113,23 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     options.launcher.bundle(next((f for f in files if f is not None), None), options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
-    template = {"job": reference}
-    return _run(plan, facts, template, live, options, started_wall_s)
+    return _run(plan, facts, {"job": reference}, live, options, started_wall_s)
+
+
+Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
+"""Carries out a run like `run_training`, on processes or in a simulation."""
+
+
+def run_to_result(
+    run: Run, job: Job | JobRef, strategy: Strategy, options: RunOptions
+) -> RunResult:
+    """Returns the result also of a run that fails or diverges; raises only UsageError."""
+    try:
+        return run(job, strategy, options)
+    except UsageError:
+        raise
+    except PacelineError:
+        return RunFolder(options.out).read_result()
 
 
 def describe_job(job: Job, reference: JobRef | None) -> Mapping[str, Any]:
@@ -185,14 +202,10 @@ def _run(
 ) -> RunResult:
     folder = RunFolder(options.out)
     fresh = not options.out.exists()
-    checkpoint, memory = (None, None)
-    if options.from_checkpoint is not None:
-        checkpoint, memory = (
-            str(options.from_checkpoint.resolve()),
-            read_coordinator_state(options.from_checkpoint),
-        )
-    elif options.resume:
-        checkpoint, memory = find_checkpoint(folder, facts)
+    checkpoint = options.from_checkpoint
+    if checkpoint is None and options.resume:
+        checkpoint = find_checkpoint(folder, facts)
+    memory = read_coordinator_state(checkpoint) if checkpoint is not None else None
     folder.prepare(force=options.force, resume=options.resume)
     earlier = folder.config.read_bytes() if options.resume else None
     if memory is not None:
@@ -231,7 +244,7 @@ def _run(
         "plugins": plugins_of(plan.strategy),
         "threads": options.threads_each,
         "pin": options.pin,
-        "checkpoint": checkpoint,
+        "checkpoint": str(checkpoint.resolve()) if checkpoint is not None else None,
         "keep_checkpoints": options.keep_checkpoints,
         "slowdowns": tuple(t.to_plain() for t in options.slowdowns),
         "telemetry": options.telemetry,
@@ -254,7 +267,6 @@ def _run(
             started_wall_s=started_wall_s,
             show=keeper.record,
             memory=memory,
-            show_output=plan.custom_loop,
             watch=watch,
         )
         return await supervisor.run()
@@ -304,7 +316,7 @@ def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder)
     raise RunFailed(text, outcome.details)
 
 
-def run_async(main: Callable[[], Any]) -> Any:
+def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """asyncio.run, also where an event loop is running already (a notebook)."""
     try:
         asyncio.get_running_loop()
@@ -313,30 +325,23 @@ def run_async(main: Callable[[], Any]) -> Any:
     return _run_beside(main)
 
 
-def _run_beside(main: Callable[[], Any]) -> Any:
+def _run_beside(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs in a thread with a separate event loop; an interrupt here cancels the run there."""
-    box: dict[str, Any] = {}
-    ready = threading.Event()
+    began: Future[Callable[[], object]] = Future()
 
-    async def outer() -> Any:
-        box["loop"], box["task"] = asyncio.get_running_loop(), asyncio.current_task()
-        ready.set()
+    async def outer() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        began.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await main()
 
-    def run() -> None:
-        try:
-            box["result"] = asyncio.run(outer())
-        except BaseException as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    ready.wait()
-    while thread.is_alive():
-        try:
-            thread.join(0.2)
-        except KeyboardInterrupt:
-            box["loop"].call_soon_threadsafe(box["task"].cancel)
-    if "error" in box:
-        raise box["error"]
-    return box["result"]
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, outer())
+        while True:
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if running.done():
+                    raise
+                cancel = began.result()
+                cancel()

@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.failure import (
-    CERTAINTY_BY_BLAME,
-    Certainty,
-    FailureLog,
-    ProcessFailure,
-)
+from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
 from paceline.launch.folder_service import FolderService
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
@@ -87,7 +82,6 @@ class Supervisor:
         started_wall_s: float,
         show: OnEvent,
         memory: CoordinatorMemory | None = None,
-        show_output: bool = False,
         watch: LiveMonitor | None = None,
     ) -> None:
         self._plan = plan
@@ -98,7 +92,6 @@ class Supervisor:
         self._timeout_s = timeout_s
         self._began = started_wall_s
         self._show = show
-        self._show_output = show_output
         self._monitor = watch
         self._token = secrets.token_hex(32)
         self._coordinator = Coordinator(
@@ -165,15 +158,8 @@ class Supervisor:
                 self._processes.append(process)
                 self._tasks.append(asyncio.create_task(self._watch(process)))
         except PacelineError as error:
-            self._fail(
-                ProcessFailure(
-                    who="supervisor",
-                    text=str(error),
-                    certainty=Certainty.CAUSE,
-                    is_usage_error=isinstance(error, UsageError),
-                    details=getattr(error, "details", ""),
-                )
-            )
+            is_usage_error, details = isinstance(error, UsageError), getattr(error, "details", "")
+            self._fail("supervisor", str(error), details, is_usage_error=is_usage_error)
             return
         self._tasks.append(asyncio.create_task(self._watch_deadlines()))
 
@@ -205,18 +191,12 @@ class Supervisor:
 
     def _on_message(self, who: str, message: Message) -> None:
         if isinstance(message, ProcessFailing):
-            text = f"{self._display_name(who)} failed{self._at_step(who)}: {message.error}"
+            certainty = CERTAINTY_BY_BLAME[message.blame]
             if message.blame == "usage":
-                text = message.error
-            self._fail(
-                ProcessFailure(
-                    who=who,
-                    text=text,
-                    certainty=CERTAINTY_BY_BLAME[message.blame],
-                    is_usage_error=message.blame == "usage",
-                    details=message.traceback,
-                )
-            )
+                self._fail(who, message.error, message.traceback, is_usage_error=True)
+            else:
+                text = f"{self._display_name(who)} failed{self._at_step(who)}: {message.error}"
+                self._fail(who, text, message.traceback, certainty)
             return
         if isinstance(message, TelemetryForwarded):
             if self._monitor is not None:
@@ -228,10 +208,9 @@ class Supervisor:
             taken, answer = self._folder_service.handle(who, message, self._now())
             if answer is not None:
                 self._hub.send(who, answer)
-            if taken:
-                return
-            self._carry_out(self._coordinator.handle(message, self._now()))
-            self._show_progress()
+            if not taken:
+                self._carry_out(self._coordinator.handle(message, self._now()))
+                self._show_progress()
         except Exception as error:
             # A bug of ours, or a full disk: no worker must be blamed for it.
             self._fail_supervisor(error)
@@ -239,9 +218,7 @@ class Supervisor:
     def _fail_supervisor(self, error: Exception) -> None:
         text = f"the supervisor failed: {type(error).__name__}: {error}"
         details = "" if isinstance(error, OSError) else traceback.format_exc()
-        self._fail(
-            ProcessFailure(who="supervisor", text=text, certainty=Certainty.CAUSE, details=details)
-        )
+        self._fail("supervisor", text, details)
 
     def _on_gone(self, who: str) -> None:
         self._failures.mark_gone(who)
@@ -258,14 +235,12 @@ class Supervisor:
         if parent is None:
             return  # Its process reports it.
         certainty = self._failures.certainty_of_server_loss(parent)
-        if certainty is None:
-            return
-        updates = self._coordinator.history.updates
-        text = (
-            f"{self._display_name(who)} (started by worker {parent}) exited unexpectedly "
-            f"after {updates} updates: it was killed or crashed"
-        )
-        self._fail(ProcessFailure(who=who, text=text, certainty=certainty))
+        if certainty is not None:
+            text = (
+                f"{self._display_name(who)} (started by worker {parent}) exited unexpectedly "
+                f"after {self._coordinator.history.updates} updates: it was killed or crashed"
+            )
+            self._fail(who, text, certainty=certainty)
 
     def _on_refused(self, text: str) -> None:
         self._logs.write("supervisor", f"refused a connection from {text}")
@@ -275,7 +250,7 @@ class Supervisor:
             self._logs.add_output(who, line)
         except OSError as error:
             self._fail_supervisor(error)
-        if self._show_output:
+        if self._plan.custom_loop:
             self._show(ProcessOutput(process=who, line=line))
 
     async def _watch_verdicts(self) -> None:
@@ -284,7 +259,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(JUDGE_S)
             try:
-                for event in self._monitor.changed_verdicts(self._now()):
+                for event in self._monitor.live.changed_verdicts(self._now()):
                     self._show(event)
             except Exception as error:
                 # A rule that fails must not end the run.
@@ -306,11 +281,10 @@ class Supervisor:
                 self._ended.set()
 
     def _show_progress(self) -> None:
-        now = self._now()
-        if now < self._progress_due or not self._coordinator.history.samples:
+        now, history = self._now(), self._coordinator.history
+        if now < self._progress_due or not history.samples:
             return
         self._progress_due = now + PROGRESS_S
-        history = self._coordinator.history
         event = RunProgress(
             t=round(now, 6),
             epoch=history.epoch,
@@ -325,28 +299,30 @@ class Supervisor:
     # ---- failures -----------------------------------------------------------------------------
 
     async def _watch(self, process: LaunchedProcess) -> None:
-        how = await process.wait()
-        if self._ended.is_set() or (how is None and process.process_name in self._finished):
+        how, who = await process.wait(), process.process_name
+        if self._ended.is_set() or (how is None and who in self._finished):
             return  # Done before the others: worker 0 may still be saving the model.
         # Its last message may still be in transit on the control connection.
         await asyncio.sleep(0.1)
-        if self._ended.is_set() or self._failures.has_failed(process.process_name):
+        if self._ended.is_set() or self._failures.has_failed(who):
             return
         text = (
-            f"{self._display_name(process.process_name)} ({process.location}) ended"
-            f"{self._at_step(process.process_name)}: "
+            f"{self._display_name(who)} ({process.location}) ended{self._at_step(who)}: "
             f"{how or 'exit status 0 before the run was over'}"
         )
-        last = "\n".join(self._logs.last_lines(process.process_name, LAST_LINES))
-        self._fail(
-            ProcessFailure(
-                who=process.process_name, text=text, certainty=Certainty.CAUSE, details=last
-            )
-        )
+        self._fail(who, text, "\n".join(self._logs.last_lines(who, LAST_LINES)))
 
-    def _fail(self, failure: ProcessFailure) -> None:
-        first = self._failures.add(failure)
-        if failure.certainty == Certainty.CAUSE:
+    def _fail(
+        self,
+        who: str,
+        text: str,
+        details: str = "",
+        certainty: Certainty = Certainty.CAUSE,
+        *,
+        is_usage_error: bool = False,
+    ) -> None:
+        first = self._failures.add(ProcessFailure(who, text, certainty, is_usage_error, details))
+        if certainty == Certainty.CAUSE:
             self._end_with_cause()
         elif first:
             asyncio.get_running_loop().call_later(GRACE_S, self._end_with_cause)
@@ -372,17 +348,8 @@ class Supervisor:
             stacks = [
                 f"stacks of worker {w}:\n" + self._logs.stacks(f"worker-{w}") for w, _ in stuck
             ]
-            text = (
-                f"{names} made no progress for {self._timeout_s:g} s ({where}); the run was stopped"
-            )
-            self._fail(
-                ProcessFailure(
-                    who=f"worker-{stuck[0][0]}",
-                    text=text,
-                    certainty=Certainty.CAUSE,
-                    details="\n\n".join(stacks),
-                )
-            )
+            text = f"{names} made no progress for {self._timeout_s:g} s ({where})"
+            self._fail(f"worker-{stuck[0][0]}", f"{text}; the run was stopped", "\n\n".join(stacks))
             return
 
     def _find_stuck(self) -> list[tuple[int, MemberStatus]]:
@@ -407,8 +374,12 @@ class Supervisor:
         """Stops the servers of a finished run and waits for all processes to exit."""
         for server in range(self._plan.servers):
             self._hub.send(f"server-{server}", StopServer())
+        await self._wait_for_exits()
+
+    async def _wait_for_exits(self) -> None:
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
-        await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
+        if ends:
+            await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
 
     async def _clean_up(self) -> None:
         for process in self._processes:
@@ -418,9 +389,7 @@ class Supervisor:
         await self._hub.close()
         for task in self._tasks:
             task.cancel()
-        ends = [asyncio.create_task(process.wait()) for process in self._processes]
-        if ends:
-            await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
+        await self._wait_for_exits()
         await self._launcher.close()
         await asyncio.sleep(0)
         self._folder_service.close()

@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.compare_runs import with_job_fields
 from paceline.launch.engines import fork_client
-from paceline.launch.run import run_training
+from paceline.launch.run import Run, run_to_result, run_training
 from paceline.launch.run_options import RunOptions
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import RunFolder, write_json
-from paceline.telemetry.schema import RunResult
 
 KEEP_ALL = 1_000_000
-
-Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def search_switch_point(
     _check_same_job(options, resolved, first, second, where)
     if run is run_training:
         fork_client.warm_up()
-    job = _keeping_checkpoints(job)
+    job = with_job_fields(job, checkpoint_every="epoch(1)", until=None, patience=None)
     search = _SwitchSearch(job, resolved.epochs, first, second, options, tell, run)
     whole = search.probe(resolved.epochs)
     if whole.status != "done" or whole.val_acc is None:
@@ -155,75 +153,51 @@ def _acceptable(probe: SwitchTrial, least: float) -> bool:
     return probe.status == "done" and probe.val_acc is not None and probe.val_acc >= least
 
 
-def _keeping_checkpoints(job: Job | JobRef) -> Job | JobRef:
-    changes = {"checkpoint_every": "epoch(1)", "until": None, "patience": None}
-    if isinstance(job, JobRef):
-        return job.model_copy(update={"fields": {**job.fields, **changes}})
-    return job.model_copy(update=changes)
-
-
+@dataclasses.dataclass
 class _SwitchSearch:
-    def __init__(
-        self,
-        job: Job | JobRef,
-        epochs: int,
-        first: Strategy,
-        second: Strategy,
-        options: RunOptions,
-        tell: Callable[[str], None],
-        run: Run,
-    ) -> None:
-        self._carry_out = run
-        self._job, self._epochs = job, epochs
-        self._first, self._second = first, second
-        self._options, self._tell = options, tell
-        self._root = options.out / "first"
-        self.probes: dict[int, SwitchTrial] = {}
+    job: Job | JobRef
+    epochs: int
+    first: Strategy
+    second: Strategy
+    options: RunOptions
+    tell: Callable[[str], None]
+    run: Run
+    probes: dict[int, SwitchTrial] = dataclasses.field(default_factory=dict)
 
     def probe(self, epoch: int) -> SwitchTrial:
         """Switch after `epoch` epochs; 0 is the second strategy alone, all of them the first."""
         if epoch in self.probes:
             return self.probes[epoch]
-        share = epoch / self._epochs
-        if epoch == self._epochs:
-            options = dataclasses.replace(self._options, out=self._root, keep_checkpoints=KEEP_ALL)
-            text, strategy = str(self._first), self._first
-        else:
-            options = dataclasses.replace(
-                self._options,
-                out=self._options.out / f"switch-at-{epoch:04d}",
-                from_checkpoint=self._checkpoint(epoch) if epoch else None,
-            )
-            text = f"switch({self._first}, {self._second}, at=epoch({epoch}))"
-            text, strategy = text if epoch else str(self._second), self._second
-        self.probes[epoch] = self._run(share, text, strategy, options)
+        strategy, text, folder = self.second, str(self.second), f"switch-at-{epoch:04d}"
+        changes: dict[str, Any] = {}
+        if epoch == self.epochs:
+            strategy, text, folder = self.first, str(self.first), "first"
+            changes = {"keep_checkpoints": KEEP_ALL}
+        elif epoch:
+            text = f"switch({self.first}, {self.second}, at=epoch({epoch}))"
+            changes = {"from_checkpoint": self._checkpoint(epoch)}
+        self.probes[epoch] = self._run(epoch / self.epochs, text, strategy, folder, **changes)
         return self.probes[epoch]
 
     def run_other(self, strategy: Strategy) -> SwitchTrial:
         name = "".join(c if c.isalnum() else "-" for c in str(strategy)).strip("-")
-        options = dataclasses.replace(
-            self._options,
-            out=self._options.out / f"other-{name}",
-            workers=strategy.worker_count(self._options.workers),
-        )
-        return self._run(0.0, str(strategy), strategy, options)
+        workers = strategy.worker_count(self.options.workers)
+        return self._run(0.0, str(strategy), strategy, f"other-{name}", workers=workers)
 
     def _checkpoint(self, epoch: int) -> Path:
-        per_epoch = RunFolder(self._root).read_result()["samples"] // self._epochs
-        return RunFolder(self._root).checkpoints / f"{epoch * per_epoch:012d}"
+        first = RunFolder(self.options.out / "first")
+        per_epoch = first.read_result()["samples"] // self.epochs
+        return first.checkpoints / f"{epoch * per_epoch:012d}"
 
-    def _run(self, share: float, text: str, strategy: Strategy, options: RunOptions) -> SwitchTrial:
-        folder = RunFolder(options.out)
+    def _run(
+        self, share: float, text: str, strategy: Strategy, name: str, **changes: Any
+    ) -> SwitchTrial:
+        folder = RunFolder(self.options.out / name)
         if folder.result.exists() and folder.read_result()["status"] in ("done", "diverged"):
             result = folder.read_result()
         else:
-            try:
-                given = dataclasses.replace(options, force=True)
-                result = self._carry_out(self._job, strategy, given)
-            except UsageError:
-                raise
-            except PacelineError:
-                result = folder.read_result()
+            options = dataclasses.replace(self.options, out=folder.path, force=True, **changes)
+            result = run_to_result(self.run, self.job, strategy, options)
         probe = SwitchTrial(
             share=share,
             strategy=text,
@@ -231,8 +205,8 @@ class _SwitchSearch:
             val_acc=result["val_acc"],
             test_acc=result["test_acc"],
             seconds=result["seconds"],
-            folder=options.out.name,
+            folder=name,
         )
         shown = "none" if probe.val_acc is None else f"{probe.val_acc:.4f}"
-        self._tell(f"{text}: {probe.status}, val_acc {shown}, {probe.seconds:.1f} s")
+        self.tell(f"{text}: {probe.status}, val_acc {shown}, {probe.seconds:.1f} s")
         return probe

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import clear_runs, label_as_given, with_job_seed
+from paceline.launch.compare_runs import clear_runs, label_as_given, with_job_fields
 from paceline.launch.run import check_sizes
 from paceline.report.comparison import Comparison, write_comparison
 from paceline.report.terminal import terminal_reporter
@@ -56,7 +56,7 @@ def compare_twins(
             run_options = dataclasses.replace(options, out=out, labels=labels)
             try:
                 result = run_labelled(
-                    with_job_seed(job, seed), strategy, run_options, progress=progress
+                    with_job_fields(job, seed=seed), strategy, run_options, progress=progress
                 )
             except UsageError:
                 raise
