@@ -203,32 +203,27 @@ async def _query_ports(
     options: ExaminationOptions,
     token: str,
 ) -> None:
-    wanted = (0, *options.ports)
-
     async def listen(machine: _ReachableMachine) -> None:
-        for port in wanted:
+        for port in (0, *options.ports):
             request = {"do": "listen", "token": token, "port": port}
             answer = await machine.probe.ask(request, FACTS_TIMEOUT_S)
             machine.found.listening[port] = answer["port"]
 
     async def reach(machine: _ReachableMachine) -> None:
-        targets, slots = [], []
-        for pair in pairs:
-            if pair.source != machine.found.name:
-                continue
-            other = next((p.found for p in reachable if p.found.name == pair.target), None)
-            if other is None or other.address is None:
-                continue
-            for request, actual in other.listening.items():
-                if actual is not None:
-                    targets.append([other.address, actual])
-                    slots.append((pair, request))
-        message = {"do": "reach", "targets": targets, "token": token}
+        asked = [
+            (pair, port, [other.address, bound])
+            for pair in pairs
+            if pair.source == machine.found.name and (other := by_name.get(pair.target))
+            for port, bound in other.listening.items()
+            if bound is not None and other.address is not None
+        ]
+        message = {"do": "reach", "targets": [target for *_, target in asked], "token": token}
         answer = await machine.probe.ask(message, REACH_TIMEOUT_S)
-        for (pair, request), result in zip(slots, answer["reached"], strict=True):
-            pair.reached[request] = result
+        for (pair, port, _), result in zip(asked, answer["reached"], strict=True):
+            pair.reached[port] = result
 
     await _each(reachable, listen)
+    by_name = {machine.found.name: machine.found for machine in reachable}
     await _each(reachable, reach)
 
 

@@ -27,6 +27,9 @@ KEYS = {
 }
 """Blueprint keys (lower case, with spaces) and the pool keys that they correspond to."""
 
+MISSING_COMMAS = "missing commas inserted"
+EXTRA_COMMAS = "extra commas removed"
+CURLY_QUOTES = "typographic quotes read as plain ones"
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 
 _TOKEN = re.compile(
@@ -144,10 +147,10 @@ class _BlueprintParser:
     where: str
     _tokens: list[_BlueprintToken] = field(default_factory=list)
     _at: int = 0
-    _commas: list[int] = field(default_factory=list)
-    _extra: list[int] = field(default_factory=list)
-    _quotes: list[int] = field(default_factory=list)
-    _bare: list[tuple[int, str]] = field(default_factory=list)
+    _repaired: dict[str, list[int]] = field(
+        default_factory=lambda: {MISSING_COMMAS: [], EXTRA_COMMAS: [], CURLY_QUOTES: []}
+    )
+    """Lines of each kind of repair."""
 
     def __post_init__(self) -> None:
         position, line = 0, 1
@@ -162,17 +165,7 @@ class _BlueprintParser:
             position = match.end()
 
     def repairs(self) -> list[str]:
-        repairs = []
-        if self._commas:
-            repairs.append(f"missing commas inserted {_lines(self._commas)}")
-        if self._extra:
-            repairs.append(f"extra commas removed {_lines(self._extra)}")
-        if self._quotes:
-            repairs.append(f"typographic quotes read as plain ones {_lines(self._quotes)}")
-        for word in dict.fromkeys(word for _, word in self._bare):
-            lines = [line for line, found in self._bare if found == word]
-            repairs.append(f"unquoted {word} read as {str(YES_NO[word]).lower()} {_lines(lines)}")
-        return repairs
+        return [f"{what} {_lines(lines)}" for what, lines in self._repaired.items() if lines]
 
     def expect_end(self) -> None:
         if self._at < len(self._tokens):
@@ -180,9 +173,9 @@ class _BlueprintParser:
 
     def value(self) -> Any:
         token = self._next("a value")
-        if token.text == "{" and token.kind == "mark":
+        if token.text == "{":
             return self._mapping(token.line)
-        if token.text == "[" and token.kind == "mark":
+        if token.text == "[":
             return self._list(token.line)
         if token.kind in ("string", "curly"):
             return self._string(token)
@@ -220,34 +213,33 @@ class _BlueprintParser:
             self._fail(opened, f"missing closing {end!r}")
         closing = self._tokens[self._at].text == end
         if commas > (0 if closing or not has_items else 1):
-            self._extra.append(last)
+            self._repaired[EXTRA_COMMAS].append(last)
         elif has_items and not closing and not commas:
-            self._commas.append(last)
+            self._repaired[MISSING_COMMAS].append(last)
         self._at += closing
         return closing
 
     def _string(self, token: _BlueprintToken) -> str:
         if token.kind == "curly":
-            self._quotes.append(token.line)
+            self._repaired[CURLY_QUOTES].append(token.line)
             return token.text[1:-1].strip()
         return _ESCAPE.sub(_unescape, token.text[1:-1])
 
     def _word(self, token: _BlueprintToken) -> Any:
-        word = token.text
-        if word.lower() in ("true", "false"):
-            return YES_NO[word.lower()]
-        if word.lower() in YES_NO:
-            self._bare.append((token.line, word.lower()))
-            return YES_NO[word.lower()]
+        word, lower = token.text, token.text.lower()
+        if lower in ("yes", "no"):
+            what = f"unquoted {lower} read as {str(YES_NO[lower]).lower()}"
+            self._repaired.setdefault(what, []).append(token.line)
+        if lower in YES_NO:
+            return YES_NO[lower]
         if word == "null":
             return None
         return int(word) if _INTEGER.match(word) else word
 
     def _next(self, wanted: str) -> _BlueprintToken:
         if self._at >= len(self._tokens):
-            self._fail(
-                self._tokens[-1].line if self._tokens else 1, f"expected {wanted}, found the end"
-            )
+            last = self._tokens[-1].line if self._tokens else 1
+            self._fail(last, f"expected {wanted}, found the end")
         self._at += 1
         return self._tokens[self._at - 1]
 

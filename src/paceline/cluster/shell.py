@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,18 +58,20 @@ class ProgramStreams(Protocol):
         ...
 
 
-class Shell(Protocol):
+class Shell(ABC):
     """A connected machine that can run programs."""
 
     host: Host
-    address: str | None
+    address: str | None = None
     """Address at which the machine was reached; None for the local machine."""
-    why_lost: str
+    why_lost: str = ""
     """Reason for a lost connection, if known."""
 
+    @abstractmethod
     async def open(self, python: str | None) -> ProgramStreams: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027
+        """Closes the connection, if there is one."""
 
 
 class RemoteProgram:
@@ -227,11 +230,8 @@ def python_command(python: str | None) -> str:
     return f"exec {home}{shlex.quote(python.removeprefix('~/'))} -c {shlex.quote(BOOT)}"
 
 
-class LocalShell:
+class LocalShell(Shell):
     """Runs the same programs on the local machine, without SSH."""
-
-    address: str | None = None
-    why_lost = ""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -247,9 +247,6 @@ class LocalShell:
             problem = f"cannot run {chosen} ({error.strerror})"
             raise HostError(self.host.host, "python", problem) from None
         return ProcessStreams(process, (OSError,))
-
-    async def close(self) -> None:
-        pass
 
 
 class ProcessStreams:

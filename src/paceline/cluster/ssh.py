@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,8 @@ async def open_shell(host: Host, timeouts: SshTimeouts) -> Shell:
     """Connects to a machine. Raises HostError with the problem and its fix."""
     if host.is_local:
         return LocalShell(host)
-    lib = load_asyncssh()
     options = await connect_options(host, timeouts)
-
-    async def connect() -> asyncssh.SSHClientConnection:
-        return await _connect(lib, host, timeouts, options)
-
+    connect = partial(_connect, load_asyncssh(), host, timeouts, options)
     return SshShell(host, await connect(), connect)
 
 
@@ -176,7 +173,7 @@ def known_hosts_name(host: Host) -> str:
     return host.host if host.port == 22 else f"[{host.host}]:{host.port}"
 
 
-class SshShell:
+class SshShell(Shell):
     """Programs on a machine over SSH; opens further connections if one is at its session limit."""
 
     def __init__(
@@ -187,8 +184,7 @@ class SshShell:
     ) -> None:
         self.host = host
         peer = connection.get_extra_info("peername")
-        self.address: str | None = str(peer[0]) if peer else host.host
-        self.why_lost = ""
+        self.address = str(peer[0]) if peer else host.host
         self._connections = [connection]
         self._connect = connect
         self._opening = asyncio.Lock()

@@ -30,17 +30,12 @@ def main() -> None:
 
 
 def answer(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(message), flush=True)
 
 
 def receive(request: dict[str, Any]) -> None:
     root = os.path.expanduser(request["root"])
     folder = os.fsencode(os.path.join(root, "files"))
-    if request.get("remove"):
-        shutil.rmtree(root, ignore_errors=True)
-        answer({"removed": root})
-        return
     os.makedirs(folder, mode=0o700, exist_ok=True)
     lock = os.open(os.path.join(root, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:

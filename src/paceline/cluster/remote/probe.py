@@ -6,6 +6,7 @@ It exits when its input ends. Measurements use torch where it is installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # old Python versions cannot evaluate it
@@ -47,8 +47,6 @@ def main() -> None:
 
 def machine_facts(packages: list[str]) -> Answer:
     """Returns everything that is known without a measurement."""
-    versions = {name: find_version(name) for name in packages}
-    load = os.getloadavg()
     total, free = read_memory()
     home = os.path.expanduser("~")
     return {
@@ -57,11 +55,11 @@ def machine_facts(packages: list[str]) -> Answer:
         "system": platform.platform(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": versions,
+        "packages": {name: find_version(name) for name in packages},
         "cores": count_cores(),
         "memory_bytes": total,
         "memory_free_bytes": free,
-        "load": load[0],
+        "load": os.getloadavg()[0],
         "disk_free_bytes": shutil.disk_usage(home if os.path.isdir(home) else "/").free,
         "gpus": find_gpus(),
         "home": home,
@@ -196,15 +194,11 @@ def read_mtu(interface: str | None) -> int | None:
 
 def find_ports(count: int) -> Answer:
     """Returns unused ports."""
-    held = []
-    try:
-        for _ in range(count):
-            held.append(socket.socket())
-            held[-1].bind(("", 0))
-        return {"ports": [each.getsockname()[1] for each in held]}
-    finally:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in held:
-            each.close()
+            each.bind(("", 0))
+        return {"ports": [each.getsockname()[1] for each in held]}
 
 
 # ---- between two probes ----------------------------------------------------------------------
@@ -344,25 +338,19 @@ def send_bytes(connection: socket.socket, total: int) -> float:
 
 def measure_flops(seconds: float) -> Answer:
     """Measures GFLOP/s of a float32 matrix product on all cores, with torch or numpy."""
-    size = 512
-    torch = try_import("torch")
-    numpy = None if torch else try_import("numpy")
-    if torch:
-        a, b = torch.ones(size, size), torch.ones(size, size)
-        multiply: Callable[[], Any] = partial(torch.mm, a, b)
-    elif numpy:
-        a, b = numpy.ones((size, size), "float32"), numpy.ones((size, size), "float32")
-        multiply = partial(numpy.matmul, a, b)
-    else:
+    library = try_import("torch") or try_import("numpy")
+    if library is None:
         return {"gflops": None, "kernel": None}
-    multiply()
+    size = 512
+    a, b = (library.ones((size, size), dtype=library.float32) for _ in range(2))
+    library.matmul(a, b)
     best, deadline = 0.0, time.monotonic() + seconds
     while time.monotonic() < deadline:
         began = time.monotonic()
         for _ in range(4):
-            multiply()
+            library.matmul(a, b)
         best = max(best, 4 * 2 * size**3 / (time.monotonic() - began))
-    return {"gflops": best / 1e9, "kernel": "torch" if torch else "numpy"}
+    return {"gflops": best / 1e9, "kernel": library.__name__}
 
 
 COMMANDS: dict[str, Callable[..., Answer]] = {
