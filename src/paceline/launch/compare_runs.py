@@ -81,13 +81,18 @@ def compare_strategies(
     # Seed by seed, so that a slow period of the machine affects all strategies equally.
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(chosen):
-            mine = dataclasses.replace(
-                options,
-                out=folder / f"{number + 1}-{strategy.name}-seed{seed}",
-                workers=strategy.worker_count(workers),
-                labels={**options.labels, **label_as_given(strategies[number], strategy)},
-            )
-            results.append(_run_one(with_job_fields(job, seed=seed), strategy, mine, progress))
+            name = f"{number + 1}-{strategy.name}-seed{seed}"
+            with terminal_reporter(f"{strategy} [{name}]", quiet=not progress) as show:
+                mine = dataclasses.replace(
+                    options,
+                    out=folder / name,
+                    workers=strategy.worker_count(workers),
+                    labels={**options.labels, **label_as_given(strategies[number], strategy)},
+                    on_event=show,
+                )
+                seeded = with_job_fields(job, seed=seed)
+                result = run_to_result(run_training, seeded, strategy, mine)
+            results.append({**result, "dir": name})
     return write_comparison(folder / "comparison.json", results)
 
 
@@ -115,13 +120,3 @@ def with_job_fields(job: Job | JobRef, **changes: object) -> Job | JobRef:
     if isinstance(job, JobRef):
         return job.model_copy(update={"fields": {**job.fields, **changes}})
     return job.model_copy(update=changes)
-
-
-def _run_one(
-    job: Job | JobRef, strategy: Strategy, options: RunOptions, progress: bool
-) -> RunResult:
-    label = f"{strategy} [{options.out.name}]"
-    with terminal_reporter(label, quiet=not progress) as show:
-        options = dataclasses.replace(options, on_event=show)
-        result = run_to_result(run_training, job, strategy, options)
-    return {**result, "dir": options.out.name}

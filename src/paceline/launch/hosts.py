@@ -76,12 +76,11 @@ async def connect_hosts(
         if not isinstance(shell, HostError):
             stack.push_async_callback(shell.close)
     found = raise_host_errors(shells)
-    return [RemoteHost(host=shell.host, shell=shell, python=find_python(shell)) for shell in found]
-
-
-def find_python(shell: Shell) -> str:
-    """Returns the pool's interpreter; else python3 remotely, or this interpreter locally."""
-    return shell.host.python or ("python3" if shell.address else sys.executable)
+    return [
+        # Without an interpreter in the pool: python3 remotely, and this interpreter locally.
+        RemoteHost(s.host, s, python=s.host.python or ("python3" if s.address else sys.executable))
+        for s in found
+    ]
 
 
 Found = TypeVar("Found")

@@ -165,19 +165,21 @@ class RendezvousStore:
         self._waiting: dict[str, list[tuple[Reply, asyncio.TimerHandle]]] = {}
 
     def serve(self, operation: str, args: list[Any], reply: Reply) -> None:
-        handlers: dict[str, Callable[..., None]] = {
-            "set": self._set,
-            "get": self._get,
+        operations: dict[str, Callable[..., object]] = {
+            "set": self._put,
             "add": self._add,
-            "check": self._check,
+            "check": lambda keys: all(key in self._values for key in keys),
             "compare_set": self._compare_set,
-            "delete": self._delete,
-            "count": self._count,
+            "delete": lambda key: self._values.pop(key, None) is not None,
+            "count": lambda: len(self._values),
         }
-        if operation not in handlers:
-            raise WireError(f"store: unknown operation {operation!r}")
         try:
-            handlers[operation](reply, *args)
+            if operation == "get":
+                self._get(reply, *args)
+            elif operation in operations:
+                reply("ok", operations[operation](*args))
+            else:
+                raise WireError(f"store: unknown operation {operation!r}")
         except (TypeError, ValueError) as error:
             raise WireError(f"store: {operation}: {error}") from None
 
@@ -188,10 +190,6 @@ class RendezvousStore:
         for waiting, timer in self._waiting.pop(key, []):
             timer.cancel()
             waiting("ok", value)
-
-    def _set(self, reply: Reply, key: str, value: bytes) -> None:
-        self._put(key, value)
-        reply("ok", None)
 
     def _get(self, reply: Reply, key: str, timeout_s: float) -> None:
         if key in self._values:
@@ -204,23 +202,14 @@ class RendezvousStore:
         self._waiting[key] = [w for w in self._waiting.get(key, []) if w[0] is not reply]
         reply("timeout", f"{key!r} was not set in time")
 
-    def _add(self, reply: Reply, key: str, amount: int) -> None:
+    def _add(self, key: str, amount: int) -> int:
         value = int(self._values.get(key, b"0")) + amount
         self._put(key, str(value).encode())
-        reply("ok", value)
+        return value
 
-    def _check(self, reply: Reply, keys: list[str]) -> None:
-        reply("ok", all(key in self._values for key in keys))
-
-    def _compare_set(self, reply: Reply, key: str, expected: bytes, desired: bytes) -> None:
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         now = self._values.get(key)
         if now == expected or (now is None and expected == b""):
             self._put(key, desired)
-            now = desired
-        reply("ok", now if now is not None else expected)
-
-    def _delete(self, reply: Reply, key: str) -> None:
-        reply("ok", self._values.pop(key, None) is not None)
-
-    def _count(self, reply: Reply) -> None:
-        reply("ok", len(self._values))
+            return desired
+        return now if now is not None else expected

@@ -89,7 +89,7 @@ class RemoteLauncher(Launcher):
                 "threads": assignment.threads or default_threads,
                 "local_rank": (local_rank, local_size),
                 "job": self._move_job(assignment),
-                "plugins": self._move_plugins(assignment),
+                "plugins": tuple(map(self._move_plugin, assignment.plugins)),
             }
         )
         threads = str(placed.threads)
@@ -111,20 +111,17 @@ class RemoteLauncher(Launcher):
         assert project is not None, "a job file goes along with its project"
         return job.model_copy(update={"file": job.file.relative_to(project.folder)})
 
-    def _move_plugins(self, assignment: Assignment) -> tuple[Plugin, ...]:
-        """Plugins as the machine finds them: inside the project, or installed."""
-        project, moved = self.project_bundle.project, []
-        for plugin in assignment.plugins:
-            if plugin.file is not None:
-                if project is None or not plugin.file.is_relative_to(project.folder):
-                    raise UsageError(
-                        f"plugin {plugin.file} is outside the project that is copied to other "
-                        "machines; move it there, or choose a directory with --project"
-                    )
-                file = plugin.file.relative_to(project.folder)
-                plugin = dataclasses.replace(plugin, file=file)
-            moved.append(plugin)
-        return tuple(moved)
+    def _move_plugin(self, plugin: Plugin) -> Plugin:
+        """Returns a plugin as the machine finds it: inside the project, or installed."""
+        project = self.project_bundle.project
+        if plugin.file is None:
+            return plugin
+        if project is None or not plugin.file.is_relative_to(project.folder):
+            raise UsageError(
+                f"plugin {plugin.file} is outside the project that is copied to other "
+                "machines; move it there, or choose a directory with --project"
+            )
+        return dataclasses.replace(plugin, file=plugin.file.relative_to(project.folder))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -180,11 +177,9 @@ async def check_packages(sites: Sequence[RemoteHost]) -> None:
             found = facts["packages"][name]
             if found == version:
                 continue
-            problem = (
-                f"{name} is not installed for {facts['executable']}"
-                if found is None
-                else f"{name} is {found} there and {version} here"
-            )
+            problem = f"{name} is {found} there and {version} here"
+            if found is None:
+                problem = f"{name} is not installed for {facts['executable']}"
             fix = f"{facts['executable']} -m pip install {name}=={version}"
             raise HostError(site.host.host, "packages", problem, format_ssh_command(site.host, fix))
 

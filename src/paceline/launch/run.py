@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from paceline.errors import Diverged, PacelineError, RunFailed, UsageError
 from paceline.job import Job, JobRef
@@ -17,12 +18,13 @@ from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.environment import machine_info, versions
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
-from paceline.launch.resume import find_checkpoint, read_coordinator_state
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import RunOutcome, Supervisor
 from paceline.options import option_fields, settings_to_plain
+from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.run_spec import RunSpec
+from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
 from paceline.telemetry.event_log import CollectivesNotice, EventLog
@@ -267,7 +269,7 @@ def _run(
             started_wall_s=started_wall_s,
             show=keeper.record,
             memory=memory,
-            watch=watch,
+            monitor=watch,
         )
         return await supervisor.run()
 
@@ -297,6 +299,46 @@ def _run(
     if (way := result["collectives"]) is not None:
         options.on_event(CollectivesNotice(path=way["way"], reason=way["why"] or ""))
     return raise_unless_done(result, outcome, folder)
+
+
+def find_checkpoint(folder: RunFolder, facts: Mapping[str, Any]) -> Path | None:
+    """The latest checkpoint of a run, if any; raises UsageError if it cannot be resumed."""
+    if not folder.config.exists():
+        raise UsageError(f"--resume: {folder.path} contains no run; start it without --resume")
+    before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
+    for name in ("model", "data", "batch", "seed", "dtype"):
+        if before.get(name) != facts.get(name):
+            raise UsageError(
+                f"--resume: {folder.path} was trained with {name}={before.get(name)!r}, "
+                f"but {name}={facts.get(name)!r} was given; resume with the same job"
+            )
+    kind, trained = facts.get("optimizer"), before.get("optimizer")
+    if kind and trained and parse_optimizer(kind).name != parse_optimizer(trained).name:
+        raise UsageError(
+            f"--resume: {folder.path} was trained with {trained}, but {kind} was given; "
+            "the checkpoint contains the state of the first"
+        )
+    whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
+    if not whole:
+        return None
+    epoch = read_coordinator_state(whole[-1])["history"]["epoch"]
+    if "epochs" in facts and epoch >= facts["epochs"]:
+        raise UsageError(
+            f"--resume: {folder.path} has already completed its {facts['epochs']} epochs; "
+            "increase --epochs to continue training"
+        )
+    return whole[-1]
+
+
+def read_coordinator_state(checkpoint: Path) -> CoordinatorMemory:
+    """The coordinator's state in a checkpoint."""
+    try:
+        head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        memory = head["plain"]["coordinator"]
+        float(memory["elapsed_s"]), int(memory["history"]["epoch"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
+    return cast(CoordinatorMemory, memory)
 
 
 def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder) -> RunResult:

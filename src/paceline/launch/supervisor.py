@@ -67,39 +67,29 @@ class RunOutcome:
     details: str = ""
 
 
+@dataclass(kw_only=True, eq=False)
 class Supervisor:
     """Runs one coordinator over real processes."""
 
-    def __init__(
-        self,
-        *,
-        plan: RunSpec,
-        launcher: Launcher,
-        folder: RunFolder,
-        template: Mapping[str, Any],
-        live: bytes | None,
-        timeout_s: float,
-        started_wall_s: float,
-        show: OnEvent,
-        memory: CoordinatorMemory | None = None,
-        watch: LiveMonitor | None = None,
-    ) -> None:
-        self._plan = plan
-        self._launcher = launcher
-        self._folder = folder
-        self._template = template
-        self._live = live
-        self._timeout_s = timeout_s
-        self._began = started_wall_s
-        self._show = show
-        self._monitor = watch
+    plan: RunSpec
+    launcher: Launcher
+    folder: RunFolder
+    template: Mapping[str, Any]
+    live: bytes | None
+    timeout_s: float
+    started_wall_s: float
+    show: OnEvent
+    memory: CoordinatorMemory | None
+    monitor: LiveMonitor | None
+
+    def __post_init__(self) -> None:
         self._token = secrets.token_hex(32)
         self._coordinator = Coordinator(
-            plan,
+            self.plan,
             now=self._now(),
             paces=make_pace,
             policies=make_switch_policy,
-            memory=memory,
+            memory=self.memory,
         )
         self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
         self._processes: list[LaunchedProcess] = []
@@ -108,20 +98,20 @@ class Supervisor:
         self._end: EndRun | None = None
         self._finished: set[str] = set()
         self._ended = asyncio.Event()
-        self._folder_service = FolderService(folder, template.get("checkpoint"))
-        self._parents = launcher.place_servers(plan.servers, plan.workers)
-        self._logs = ProcessLogs(folder)
+        self._folder_service = FolderService(self.folder, self.template.get("checkpoint"))
+        self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
+        self._logs = ProcessLogs(self.folder)
         self._progress_due = 0.0
 
     def _now(self) -> float:
-        return time.time() - self._began
+        return time.time() - self.started_wall_s
 
     async def run(self) -> RunOutcome:
         """Runs to the end and always cleans up; a cancelled run has the status `cancelled`."""
         self._cancel_on_sigterm()
         try:
-            if self._monitor is not None:
-                await self._monitor.start(self._now, self._token)
+            if self.monitor is not None:
+                await self.monitor.start(self._now, self._token)
                 self._tasks.append(asyncio.create_task(self._watch_verdicts()))
             await self._start()
             await self._ended.wait()
@@ -150,11 +140,11 @@ class Supervisor:
 
     async def _start(self) -> None:
         try:
-            await self._launcher.open(self._on_line)
+            await self.launcher.open(self._on_line)
             self._coordinator.members.begin(self._now())
-            port = await self._hub.listen(self._launcher.host)
+            port = await self._hub.listen(self.launcher.host)
             for assignment in self._assign(port):
-                process = await self._launcher.start(assignment, self._live, self._on_line)
+                process = await self.launcher.start(assignment, self.live, self._on_line)
                 self._processes.append(process)
                 self._tasks.append(asyncio.create_task(self._watch(process)))
         except PacelineError as error:
@@ -166,24 +156,24 @@ class Supervisor:
     def _assign(self, port: int) -> Iterator[Assignment]:
         """The assignment of each process; servers without a parent worker come first."""
         common = {
-            "workers": self._plan.workers,
+            "workers": self.plan.workers,
             "token": self._token,
-            "host": self._launcher.host,
+            "host": self.launcher.host,
             "port": port,
-            "timeout_s": self._timeout_s,
-            "folder": str(self._folder.path.resolve()),
-            "started_wall_s": self._began,
-            **self._template,
+            "timeout_s": self.timeout_s,
+            "folder": str(self.folder.path.resolve()),
+            "started_wall_s": self.started_wall_s,
+            **self.template,
         }
         for server, parent in enumerate(self._parents):
             if parent is None:
                 yield Assignment(kind="server", index=server, **{**common, "job": None})
-        for rank in range(self._plan.workers):
+        for rank in range(self.plan.workers):
             yield Assignment(
                 kind="worker",
                 index=rank,
                 servers=tuple(s for s, parent in enumerate(self._parents) if parent == rank),
-                has_live_job=self._live is not None,
+                has_live_job=self.live is not None,
                 **common,
             )
 
@@ -199,8 +189,8 @@ class Supervisor:
                 self._fail(who, text, message.traceback, certainty)
             return
         if isinstance(message, TelemetryForwarded):
-            if self._monitor is not None:
-                self._monitor.record(who, message.event)
+            if self.monitor is not None:
+                self.monitor.record(who, message.event)
             return
         if isinstance(message, WorkerFinished):
             self._finished.add(who)
@@ -222,8 +212,8 @@ class Supervisor:
 
     def _on_gone(self, who: str) -> None:
         self._failures.mark_gone(who)
-        if self._monitor is not None:
-            self._monitor.sample_now()
+        if self.monitor is not None:
+            self.monitor.sample_now()
         if self._ended.is_set() or not who.startswith("server"):
             return  # A worker's end is reported by its process, with the exit status.
         if not self._failures.has_failed(who):
@@ -250,17 +240,17 @@ class Supervisor:
             self._logs.add_output(who, line)
         except OSError as error:
             self._fail_supervisor(error)
-        if self._plan.custom_loop:
-            self._show(ProcessOutput(process=who, line=line))
+        if self.plan.custom_loop:
+            self.show(ProcessOutput(process=who, line=line))
 
     async def _watch_verdicts(self) -> None:
         """Reports what limits the run as soon as it is known."""
-        assert self._monitor is not None
+        assert self.monitor is not None
         while True:
             await asyncio.sleep(JUDGE_S)
             try:
-                for event in self._monitor.live.changed_verdicts(self._now()):
-                    self._show(event)
+                for event in self.monitor.live.changed_verdicts(self._now()):
+                    self.show(event)
             except Exception as error:
                 # A rule that fails must not end the run.
                 self._logs.write("supervisor", f"verdicts: {type(error).__name__}: {error}")
@@ -275,7 +265,7 @@ class Supervisor:
                 for server in range(action.servers):
                     self._hub.send(f"server-{server}", action.message)
             elif isinstance(action, EmitEvent):
-                self._show(action.event)
+                self.show(action.event)
             elif isinstance(action, EndRun):
                 self._end = action
                 self._ended.set()
@@ -292,9 +282,9 @@ class Supervisor:
             updates=history.updates,
             loss=history.tally.loss,
         )
-        if self._monitor is not None:
-            self._monitor.live.progress = event
-        self._show(event)
+        if self.monitor is not None:
+            self.monitor.live.progress = event
+        self.show(event)
 
     # ---- failures -----------------------------------------------------------------------------
 
@@ -334,12 +324,12 @@ class Supervisor:
 
     async def _watch_deadlines(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._timeout_s / 4))
+            await asyncio.sleep(min(1.0, self.timeout_s / 4))
             if not self._find_stuck():
                 continue
             for process in self._processes:
                 process.request_stacks()
-            await asyncio.sleep(min(STACKS_S, self._timeout_s))
+            await asyncio.sleep(min(STACKS_S, self.timeout_s))
             stuck = self._find_stuck()
             if not stuck:
                 continue  # It was slow, and has continued.
@@ -348,7 +338,7 @@ class Supervisor:
             stacks = [
                 f"stacks of worker {w}:\n" + self._logs.stacks(f"worker-{w}") for w, _ in stuck
             ]
-            text = f"{names} made no progress for {self._timeout_s:g} s ({where})"
+            text = f"{names} made no progress for {self.timeout_s:g} s ({where})"
             self._fail(f"worker-{stuck[0][0]}", f"{text}; the run was stopped", "\n\n".join(stacks))
             return
 
@@ -356,7 +346,7 @@ class Supervisor:
         now = self._now()
         return [
             (worker, member)
-            for worker, member in self._coordinator.members.find_stuck(now, self._timeout_s)
+            for worker, member in self._coordinator.members.find_stuck(now, self.timeout_s)
             if member.phase != "startup" or now - member.since > STARTUP_S
         ]
 
@@ -372,7 +362,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         """Stops the servers of a finished run and waits for all processes to exit."""
-        for server in range(self._plan.servers):
+        for server in range(self.plan.servers):
             self._hub.send(f"server-{server}", StopServer())
         await self._wait_for_exits()
 
@@ -384,13 +374,13 @@ class Supervisor:
     async def _clean_up(self) -> None:
         for process in self._processes:
             process.kill()
-        if self._monitor is not None:
-            await self._monitor.stop()
+        if self.monitor is not None:
+            await self.monitor.stop()
         await self._hub.close()
         for task in self._tasks:
             task.cancel()
         await self._wait_for_exits()
-        await self._launcher.close()
+        await self.launcher.close()
         await asyncio.sleep(0)
         self._folder_service.close()
         self._logs.close()

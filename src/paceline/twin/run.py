@@ -11,7 +11,6 @@ from paceline.cluster.pool import Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.environment import versions
-from paceline.launch.resume import read_coordinator_state
 from paceline.launch.run import (
     check_sizes,
     describe_job,
@@ -19,6 +18,7 @@ from paceline.launch.run import (
     job_settings,
     make_plan,
     raise_unless_done,
+    read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
 from paceline.launch.supervisor import RunOutcome

@@ -211,7 +211,6 @@ class HostAgentShell(Shell):
         self.python = str(hello["python"])
         self.node = str(hello["node"])
         self.index = int(hello["index"])
-        self.why_lost = ""
         self._writer = writer
         self._programs: dict[int, HostAgentStreams] = {}
         self._next = 0
