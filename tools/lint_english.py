@@ -86,7 +86,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("src/paceline/launch/switch_search.py", "story"): "the key `troubles` of tuning.json",
     ("src/paceline/launch/compare_runs.py", "story"): "a parameter of the public function compare",
     ("src/paceline/telemetry/schema.py", "story"): "the key `troubles` of run.json",
-    ("src/paceline/telemetry/events/types.py", "parted by"): "a field of the event `server`",
+    ("src/paceline/telemetry/events.py", "parted by"): "a field of the event `server`",
     ("src/paceline/worker/server_main.py", "parted by"): "a field of the event `server`",
     ("src/paceline/twin/run.py", "story"): "the key `troubles` of run.json",
     ("src/paceline/report/charts.py", "register"): "a variable called words",

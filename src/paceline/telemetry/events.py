@@ -1,4 +1,4 @@
-"""Event types of a run, written as one JSON object per line.
+"""Events of a run, written as one JSON object per line, the rows they carry, and their parser.
 
 The coordinator's process writes `events/run.jsonl`, worker K `events/worker-K.jsonl` and server K
 `events/server-K.jsonl`. Every event has `t`, the seconds since the start of the run; all processes
@@ -8,136 +8,173 @@ of a run share the same zero. Class names may change, `kind` and field names are
 from __future__ import annotations
 
 import json
+import math
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, TypedDict
 
-from paceline.telemetry.events.rows import DecisionRow, EpochRow, SwitchRow
-
-PHASES = (
-    "startup",
-    "input",
-    "forward",
-    "backward",
-    "comm_exposed",
-    "optimizer",
-    "wait",
-    "queue",
-    "eval",
-    "switch",
-    "other",
-)
-"""Time categories of a worker; they add up to its wall time."""
+from paceline.telemetry.json_dataclass import MalformedEvent, json_key
+from paceline.telemetry.json_dataclass import from_plain as from_plain
 
 STEP_PHASES = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait", "queue")
 """Time categories recorded for each step, in microseconds."""
 
+PHASES = ("startup", *STEP_PHASES, "eval", "switch", "other")
+"""Time categories of a worker; they add up to its wall time."""
+
 SERVER_PHASES = ("startup", "idle", "receive", "apply", "send")
 """Time categories of a server. Concurrent ones count as apply, then send, then receive."""
 
+EVENT_TYPES: dict[str, type[Event]] = {}
+"""Event types by the `kind` they are written with."""
+
 
 @dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """Base of the row types. A field's JSON key is its name, unless its metadata has a `key`."""
+
+    def to_plain(self) -> dict[str, object]:
+        return {json_key(f): getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRow(ResultRow):
+    """One entry of `history`: totals so far and metrics at the end of an epoch."""
+
+    epoch: int = 0
+    """Counted from 1."""
+    seconds: float = 0.0
+    """Since the start of the run."""
+    samples: int = 0
+    updates: int = 0
+    lr: float | None = None
+    train_loss: float | None = None
+    train_acc: float | None = None
+    val_loss: float | None = None
+    val_acc: float | None = None
+
+    def value(self, name: str) -> float | None:
+        """Returns a metric by its key; None if it is unknown or was not measured."""
+        return getattr(self, name, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchRow(ResultRow):
+    """One entry of `switches`."""
+
+    samples: int
+    before: str = field(default="", metadata={"key": "from"})
+    after: str = field(default="", metadata={"key": "to"})
+    pause_s: float = 0.0
+    """From the last gradient of the old strategy to the slowest worker's next forward pass."""
+    drain_s: float = 0.0
+    """Time spent waiting for batches in flight."""
+    cause: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionRow(ResultRow):
+    """One entry of `decisions`: the outcome of a switch rule and the measurements behind it."""
+
+    samples: int
+    seconds: float = 0.0
+    strategy: str = ""
+    chosen: str = ""
+    cause: str = ""
+    reason: str = ""
+    figures: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def stays(self) -> bool:
+        return self.strategy == self.chosen
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base of all event types."""
+    """Base of all event types: a subclass is a frozen dataclass, written with its `kind`."""
 
     kind: ClassVar[str] = ""
     t: float
 
+    def __init_subclass__(cls, *, kind: str) -> None:
+        assert kind not in EVENT_TYPES, "two event types share a kind"
+        cls.kind = kind
+        EVENT_TYPES[kind] = dataclass(frozen=True, kw_only=True)(cls)
+
     def to_plain(self) -> dict[str, object]:
         """Returns the event as a JSON object that shares its lists and dicts with the event."""
-        return {"kind": self.kind, **vars(self)}
+        plain = {"kind": self.kind, **vars(self)}
+        if isinstance(row := plain.get("row"), ResultRow):
+            plain["row"] = row.to_plain()
+        return plain
 
     def to_line(self) -> str:
         return json.dumps(self.to_plain(), separators=(",", ":"), allow_nan=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStarted(Event):
+class RunStarted(Event, kind="started"):
     """The run started (run.jsonl); run.json has the full configuration."""
 
-    kind: ClassVar[str] = "started"
     strategy: str
     workers: int
     servers: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunLengthKnown(Event):
+class RunLengthKnown(Event, kind="totals"):
     """Length of the run, written once the data has been read (run.jsonl)."""
 
-    kind: ClassVar[str] = "totals"
     epochs: int | None
     samples_per_epoch: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyStarted(Event):
+class StrategyStarted(Event, kind="phase"):
     """A strategy took effect; `lr` describes its learning rate."""
 
-    kind: ClassVar[str] = "phase"
     strategy: str
     samples: int
     lr: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunProgress(Event):
+class RunProgress(Event, kind="progress"):
     """Totals so far, about twice per second (run.jsonl)."""
 
-    kind: ClassVar[str] = "progress"
     epoch: int
     samples: int
     updates: int
     loss: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochEnded(Event):
+class EpochEnded(Event, kind="epoch"):
     """An epoch ended; the row is also in result.json."""
 
-    kind: ClassVar[str] = "epoch"
     row: EpochRow
 
-    def to_plain(self) -> dict[str, object]:
-        return {"kind": self.kind, "t": self.t, "row": self.row.to_plain()}
 
-
-@dataclass(frozen=True, kw_only=True)
-class StrategySwitched(Event):
+class StrategySwitched(Event, kind="switch"):
     """The strategy was switched; written when all workers have resumed training."""
 
-    kind: ClassVar[str] = "switch"
     row: SwitchRow
 
-    def to_plain(self) -> dict[str, object]:
-        return {"kind": self.kind, "t": self.t, "row": self.row.to_plain()}
 
-
-@dataclass(frozen=True, kw_only=True)
-class SwitchDecided(Event):
+class SwitchDecided(Event, kind="decision"):
     """A switch rule made a decision; the row is also in result.json."""
 
-    kind: ClassVar[str] = "decision"
     row: DecisionRow
 
-    def to_plain(self) -> dict[str, object]:
-        return {"kind": self.kind, "t": self.t, "row": self.row.to_plain()}
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, kind="checkpoint"):
     """A checkpoint is complete and has its final name."""
 
-    kind: ClassVar[str] = "checkpoint"
     samples: int
     path: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunEnded(Event):
+class RunEnded(Event, kind="ended"):
     """Last event of run.jsonl, unless the run was interrupted."""
 
-    kind: ClassVar[str] = "ended"
     status: str
     error: str | None = None
 
@@ -145,11 +182,9 @@ class RunEnded(Event):
 VERDICT_BEGAN, VERDICT_OVER = "began", "over"
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerdictChanged(Event):
+class VerdictChanged(Event, kind="verdict"):
     """A verdict began to hold or was cleared (run.jsonl); fields as in `verdicts.Verdict`."""
 
-    kind: ClassVar[str] = "verdict"
     state: str
     """`began` or `over`."""
     rule: str
@@ -163,11 +198,9 @@ class VerdictChanged(Event):
         return self.state == VERDICT_OVER
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerStarted(Event):
+class WorkerStarted(Event, kind="worker"):
     """First line of worker-K.jsonl."""
 
-    kind: ClassVar[str] = "worker"
     worker: int
     host: str
     pid: int
@@ -178,11 +211,9 @@ class WorkerStarted(Event):
     """CPU limit of the cgroup in cores; None without a limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerStarted(Event):
+class ServerStarted(Event, kind="server"):
     """First line of server-K.jsonl."""
 
-    kind: ClassVar[str] = "server"
     server: int
     beside: int
     """The worker that started it."""
@@ -192,15 +223,13 @@ class ServerStarted(Event):
     quota: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessMetrics(Event):
+class ProcessMetrics(Event, kind="vitals"):
     """Resource usage of a process in the last second (`dt`): amounts, not running totals.
 
     Every process writes one per second. After an hour two are merged into one, after three hours
     four, and so on, which keeps the folder of a long run small.
     """
 
-    kind: ClassVar[str] = "vitals"
     dt: float
     phases: list[int] = field(default_factory=list)
     """Microseconds by time category, in the order of PHASES (SERVER_PHASES for a server)."""
@@ -253,11 +282,9 @@ class GpuMetrics(TypedDict):
     memory_total: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostMetrics(Event):
+class HostMetrics(Event, kind="machine"):
     """Resource usage of a host, written by one process per host and network namespace."""
 
-    kind: ClassVar[str] = "machine"
     host: str
     dt: float
     cpu_user: float = 0.0
@@ -280,8 +307,7 @@ class HostMetrics(Event):
     gpus: list[GpuMetrics] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWindow(Event):
+class StepWindow(Event, kind="steps"):
     """Consecutive steps of one worker; every column has one value per step.
 
     The worker computed the positions [`lo`, `hi`) of the epoch's seeded order, its share of the
@@ -290,7 +316,6 @@ class StepWindow(Event):
     -1 where it was not measured.
     """
 
-    kind: ClassVar[str] = "steps"
     first_step: int
     began: float = 0.0
     end: list[int] = field(default_factory=list)
@@ -312,14 +337,12 @@ class StepWindow(Event):
     """With block reads: positions [lo, hi) of the epoch's block plan, per step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSummary(Event):
+class StepSummary(Event, kind="steps_sum"):
     """Sums over steps of one epoch; replaces `StepWindow` after a worker's first 200,000 steps.
 
     `staleness` counts gradients by staleness.
     """
 
-    kind: ClassVar[str] = "steps_sum"
     first_step: int
     count: int
     samples: int
@@ -329,26 +352,22 @@ class StepSummary(Event):
     staleness: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileWritten(Event):
+class ProfileWritten(Event, kind="profile"):
     """An operator profile was written (worker-K.jsonl)."""
 
-    kind: ClassVar[str] = "profile"
     epoch: int
     """Counted from 1, as in the history."""
     steps: int
     path: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputStats(Event):
+class InputStats(Event, kind="input"):
     """Input pipeline statistics over about one second.
 
     `wait_s` is the time training waited for a batch, `make_s` the time spent preparing batches in
     any thread, `queue` the mean number of prepared batches at a request, out of `depth`.
     """
 
-    kind: ClassVar[str] = "input"
     batches: int
     wait_s: float
     make_s: float
@@ -356,22 +375,31 @@ class InputStats(Event):
     depth: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerEnded(Event):
+class WorkerEnded(Event, kind="worker_ended"):
     """Last line of worker-K.jsonl: totals in seconds and bytes."""
 
-    kind: ClassVar[str] = "worker_ended"
     phases: dict[str, float]
     bytes_sent: int
     peak_rss_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerEnded(Event):
+class ServerEnded(Event, kind="server_ended"):
     """Last line of server-K.jsonl."""
 
-    kind: ClassVar[str] = "server_ended"
     phases: dict[str, float]
     bytes_sent: int
     bytes_received: int
     peak_rss_bytes: int
+
+
+def parse_event(plain: object) -> Event | None:
+    """Returns the event of a JSON object; None if its kind is unknown or it is malformed."""
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    event_type = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
+    if event_type is None:
+        return None
+    try:
+        event = from_plain(event_type, plain)
+    except MalformedEvent:
+        return None
+    return event if math.isfinite(event.t) else None
