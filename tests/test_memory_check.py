@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.job import build_job
 from paceline.launch.run import train
 from paceline.strategies.registry import parse_strategy
-from paceline.telemetry.memory_limit import available_memory_bytes
+from paceline.telemetry.proc_stats import available_memory_bytes
 from paceline.worker.job_builder import checkpoint_activations
 from paceline.worker.memory_check import (
     check_memory,

@@ -56,10 +56,9 @@ from paceline.telemetry.sampler import (
     MetricsDownsampler,
     Sampler,
     StepCounters,
-    merge_process_metrics,
 )
 from paceline.telemetry.step_recorder import StepRecorder
-from paceline.telemetry.steps import window_seconds
+from paceline.telemetry.steps import merge_metrics, window_seconds
 from paceline.telemetry.verdicts import verdicts
 
 # ---- clocks ----------------------------------------------------------------------------------
@@ -175,14 +174,14 @@ def test_a_machine_agrees_with_the_kernels_counters() -> None:
     import psutil
 
     ours, theirs = read_machine(), psutil.cpu_times()
-    assert ours.cpu_s["user"] == pytest.approx(theirs.user + theirs.nice, rel=0.03)
-    assert ours.cpu_s["idle"] == pytest.approx(theirs.idle, rel=0.03)
+    assert ours.cpu_user == pytest.approx(theirs.user + theirs.nice, rel=0.03)
+    assert ours.cpu_idle == pytest.approx(theirs.idle, rel=0.03)
     assert ours.memory_used == pytest.approx(
         psutil.virtual_memory().total - psutil.virtual_memory().available, rel=0.03
     )
     lo = psutil.net_io_counters(pernic=True, nowrap=False)["lo"]
     assert ours.links["lo"][0] == pytest.approx(lo.bytes_recv, rel=0.03)
-    assert len(ours.cores_busy_s) == psutil.cpu_count()
+    assert len(ours.cores_busy) == psutil.cpu_count()
     assert allowed_cores() == sorted(os.sched_getaffinity(0))
     quota = quota_cores()
     assert quota is None or quota > 0
@@ -225,7 +224,7 @@ def test_a_long_run_writes_ever_fewer_vitals_and_loses_nothing() -> None:
 def test_merged_vitals_keep_the_most_that_waited() -> None:
     one = make_vitals(1.0, serving={"pushes": 2, "waiting": 5}, cpu_wait=None)
     two = make_vitals(2.0, serving={"pushes": 3, "waiting": 1}, cpu_wait=0.5)
-    both = merge_process_metrics([one, two])
+    both = merge_metrics([one, two])
     assert isinstance(both, ProcessMetrics)
     assert both.serving == {"pushes": 5, "waiting": 5}
     assert both.cpu_wait == 0.5

@@ -1,28 +1,33 @@
-"""Resource counters of the process and its host, read from /proc and sockets.
+"""Resource counters and memory limits of the process and its host, from /proc and sockets.
 
-Everything here is a total since some beginning, or a level now; `sampler` takes differences. What
-the kernel does not tell reads as zero or None.
+Counters are totals since some beginning, or levels now; `sampler` takes differences. What the
+kernel does not tell reads as zero or None.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import socket
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.events import GpuMetrics
+import psutil
+
+from paceline.telemetry.events import GpuMetrics, HostMetrics
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 SECTOR = 512
+CPU_MODES = ("cpu_user", "cpu_system", "cpu_iowait", "cpu_steal", "cpu_idle")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def _text(path: str) -> str:
+def _text(path: str | Path) -> str:
     """Reads a small file; three times faster than `open`, for dozens of reads per second."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,12 +63,14 @@ class TcpStats:
 
 @dataclass(frozen=True)
 class ProcessReading:
-    cpu_user_s: float = 0.0
-    cpu_system_s: float = 0.0
-    cpu_wait_s: float | None = None
-    run_wait_s: dict[int, float] = field(default_factory=dict)
+    """Totals and levels of a process, named as in `ProcessMetrics`."""
+
+    cpu_user: float = 0.0
+    cpu_system: float = 0.0
+    cpu_wait: float | None = None
+    run_wait: dict[int, float] = field(default_factory=dict)
     """Per thread; the total of a thread is lost when it ends."""
-    main_wait_s: float = 0.0
+    main_wait: float = 0.0
     throttled: tuple[str, float] = ("", 0.0)
     """The cgroups, and for how long their quotas throttled them."""
     rss: int = 0
@@ -75,60 +82,52 @@ class ProcessReading:
 
 def read_process() -> ProcessReading:
     """Reads the counters of this process."""
-    user, system, wait, threads = _read_stat()
+    # Ticks in /proc/self/stat are too coarse for a second's window on some kernels; getrusage has
+    # the same totals and no other rounding than the kernel's own.
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    stat = _stat_fields("/proc/self/stat")
+    accounted = _text("/proc/sys/kernel/task_delayacct").strip() == "1"
     io = dict(line.split(": ") for line in _text("/proc/self/io").splitlines() if ": " in line)
     memory = _text("/proc/self/statm").split()
-    run_wait_s = _read_run_wait()
+    run_wait = _read_run_wait()
     return ProcessReading(
-        cpu_user_s=user,
-        cpu_system_s=system,
-        cpu_wait_s=wait,
-        run_wait_s=run_wait_s,
-        main_wait_s=run_wait_s.get(os.getpid(), 0.0),
+        cpu_user=usage.ru_utime,
+        cpu_system=usage.ru_stime,
+        cpu_wait=int(stat[39]) * TICK_S if len(stat) >= 40 and accounted else None,
+        run_wait=run_wait,
+        main_wait=run_wait.get(os.getpid(), 0.0),
         throttled=read_throttled(),
         rss=int(memory[1]) * PAGE if len(memory) > 1 else 0,
-        threads=threads,
+        threads=int(stat[17]) if len(stat) >= 40 else 1,
         disk_read=int(io.get("read_bytes", 0)),
         disk_write=int(io.get("write_bytes", 0)),
         connections=_read_connections(),
     )
 
 
-def _read_stat() -> tuple[float, float, float | None, int]:
-    times = os.times()
-    # The name in brackets may contain anything: count the fields after it.
-    fields = _text("/proc/self/stat").rpartition(")")[2].split()
-    if len(fields) < 40:
-        return times.user, times.system, None, 1
-    accounted = _text("/proc/sys/kernel/task_delayacct").strip() == "1"
-    # utime and stime in ticks are too coarse for a second's window on some kernels; getrusage,
-    # behind os.times, has the same totals and no other rounding than the kernel's own.
-    wait = int(fields[39]) * TICK_S if accounted else None
-    return _rusage_s(0), _rusage_s(1), wait, int(fields[17])
+def _stat_fields(path: str) -> list[str]:
+    """Returns the fields after the name in brackets, which may contain anything."""
+    return _text(path).rpartition(")")[2].split()
 
 
 def process_age_s() -> float:
     """Returns the seconds since this process was started."""
-    fields = _text("/proc/self/stat").rpartition(")")[2].split()
-    up = _text("/proc/uptime").split()
-    if len(fields) < 20 or not up:
+    stat, up = _stat_fields("/proc/self/stat"), _text("/proc/uptime").split()
+    if len(stat) < 20 or not up:
         return 0.0
-    return max(0.0, float(up[0]) - int(fields[19]) * TICK_S)
+    return max(0.0, float(up[0]) - int(stat[19]) * TICK_S)
 
 
-def _rusage_s(index: int) -> float:
-    import resource
-
-    return float(resource.getrusage(resource.RUSAGE_SELF)[index])
+def _list_folder(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
 
 
 def _read_run_wait() -> dict[int, float]:
     found = {}
-    try:
-        names = os.listdir("/proc/self/task")
-    except OSError:
-        return {}
-    for name in names:
+    for name in _list_folder("/proc/self/task"):
         fields = _text(f"/proc/self/task/{name}/schedstat").split()
         if len(fields) == 3:
             found[int(name)] = int(fields[1]) / 1e9
@@ -143,35 +142,30 @@ def thread_run_wait_s() -> float:
 
 def thread_state(number: int | None) -> str:
     """Returns the state of a thread: R runnable, S sleeping, D waiting for a disk; or empty."""
-    fields = _text(f"/proc/self/task/{number}/stat").rpartition(")")[2].split()
-    return fields[0] if fields else ""
+    return next(iter(_stat_fields(f"/proc/self/task/{number}/stat")), "")
 
 
-def _groups() -> list[Path]:
-    """Returns the CPU cgroups of this process, from its own up to the root."""
+def _groups(controller: str) -> list[Path]:
+    """Returns the cgroups of this process for `cpu` or `memory`, from its own up to the root."""
     found: list[Path] = []
     for line in _text("/proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "cpu" in controllers.split(","):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
             base = _CGROUPS / controllers
-            base = base if base.exists() else _CGROUPS / "cpu"
-        elif number == "0" and not controllers:
+            base = base if base.exists() else _CGROUPS / controller
+        elif not controllers:  # version 2
             base = _CGROUPS
         else:
             continue
         group = base / path.lstrip("/")
-        while group != base and base in group.parents:
-            found.append(group)
-            group = group.parent
-        found.append(base)
+        found += [part for part in (group, *group.parents) if part.is_relative_to(base)]
     return found
 
 
 def read_throttled() -> tuple[str, float]:
     """Returns the cgroups that limit this process, and their throttled seconds so far."""
     names, seconds = [], 0.0
-    for group in _groups():
+    for group in _groups("cpu"):
         if _quota_of(group) is None:
             continue
         names.append(str(group))
@@ -196,8 +190,28 @@ def _quota_of(group: Path) -> float | None:
 
 def quota_cores() -> float | None:
     """Returns the tightest CPU limit of the cgroups in cores; None without a limit."""
-    found = [q for q in map(_quota_of, _groups()) if q is not None]
+    found = [q for q in map(_quota_of, _groups("cpu")) if q is not None]
     return min(found, default=None)
+
+
+def available_memory_bytes() -> float:
+    """Returns the bytes left under the tightest of the rlimits, the cgroups and the host."""
+    left = [float(psutil.virtual_memory().available)]
+    status = dict(line.split(":", 1) for line in _text("/proc/self/status").splitlines())
+    for limit, used_key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            left.append(soft - 1024.0 * int(status.get(used_key, "0 kB").split()[0]))
+    for group in _groups("memory"):
+        v1 = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        names = v1 if (group / v1[0]).exists() else ("memory.max", "memory.current")
+        limit_bytes, used_bytes = (_text(group / name).strip() for name in names)
+        if limit_bytes.isdigit() and used_bytes.isdigit() and int(limit_bytes) < 1 << 60:
+            # The kernel can reclaim the page cache of a cgroup.
+            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            cached = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))
+            left.append(float(int(limit_bytes) - int(used_bytes) + cached))
+    return max(0.0, min(left))
 
 
 def allowed_cores() -> list[int]:
@@ -219,11 +233,7 @@ def _read_connections() -> dict[str, TcpStats]:
     """Returns the `tcp_info` of every TCP connection of this process, by socket."""
     found = {}
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return {}
-    for name in names:
+    for name in _list_folder("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
@@ -254,79 +264,70 @@ def _unpack(info: bytes) -> TcpStats:
 # ---- the host --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HostReading:
-    cpu_s: dict[str, float]
-    """user, system, iowait, steal and idle, summed over the cores."""
-    cores_busy_s: dict[int, float]
-    memory_used: int
-    memory_total: int
-    links: dict[str, tuple[int, int]]
-    disk_read: int
-    disk_write: int
-    gpus: list[GpuMetrics]
-
-
-def read_machine() -> HostReading:
-    whole, cores = _read_cpu()
-    memory = {}
-    for line in _text("/proc/meminfo").splitlines():
-        key, _, rest = line.partition(":")
-        if key in ("MemTotal", "MemAvailable"):
-            memory[key] = int(rest.split()[0]) * 1024
-    total = memory.get("MemTotal", 0)
-    read, written = _read_disks()
-    return HostReading(
-        cpu_s=whole,
-        cores_busy_s=cores,
-        memory_used=total - memory.get("MemAvailable", total),
-        memory_total=total,
-        links=_read_links(),
-        disk_read=read,
-        disk_write=written,
+def read_machine(t: float = 0.0) -> HostMetrics:
+    """Returns the totals of the host at `t` in the shape of an event; `dt` is `t`."""
+    cpu, memory, links = psutil.cpu_times(), psutil.virtual_memory(), _read_links()
+    disk_read, disk_write = _read_disks()
+    return HostMetrics(
+        t=round(t, 6),
+        host=socket.gethostname(),
+        dt=t,
+        cpu_user=cpu.user + cpu.nice,
+        cpu_system=cpu.system + cpu.irq + cpu.softirq,
+        cpu_iowait=cpu.iowait,
+        cpu_steal=cpu.steal,
+        cpu_idle=cpu.idle,
+        cores_busy=[
+            core.user + core.nice + core.system + core.irq + core.softirq + core.steal
+            for core in psutil.cpu_times(percpu=True)
+        ],
+        memory_used=memory.total - memory.available,
+        memory_total=memory.total,
+        links=links,
+        disk_read=disk_read,
+        disk_write=disk_write,
         gpus=read_gpus(),
     )
 
 
-def _read_cpu() -> tuple[dict[str, float], dict[int, float]]:
-    whole = dict.fromkeys(("user", "system", "iowait", "steal", "idle"), 0.0)
-    cores: dict[int, float] = {}
-    for line in _text("/proc/stat").splitlines():
-        name, *numbers = line.split()
-        if not name.startswith("cpu"):
-            break
-        user, nice, system, idle, iowait, irq, soft, steal = (int(n) * TICK_S for n in numbers[:8])
-        if name == "cpu":
-            whole = {
-                "user": user + nice,
-                "system": system + irq + soft,
-                "iowait": iowait,
-                "steal": steal,
-                "idle": idle,
-            }
-        else:
-            cores[int(name[3:])] = user + nice + system + irq + soft + steal
-    return whole, cores
+def host_metrics_between(before: HostMetrics, now: HostMetrics) -> HostMetrics:
+    """Returns the amounts between two readings, and the levels of the second."""
+    links = {
+        name: [b - a for a, b in zip(before.links.get(name, [0, 0]), both, strict=True)]
+        for name, both in now.links.items()
+    }
+    outside = [both for name, both in links.items() if name != "lo"]
+    amounts: dict[str, Any] = {
+        name: round(getattr(now, name) - getattr(before, name), 6)
+        for name in ("dt", *CPU_MODES, "disk_read", "disk_write")
+    }
+    busy = zip(before.cores_busy, now.cores_busy, strict=False)
+    return replace(
+        now,
+        cores_busy=[round(b - a, 4) for a, b in busy],
+        net_in=sum(both[0] for both in outside),
+        net_out=sum(both[1] for both in outside),
+        loopback=links.get("lo", [0, 0])[1],
+        links={name: both for name, both in links.items() if any(both)},
+        **amounts,
+    )
 
 
-def _read_links() -> dict[str, tuple[int, int]]:
+def _read_links() -> dict[str, list[int]]:
     found = {}
     for line in _text("/proc/self/net/dev").splitlines()[2:]:
         name, _, rest = line.partition(":")
         numbers = rest.split()
         if len(numbers) >= 9:
-            found[name.strip()] = (int(numbers[0]), int(numbers[8]))
+            found[name.strip()] = [int(numbers[0]), int(numbers[8])]
     return found
 
 
 @cache
 def _disks() -> frozenset[str]:
-    """Returns bytes read and written, of physical devices only: no partitions or mappings."""
-    try:
-        names = os.listdir("/sys/block")
-    except OSError:
-        return frozenset()
-    return frozenset(n for n in names if not n.startswith(("loop", "ram", "dm-", "zram", "md")))
+    """Returns the physical devices: no partitions or mappings."""
+    virtual = ("loop", "ram", "dm-", "zram", "md")
+    return frozenset(n for n in _list_folder("/sys/block") if not n.startswith(virtual))
 
 
 def _read_disks() -> tuple[int, int]:

@@ -10,7 +10,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics
 from paceline.telemetry.phase_clock import INPUT, PhaseClock, ServerClock
 from paceline.telemetry.proc_stats import (
-    HostReading,
     ProcessReading,
     TcpStats,
+    host_metrics_between,
     process_age_s,
     read_machine,
     read_process,
     thread_run_wait_s,
     thread_state,
 )
+from paceline.telemetry.steps import merge_metrics
 
 SECOND_S = 1.0
 PROBE_S = 0.05
@@ -50,21 +51,18 @@ class StepCounters:
     comm_hidden_us: int = 0
 
 
+@dataclass
 class ServerCounters:
     """Totals counted by a server; `waiting` is the maximum since the last sample."""
 
-    def __init__(self) -> None:
-        self.pushes = self.pulls = self.queued_us = self.apply_us = 0
-        self.waiting = 0
+    pushes: int = 0
+    pulls: int = 0
+    queued_us: int = 0
+    apply_us: int = 0
+    waiting: int = 0
 
     def snapshot_and_reset(self) -> dict[str, int]:
-        found = {
-            "pushes": self.pushes,
-            "pulls": self.pulls,
-            "queued_us": self.queued_us,
-            "apply_us": self.apply_us,
-            "waiting": self.waiting,
-        }
+        found = dict(vars(self))
         self.waiting = 0
         return found
 
@@ -97,8 +95,8 @@ class Sampler(threading.Thread):
         self._prompt_s = PROMPT_S
         self._main = threading.main_thread().native_id
         self._process = read_process()
-        self._machine: HostReading | None = None
-        self._t = self._machine_t = now_s()
+        self._machine: HostMetrics | None = None
+        self._t = now_s()
         self._ns = clock.read_ns() if clock is not None else []
         if clock is not None:
             # The first window includes the time before this thread started, but not the time of
@@ -106,7 +104,7 @@ class Sampler(threading.Thread):
             self._t = max(0.0, now_s() - process_age_s())
             self._ns = [int(self._t * 1e9), *([0] * (len(self._ns) - 1))]
             self._process = ProcessReading()
-        self._counted = (0, 0, 0, 0)
+        self._counted: Counter[str] = Counter()
         self._served: dict[str, int] = serving.snapshot_and_reset() if serving is not None else {}
 
     def run(self) -> None:
@@ -158,21 +156,18 @@ class Sampler(threading.Thread):
         dt = t - self._t
         if dt < 1e-3:
             return
-        process = read_process()
-        amounts = difference(self._process, process)
+        process, counters = read_process(), self._counters
         phases: list[int] = []
-        counters = self._counters
-        counted = (counters.steps, counters.samples, counters.comm_hidden_us, 0)
+        counted = Counter(
+            steps=counters.steps, samples=counters.samples, comm_hidden=counters.comm_hidden_us
+        )
         if self._clock is not None:
             ns = self._clock.read_ns()
             # `reassign` can make a difference negative.
             phases = [max(0, (b - a) // 1000) for a, b in zip(self._ns, ns, strict=True)]
             self._ns = ns
-            counted = (*counted[:3], self._clock.input_cpu_ns // 1000)
-        steps, samples, hidden, input_cpu = (
-            b - a for a, b in zip(self._counted, counted, strict=True)
-        )
-        self._counted = counted
+            if not isinstance(self._clock, ServerClock):
+                counted["input_cpu"] = self._clock.input_cpu_ns // 1000
         gil, self._gil = self._gil, [0, 0, 0, 0, 0]
         self._tell(
             ProcessMetrics(
@@ -180,17 +175,17 @@ class Sampler(threading.Thread):
                 dt=round(dt, 6),
                 phases=phases,
                 epoch=counters.epoch,
-                steps=steps,
-                samples=samples,
-                comm_hidden=hidden,
-                input_cpu=0 if isinstance(self._clock, ServerClock) else input_cpu,
                 gil=gil,
                 serving=self._take_serving(),
-                **amounts,
+                **difference(self._process, process),
+                **(counted - self._counted),
             )
         )
-        self._process, self._t = process, t
-        self._sample_machine(t)
+        self._process, self._counted, self._t = process, counted, t
+        if self._post.is_held():
+            before, self._machine = self._machine, read_machine(t)
+            if before is not None:
+                self._tell(host_metrics_between(before, self._machine))
 
     def _take_serving(self) -> dict[str, int] | None:
         if self._serving is None:
@@ -199,66 +194,24 @@ class Sampler(threading.Thread):
         self._served = now
         return {k: v if k == "waiting" else v - before[k] for k, v in now.items()}
 
-    def _sample_machine(self, t: float) -> None:
-        if not self._post.is_held():
-            return
-        now, before = read_machine(), self._machine
-        self._machine = now
-        since, self._machine_t = self._machine_t, t
-        if before is None or t - since < 1e-3:
-            return
-        links = {
-            name: [b - a for a, b in zip(before.links.get(name, (0, 0)), both, strict=True)]
-            for name, both in now.links.items()
-        }
-        outside = [both for name, both in links.items() if name != "lo"]
-        cpu = {name: round(now.cpu_s[name] - before.cpu_s[name], 4) for name in now.cpu_s}
-        self._tell(
-            HostMetrics(
-                t=round(t, 6),
-                host=socket.gethostname(),
-                dt=round(t - since, 6),
-                cpu_user=cpu["user"],
-                cpu_system=cpu["system"],
-                cpu_iowait=cpu["iowait"],
-                cpu_steal=cpu["steal"],
-                cpu_idle=cpu["idle"],
-                cores_busy=[
-                    round(now.cores_busy_s[c] - before.cores_busy_s.get(c, 0.0), 4)
-                    for c in sorted(now.cores_busy_s)
-                ],
-                memory_used=now.memory_used,
-                memory_total=now.memory_total,
-                net_in=sum(both[0] for both in outside),
-                net_out=sum(both[1] for both in outside),
-                loopback=links.get("lo", [0, 0])[1],
-                links={name: both for name, both in links.items() if any(both)},
-                disk_read=now.disk_read - before.disk_read,
-                disk_write=now.disk_write - before.disk_write,
-                gpus=now.gpus,
-            )
-        )
-
 
 def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
     """Returns the amounts between two readings, and the levels of the second."""
-    wait = None
-    if now.cpu_wait_s is not None and before.cpu_wait_s is not None:
-        wait = round(now.cpu_wait_s - before.cpu_wait_s, 6)
-    throttled = 0.0
+    amounts: dict[str, Any] = {
+        name: round(getattr(now, name) - getattr(before, name), 6)
+        for name in ("cpu_user", "cpu_system", "main_wait", "disk_read", "disk_write")
+    }
+    if now.cpu_wait is not None and before.cpu_wait is not None:
+        amounts["cpu_wait"] = round(now.cpu_wait - before.cpu_wait, 6)
     if now.throttled[0] == before.throttled[0]:  # Otherwise moved to another cgroup.
-        throttled = now.throttled[1] - before.throttled[1]
-    run_wait = sum(s - before.run_wait_s.get(t, 0.0) for t, s in now.run_wait_s.items())
+        amounts["throttled"] = round(now.throttled[1] - before.throttled[1], 6)
+    run_wait = sum(s - before.run_wait.get(t, 0.0) for t, s in now.run_wait.items())
     nothing = TcpStats(0, 0, 0.0, 0.0, 0.0, 0.0)
     pairs = [(before.connections.get(key, nothing), c) for key, c in now.connections.items()]
     old, busiest = max(pairs, key=lambda p: p[1].sent - p[0].sent, default=(nothing, nothing))
     return {
-        "cpu_user": round(now.cpu_user_s - before.cpu_user_s, 6),
-        "cpu_system": round(now.cpu_system_s - before.cpu_system_s, 6),
-        "cpu_wait": wait,
+        **amounts,
         "run_wait": round(max(0.0, run_wait), 6),
-        "main_wait": round(now.main_wait_s - before.main_wait_s, 6),
-        "throttled": round(throttled, 6),
         "rss": now.rss,
         "threads": now.threads,
         "net_in": sum(c.received - o.received for o, c in pairs),
@@ -267,8 +220,6 @@ def difference(before: ProcessReading, now: ProcessReading) -> dict[str, Any]:
         "net_blocked": round(busiest.blocked_s - old.blocked_s, 6),
         "rtt": busiest.rtt_s,
         "rtt_least": busiest.rtt_least_s,
-        "disk_read": now.disk_read - before.disk_read,
-        "disk_write": now.disk_write - before.disk_write,
     }
 
 
@@ -308,17 +259,13 @@ class MetricsDownsampler:
         self._lines_a_stage = lines_a_stage
         self._together = 1
         self._lines = 0
-        self._kept: dict[type[Event], list[ProcessMetrics | HostMetrics]] = {
-            ProcessMetrics: [],
-            HostMetrics: [],
-        }
+        self._kept: dict[type[Event], list[ProcessMetrics | HostMetrics]] = {}
 
     def __call__(self, event: ProcessMetrics | HostMetrics) -> None:
-        kept = self._kept[type(event)]
+        kept = self._kept.setdefault(type(event), [])
         kept.append(event)
         if len(kept) >= self._together:
-            self._write(merge_process_metrics(kept))
-            kept.clear()
+            self._write(merge_metrics(self._kept.pop(type(event))))
             if isinstance(event, ProcessMetrics):
                 self._lines += 1
                 if self._lines % self._lines_a_stage == 0:
@@ -326,45 +273,5 @@ class MetricsDownsampler:
 
     def flush(self) -> None:
         for kept in self._kept.values():
-            if kept:
-                self._write(merge_process_metrics(kept))
-                kept.clear()
-
-
-_LEVELS = {"t", "host", "epoch", "rss", "threads", "rtt", "rtt_least"}
-_LEVELS |= {"memory_used", "memory_total", "gpus"}
-
-
-def merge_process_metrics(
-    events: list[ProcessMetrics | HostMetrics],
-) -> ProcessMetrics | HostMetrics:
-    """Merges several events: amounts are added, levels are those of the last."""
-    if len(events) == 1:
-        return events[0]
-    last = events[-1]
-    values = {}
-    for name in last.__dataclass_fields__:
-        if name == "kind":
-            continue
-        values[name] = getattr(last, name)
-        if name not in _LEVELS:
-            values[name] = _add([getattr(e, name) for e in events])
-    return type(last)(**values)
-
-
-def _add(values: list[Any]) -> Any:
-    known = [v for v in values if v is not None]
-    if not known:
-        return None
-    if isinstance(known[0], list):
-        return [_add(list(v)) for v in zip(*known, strict=False)]
-    if isinstance(known[0], dict):
-        names = dict.fromkeys(k for v in known for k in v)
-        return {
-            n: max(v.get(n, 0) for v in known)
-            if n == "waiting"
-            else _add([v[n] for v in known if n in v])
-            for n in names
-        }
-    total = sum(known)
-    return round(total, 6) if isinstance(total, float) else total
+            self._write(merge_metrics(kept))
+        self._kept.clear()

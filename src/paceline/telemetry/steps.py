@@ -1,15 +1,17 @@
-"""Single steps and time categories, taken from events."""
+"""Single steps, sums of metrics and time categories, taken from events."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from paceline.telemetry.events import (
     PHASES,
     SERVER_PHASES,
     STEP_PHASES,
+    HostMetrics,
     ProcessMetrics,
     StepSummary,
     StepWindow,
@@ -81,3 +83,35 @@ def phase_names(process: str) -> tuple[str, ...]:
 def phase_seconds(process: str, event: ProcessMetrics) -> dict[str, float]:
     """Returns the seconds by time category of one metrics event."""
     return {n: us / 1e6 for n, us in zip(phase_names(process), event.phases, strict=False)}
+
+
+_LEVELS = {"t", "host", "epoch", "rss", "threads", "rtt", "rtt_least"}
+_LEVELS |= {"memory_used", "memory_total", "gpus"}
+
+Metrics = TypeVar("Metrics", bound=ProcessMetrics | HostMetrics)
+
+
+def merge_metrics(events: Sequence[Metrics]) -> Metrics:
+    """Merges several events: amounts are added, levels are those of the last."""
+    if len(events) == 1:
+        return events[0]
+    names = [f.name for f in fields(events[0]) if f.name not in _LEVELS]
+    return replace(events[-1], **{n: _add([getattr(e, n) for e in events]) for n in names})
+
+
+def _add(values: list[Any]) -> Any:
+    known = [v for v in values if v is not None]
+    if not known:
+        return None
+    if isinstance(known[0], list):
+        return [_add(list(v)) for v in zip(*known, strict=False)]
+    if isinstance(known[0], dict):
+        names = dict.fromkeys(k for v in known for k in v)
+        return {
+            n: max(v.get(n, 0) for v in known)
+            if n == "waiting"
+            else _add([v[n] for v in known if n in v])
+            for n in names
+        }
+    total = sum(known)
+    return round(total, 6) if isinstance(total, float) else total

@@ -10,7 +10,7 @@ from paceline.errors import SpecError, UsageError
 from paceline.specs.optimizer_base import count_slots
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, records
-from paceline.telemetry.memory_limit import available_memory_bytes
+from paceline.telemetry.proc_stats import available_memory_bytes
 
 SMALL = 64 << 20
 """Bytes of weights below which the check is skipped."""

@@ -12,7 +12,7 @@ import os
 import sys
 
 from paceline.errors import UsageError
-from paceline.telemetry.memory_limit import available_memory_bytes
+from paceline.telemetry.proc_stats import available_memory_bytes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = (1 << 31) - 1

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.state import Section
 from paceline.strategies.pipeline.partition import LayerCost, StageBudget, partition_layers
 from paceline.strategies.pipeline.spec import PipelineParallel
-from paceline.telemetry.memory_limit import available_memory_bytes
+from paceline.telemetry.proc_stats import available_memory_bytes
 
 PASSES = 3
 BACKWARD_COST = 2.0
