@@ -84,7 +84,7 @@ def measure(workload: Workload, *, telemetry: bool) -> tuple[float, float]:
         scene = summarize_window(read_run(options.out, steps=False), None)
     cpu_us = 0.0
     if scene is not None:
-        cpu_us = 1e6 * scene.workers[0].cpu_s / scene.workers[0].steps
+        cpu_us = 1e6 * scene.workers[0].cpu_s / scene.workers[0].sums.steps
     return WORKERS * workload.batch_per_worker / float(result["samples_per_s"]) * 1e6, cpu_us
 
 

@@ -119,9 +119,7 @@ def test_a_reader_follows_a_run_that_starts_later(tmp_path: Path) -> None:
 def test_a_new_verdict_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_verdicts import make_run
 
-    rules = list(RULES)
-    monkeypatch.setattr("paceline.telemetry.verdicts.RULES", rules)
-    monkeypatch.setattr("paceline.telemetry.verdicts.verdict.RULES", rules)
+    monkeypatch.setattr("paceline.telemetry.verdicts.RULES", list(RULES))
 
     @verdict_rule
     def judge_small_memory(window: Any, found: list[Verdict]) -> list[Verdict]:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 
-from paceline.telemetry.events import (
-    PHASES,
-    STEP_PHASES,
-    HostMetrics,
-    ProcessMetrics,
-    WorkerStarted,
-)
+from paceline.telemetry.events import PHASES, STEP_PHASES, ProcessMetrics, WorkerStarted
 from paceline.telemetry.reader import ProcessRecord, RunRecord
 from paceline.telemetry.run_folder import COORDINATOR
+from paceline.telemetry.steps import Metrics, merge_metrics
 
 MIN_S = 3.0
 """Runs with less training than this are not judged."""
@@ -25,33 +19,17 @@ MAX_WINDOW_S = 60.0
 WARM_UP_S = 2.0
 """Ignored at the start of training, while caches, allocators and connections are cold."""
 
-Metrics = TypeVar("Metrics", ProcessMetrics, HostMetrics)
 
-
-@dataclass
 class ProcessWindow:
-    """Sums of the metrics of one process over the window."""
+    """Metrics of one process over the window, merged into one event."""
 
-    record: ProcessRecord
-    dt: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-    samples: int = 0
-    cpu_s: float = 0.0
-    run_wait_s: float = 0.0
-    main_wait_s: float = 0.0
-    throttled_s: float = 0.0
-    input_cpu_s: float = 0.0
-    gil: list[int] = field(default_factory=lambda: [0] * 5)
-    net_out: int = 0
-    net_in: int = 0
-    net_busy_s: float = 0.0
-    net_blocked_s: float = 0.0
-    rtt_s: float = 0.0
-    rtt_least_s: float = 0.0
-    disk_read: int = 0
-    queued_s: float = 0.0
-    pulls: int = 0
+    def __init__(self, record: ProcessRecord, rows: Sequence[ProcessMetrics]) -> None:
+        self.record = record
+        self.sums = merge_metrics(rows) if rows else ProcessMetrics(t=0.0, dt=0.0)
+        self.phases = record.phase_seconds(self.sums)
+        self.cpu_s = self.sums.cpu_user + self.sums.cpu_system
+        self.rtt_s = sum(row.rtt * row.dt for row in rows) / self.sums.dt if self.sums.dt else 0.0
+        self.rtt_least_s = next((row.rtt_least for row in reversed(rows) if row.rtt_least), 0.0)
 
     @property
     def who(self) -> str:
@@ -75,60 +53,41 @@ class ProcessWindow:
     def name(self) -> str:
         return self.record.name
 
-    @property
-    def step_s(self) -> float:
-        """Seconds inside steps, without startup, evaluation and switches."""
-        return sum(self.phases.get(name, 0.0) for name in STEP_PHASES)
+    def per_second(self, amount: str) -> float:
+        """Returns an amount of `ProcessMetrics` per second; 0 for an empty window."""
+        return float(getattr(self.sums, amount)) / self.sums.dt if self.sums.dt else 0.0
 
     def share(self, phase: str) -> float:
-        whole = self.step_s
+        """Returns the fraction of a category in the time inside steps."""
+        whole = sum(self.phases.get(name, 0.0) for name in STEP_PHASES)
         return self.phases.get(phase, 0.0) / whole if whole > 0 else 0.0
+
+    @property
+    def cores_used(self) -> float:
+        return self.cpu_s / self.sums.dt if self.sums.dt else 0.0
 
     @property
     def compute_s(self) -> float:
         """Seconds of forward and backward per sample; 0 if none was computed."""
         busy = self.phases.get("forward", 0.0) + self.phases.get("backward", 0.0)
-        return busy / self.samples if self.samples else 0.0
+        return busy / self.sums.samples if self.sums.samples else 0.0
 
     @property
     def compute_with_core_s(self) -> float:
         """`compute_s` without run-queue wait, which is only roughly known."""
-        waited = self.main_wait_s / self.samples if self.samples else 0.0
+        waited = self.sums.main_wait / self.sums.samples if self.sums.samples else 0.0
         return max(self.compute_s - waited, 0.2 * self.compute_s)
 
     @property
     def run_queue_s(self) -> float:
         """Seconds of run-queue wait that a quota does not explain."""
-        return max(0.0, self.run_wait_s - self.throttled_s)
+        return max(0.0, self.sums.run_wait - self.sums.throttled)
 
     @property
     def share_running(self) -> float:
         """Fraction of the runnable time in which threads were running."""
-        wanted = self.cpu_s + max(self.run_wait_s, self.throttled_s)
+        wanted = self.cpu_s + max(self.sums.run_wait, self.sums.throttled)
         return self.cpu_s / wanted if wanted > 0 else 1.0
-
-    def add(self, event: ProcessMetrics) -> None:
-        self.dt += event.dt
-        for name, seconds in self.record.phase_seconds(event).items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-        self.steps += event.steps
-        self.samples += event.samples
-        self.cpu_s += event.cpu_user + event.cpu_system
-        self.run_wait_s += event.run_wait
-        self.main_wait_s += event.main_wait
-        self.throttled_s += event.throttled
-        self.input_cpu_s += event.input_cpu / 1e6
-        self.gil = [a + b for a, b in zip(self.gil, event.gil, strict=False)]
-        self.net_out += event.net_out
-        self.net_in += event.net_in
-        self.net_busy_s += event.net_busy
-        self.net_blocked_s += event.net_blocked
-        self.rtt_s += event.rtt * event.dt
-        self.rtt_least_s = event.rtt_least or self.rtt_least_s
-        self.disk_read += event.disk_read
-        serving = event.serving or {}
-        self.queued_s += serving.get("queued_us", 0) / 1e6
-        self.pulls += serving.get("pulls", 0)
 
 
 @dataclass
@@ -137,8 +96,8 @@ class HostWindow:
 
     host: str
     processes: list[ProcessWindow]
-    dt: float = 0.0
-    cores_busy: list[float] = field(default_factory=list)
+    dt: float
+    cores_busy: list[float]
 
     @property
     def cores(self) -> list[int]:
@@ -147,12 +106,18 @@ class HostWindow:
     @property
     def cores_used(self) -> float:
         """CPU cores used by this run."""
-        return sum(process.cpu_s / process.dt for process in self.processes if process.dt)
+        return sum(process.cores_used for process in self.processes)
 
     @property
     def cores_short(self) -> float:
         """Additional CPU cores this run would use if they were available."""
-        return sum(process.run_queue_s / process.dt for process in self.processes if process.dt)
+        running = [process for process in self.processes if process.sums.dt]
+        return sum(process.run_queue_s / process.sums.dt for process in running)
+
+    @property
+    def share_waiting(self) -> float:
+        """Fraction of the runnable time of this run spent waiting for a core."""
+        return self.cores_short / (self.cores_used + self.cores_short)
 
     @property
     def cores_others(self) -> float:
@@ -174,7 +139,7 @@ class RunWindow:
     @property
     def exchange(self) -> float:
         """Fraction of a step spent in communication, for the worker that waits least in it."""
-        return min((w.share("comm_exposed") for w in self.workers if w.steps), default=0.0)
+        return min((w.share("comm_exposed") for w in self.workers if w.sums.steps), default=0.0)
 
     def slowness(self, seen: ProcessWindow) -> float | None:
         """Returns how many times slower a worker computes than the median of the others."""
@@ -186,38 +151,36 @@ class RunWindow:
 
 def summarize_window(run: RunRecord, last_s: float | None) -> RunWindow | None:
     """Sums the metrics of the window; None if it is too short to judge."""
-    training = {w.process_name: [v for v in w.metrics if _trains(w, v)] for w in run.workers}
-    training_rows = [rows for rows in training.values() if rows]
+    training = [(worker, [v for v in worker.metrics if _trains(v)]) for worker in run.workers]
+    training_rows = [rows for _, rows in training if rows]
     if not training_rows:
         return None
     began = min(rows[0].t for rows in training_rows) + WARM_UP_S
     ended = max(rows[-1].t for rows in training_rows)
     if last_s is not None:
         began = max(began, _look_back(training_rows, ended, last_s))
-    workers = []
-    for worker in run.workers:
-        seen = _sum_up(
-            worker, [v for v in training[worker.process_name] if v.t - v.dt / 2 >= began]
-        )
-        if seen.steps:
-            workers.append(seen)
-    if not workers or max(w.dt for w in workers) < MIN_S:
+    windows = [
+        ProcessWindow(worker, [v for v in rows if v.t - v.dt / 2 >= began])
+        for worker, rows in training
+    ]
+    workers = [seen for seen in windows if seen.sums.steps]
+    if not workers or max(w.sums.dt for w in workers) < MIN_S:
         return None
-    if min(w.steps for w in workers) < MIN_STEPS:
+    if min(w.sums.steps for w in workers) < MIN_STEPS:
         return None
     # Servers and the coordinator over the same seconds.
-    busy = [(v.t - v.dt / 2, v.t) for v in _rows(run.workers, began, ended)]
-    inside = (min(a for a, _ in busy), ended) if busy else (began, ended)
-    servers = [_sum_up(s, _between(s.metrics, inside)) for s in run.servers]
+    busy = [v.t - v.dt / 2 for rows in training_rows for v in rows if v.t >= began]
+    inside = min(busy, default=began), ended
+    servers = [ProcessWindow(s, _between(s.metrics, inside)) for s in run.servers]
     rest = [p for who, p in run.processes.items() if who == COORDINATOR]
-    others = [_sum_up(p, _between(p.metrics, inside)) for p in rest]
+    others = [ProcessWindow(p, _between(p.metrics, inside)) for p in rest]
     return RunWindow(workers, servers, _host_windows(run, workers, servers, others, inside))
 
 
 _STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
 
 
-def _trains(worker: ProcessRecord, event: ProcessMetrics) -> bool:
+def _trains(event: ProcessMetrics) -> bool:
     # Called for every metrics event: by index, without names.
     return sum(event.phases[_STEP]) > 0.5e6 * event.dt
 
@@ -235,21 +198,8 @@ def _look_back(training_rows: list[list[ProcessMetrics]], ended: float, last_s: 
     return max(since, ended - MAX_WINDOW_S)
 
 
-def _rows(processes: Sequence[ProcessRecord], began: float, ended: float) -> list[ProcessMetrics]:
-    return [v for p in processes for v in p.metrics if _trains(p, v) and began <= v.t <= ended]
-
-
 def _between(rows: Sequence[Metrics], inside: tuple[float, float]) -> list[Metrics]:
     return [v for v in rows if inside[0] <= v.t - v.dt / 2 and v.t <= inside[1] + v.dt]
-
-
-def _sum_up(record: ProcessRecord, rows: Sequence[ProcessMetrics]) -> ProcessWindow:
-    seen = ProcessWindow(record)
-    for event in rows:
-        seen.add(event)
-    if seen.dt:
-        seen.rtt_s /= seen.dt
-    return seen
 
 
 def _host_windows(
@@ -272,9 +222,8 @@ def _host_windows(
         if who == COORDINATOR or any(s.who == who for s in on_it):
             # The coordinator counts on the host it samples, or on the only host.
             on_it += [s for s in others if who == COORDINATOR or len(run.hosts) == 1]
-        window = HostWindow(host, on_it, dt=sum(m.dt for m in measured))
         columns = zip(*(m.cores_busy for m in measured), strict=False)
-        window.cores_busy = [sum(column) for column in columns]
-        if window.processes:
-            windows.append(window)
+        if on_it:
+            seconds = sum(m.dt for m in measured)
+            windows.append(HostWindow(host, on_it, seconds, [sum(c) for c in columns]))
     return windows
