@@ -14,8 +14,8 @@ from paceline.report.comparison import label_results
 from paceline.report.stats import as_finite, interpolate
 from paceline.telemetry.events import PHASES, StrategySwitched
 from paceline.telemetry.numbers import as_mapping
-from paceline.telemetry.partial_result import UNFINISHED, result_from_events
 from paceline.telemetry.reader import STEP_EVENTS, RunReader, RunRecord
+from paceline.telemetry.result import UNFINISHED, result_from_events
 from paceline.telemetry.schema import RunConfig, RunResult
 
 __all__ = ["UNFINISHED", "ReportRun", "find_run_folders", "load_run", "load_runs"]

@@ -7,14 +7,13 @@ verdicts, reports, traces and calibration; the supervisor feeds one with the eve
 
 from __future__ import annotations
 
-import functools
+import json
 from collections import deque
-from collections.abc import Collection, Iterator, MutableSequence
+from collections.abc import Collection, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from paceline.telemetry.event_tail import EventTail, JsonFile
 from paceline.telemetry.events import (
     Event,
     HostMetrics,
@@ -28,15 +27,122 @@ from paceline.telemetry.events import (
     VerdictChanged,
     WorkerEnded,
     WorkerStarted,
+    parse_event,
 )
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
 from paceline.telemetry.schema import RunConfig, RunResult
-from paceline.telemetry.steps import StepRecord, phase_names, phase_seconds, steps_of_window
-
-__all__ = ["EventTail", "ProcessRecord", "RunReader", "RunRecord", "read_run", "read_steps"]
+from paceline.telemetry.steps import StepRecord, phase_seconds, steps_of_window
 
 STEP_EVENTS: frozenset[type[Event]] = frozenset({StepWindow, StepSummary})
 """The bulk of a long run's folder; readers that do not need single steps skip them."""
+
+
+class EventTail:
+    """Reads the events appended to a file; leaves an incomplete line for the next poll."""
+
+    def __init__(self, path: Path, *, skip: Iterable[type[Event]] = ()) -> None:
+        """Lines of the types in `skip` are dropped unparsed, which is much faster."""
+        self.path = path
+        # `kind` is the first key of every line; the closing quote keeps prefixes apart.
+        self._skip = tuple(f'{{"kind":"{event_type.kind}"'.encode() for event_type in skip)
+        self._offset = 0
+        self.size = 0
+        """After a poll: size of the file in bytes."""
+        self.restarts = 0
+        """Number of times the file was found shorter than before, which means replaced."""
+        self.torn_bytes = 0
+        """After a poll: bytes at the end that do not form a complete line."""
+        self.unreadable = 0
+        """Lines that are not valid events."""
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that a poll with a limit left for the next one."""
+        return self.size - self._offset - self.torn_bytes
+
+    def poll(self, limit_bytes: int = -1) -> list[Event]:
+        """Returns the events appended since the last poll; none if the file does not exist.
+
+        Reads at most `limit_bytes`, plus the rest of the last line.
+        """
+        try:
+            with self.path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                if self.size < self._offset:
+                    self._offset = 0
+                    self.restarts += 1
+                file.seek(self._offset)
+                data = file.read(limit_bytes)
+                if limit_bytes >= 0 and not data.endswith(b"\n"):
+                    data += file.readline()
+        except FileNotFoundError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        self.torn_bytes = len(data) - whole
+        found = []
+        for line in data[:whole].split(b"\n")[:-1]:
+            if self._skip and line.startswith(self._skip):
+                continue
+            try:
+                event = parse_event(json.loads(line))
+            except (ValueError, RecursionError):
+                event = None
+            if event is None:
+                self.unreadable += 1
+            else:
+                found.append(event)
+        return found
+
+    def list_problems(self) -> list[str]:
+        """Describes what the last poll could not read."""
+        name = f"events/{self.path.name}"
+        found = []
+        if self.torn_bytes:
+            found.append(
+                f"{name} ends in the middle of an event ({self.torn_bytes} bytes without a newline)"
+            )
+        if self.unreadable:
+            found.append(f"{name} has {self.unreadable} lines that are not valid events")
+        return found
+
+
+class JsonFile:
+    """A JSON object in a file that may be missing, incomplete, or replaced at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.value: dict[str, object] = {}
+        """The last object read; empty if the file is missing or was never readable."""
+        self.problem: str | None = None
+        """Description of why the file could not be read; None if it was."""
+        self._stamp: tuple[int, int] | None = None
+
+    @property
+    def exists(self) -> bool:
+        return self._stamp is not None
+
+    def refresh(self) -> None:
+        """Reads the file again if it has changed."""
+        name = self.path.name
+        try:
+            stat = self.path.stat()
+        except OSError:
+            self.value, self.problem, self._stamp = {}, f"{name} is missing", None
+            return
+        stamp = stat.st_mtime_ns, stat.st_size
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            value = json.loads(self.path.read_text(encoding="utf-8", errors="replace"))
+        except (OSError, ValueError, RecursionError):
+            self.problem = f"{name} is truncated or not valid JSON"
+            return
+        if not isinstance(value, dict) or not value:
+            self.problem = f"{name} is empty"
+            return
+        self.value, self.problem = value, None
 
 
 class RunReader:
@@ -70,9 +176,8 @@ class RunReader:
 
     def open_files(self) -> None:
         """Finds event files that have appeared since the last call."""
-        found = self.folder.processes_with_events()
-        for process in found if self._only is None else [p for p in found if p in self._only]:
-            if process not in self.tails:
+        for process in self.folder.processes_with_events():
+            if process not in self.tails and (self._only is None or process in self._only):
                 self.tails[process] = EventTail(self.folder.events(process), skip=self.skip)
 
     def poll(self, limit_bytes: int = -1) -> Iterator[tuple[str, Event]]:
@@ -145,10 +250,6 @@ class ProcessRecord:
         return self.process_name.replace("-", " ")
 
     @property
-    def phase_names(self) -> tuple[str, ...]:
-        return phase_names(self.process_name)
-
-    @property
     def last_event_s(self) -> float:
         if self.metrics:
             return self.metrics[-1].t
@@ -186,73 +287,47 @@ class RunRecord:
 
     @property
     def workers(self) -> list[ProcessRecord]:
-        found = [p for p in self.processes.values() if p.is_worker]
-        return sorted(found, key=lambda p: p.number)
+        return sorted((p for p in self.processes.values() if p.is_worker), key=lambda p: p.number)
 
     @property
     def servers(self) -> list[ProcessRecord]:
-        found = [p for p in self.processes.values() if p.is_server]
-        return sorted(found, key=lambda p: p.number)
+        return sorted((p for p in self.processes.values() if p.is_server), key=lambda p: p.number)
 
     @property
     def verdict_events(self) -> list[VerdictChanged]:
         """Verdicts that began or were cleared during the run."""
         return [e for e in self.events if isinstance(e, VerdictChanged)]
 
-    @property
-    def seconds(self) -> float:
-        """Time of the last event."""
-        times = [p.metrics[-1].t for p in self.processes.values() if p.metrics]
-        times += [e.t for e in list(self.events)[-1:]]
-        return max(times, default=0.0)
-
     def process(self, process: str) -> ProcessRecord:
         if process not in self.processes:
-            record = ProcessRecord(process)
+            record = self.processes[process] = ProcessRecord(process, metrics=self._make_list())
             if self.keep is not None:
-                record.metrics = deque(maxlen=self.keep)
                 record.steps = deque(maxlen=0)
-            self.processes[process] = record
         return self.processes[process]
+
+    def _make_list(self) -> MutableSequence[Any]:
+        return [] if self.keep is None else deque(maxlen=self.keep)
 
     def add(self, process: str, event: Event) -> None:
         """Adds one event of a process."""
-        self._add(event, process)
-
-    @functools.singledispatchmethod
-    def _add(self, event: Event, process: str) -> None:
-        if process == COORDINATOR:
-            self.events.append(event)
-
-    @_add.register
-    def _(self, event: ProcessMetrics, process: str) -> None:
-        if event.dt > 0:
-            self.process(process).metrics.append(event)
-
-    @_add.register
-    def _(self, event: HostMetrics, process: str) -> None:
-        kept: MutableSequence[HostMetrics] = [] if self.keep is None else deque(maxlen=self.keep)
-        if event.dt > 0:
-            self.hosts.setdefault(process, kept).append(event)
-
-    @_add.register(WorkerStarted)
-    @_add.register(ServerStarted)
-    def _(self, event: WorkerStarted | ServerStarted, process: str) -> None:
-        self.process(process).started = event  # A resumed run starts again: the last one counts.
-
-    @_add.register(StepWindow)
-    @_add.register(StepSummary)
-    def _(self, event: StepWindow | StepSummary, process: str) -> None:
-        self.process(process).steps.append(event)
-
-    @_add.register
-    def _(self, event: ProfileWritten, process: str) -> None:
-        self.process(process).profiles.append(event)
-
-    @_add.register(WorkerEnded)
-    @_add.register(ServerEnded)
-    def _(self, event: WorkerEnded | ServerEnded, process: str) -> None:
-        self.process(process).ended = event
+        match event:
+            case ProcessMetrics():
+                if event.dt > 0:
+                    self.process(process).metrics.append(event)
+            case HostMetrics():
+                if event.dt > 0:
+                    self.hosts.setdefault(process, self._make_list()).append(event)
+            case WorkerStarted() | ServerStarted():
+                # A resumed run starts again: the last one counts.
+                self.process(process).started = event
+            case StepWindow() | StepSummary():
+                self.process(process).steps.append(event)
+            case ProfileWritten():
+                self.process(process).profiles.append(event)
+            case WorkerEnded() | ServerEnded():
+                self.process(process).ended = event
+            case _ if process == COORDINATOR:
+                self.events.append(event)
 
     def list_missing(self) -> list[str]:
         """Describes events that a complete run would have."""
@@ -265,10 +340,8 @@ class RunRecord:
             )
         if self.config.get("virtual"):
             return found  # The twin records no events of workers.
-        for role, count in (
-            ("worker", self.config.get("workers")),
-            ("server", self.config.get("servers")),
-        ):
+        roles = ("worker", self.config.get("workers")), ("server", self.config.get("servers"))
+        for role, count in roles:
             for number in range(count if isinstance(count, int) else 0):
                 process = self.processes.get(f"{role}-{number}")
                 if process is None:
@@ -294,13 +367,15 @@ def read_run(path: Path | str, *, steps: bool = True) -> RunRecord:
     return record
 
 
+def read_step_events(path: Path | str, worker: int) -> Iterator[StepWindow | StepSummary]:
+    """Yields the windows of one worker's steps, single and summed."""
+    skip = {ProcessMetrics, HostMetrics}
+    for _, event in RunReader(path, skip=skip, processes=(f"worker-{worker}",)).poll():
+        if isinstance(event, StepWindow | StepSummary):
+            yield event
+
+
 def read_steps(path: Path | str, worker: int) -> list[StepRecord]:
     """Returns the single steps of one worker, in order."""
-    name = f"worker-{worker}"
-    reader = RunReader(path, skip={ProcessMetrics, HostMetrics}, processes=(name,))
-    return [
-        step
-        for _, event in reader.poll()
-        if isinstance(event, StepWindow)
-        for step in steps_of_window(event)
-    ]
+    windows = [w for w in read_step_events(path, worker) if isinstance(w, StepWindow)]
+    return [step for window in windows for step in steps_of_window(window)]

@@ -1,4 +1,7 @@
-"""Builds result.json from the coordinator's history and the workers' totals."""
+"""Builds result.json from the coordinator's history and the workers' totals.
+
+Without a result.json, `result_from_events` builds the part that the events of a run contain.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +10,32 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from paceline.protocol.history import History
+from paceline.protocol.coordinator import Coordinator
 from paceline.telemetry.events import (
     PHASES,
     STEP_PHASES,
+    EpochEnded,
     EpochRow,
-    HostMetrics,
-    ProcessMetrics,
+    RunEnded,
+    RunProgress,
+    RunStarted,
     StepSummary,
     StepWindow,
+    StrategySwitched,
+    WorkerEnded,
 )
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.phase_clock import STAGES
-from paceline.telemetry.reader import RunReader, read_run
+from paceline.telemetry.reader import ProcessRecord, RunRecord, read_run, read_step_events
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
-from paceline.telemetry.schema import (
-    Phases,
-    ProcessResources,
-    RunConfig,
-    RunResult,
-    StalenessSummary,
-)
+from paceline.telemetry.schema import Phases, RunConfig, RunResult, StalenessSummary
+from paceline.telemetry.steps import window_seconds
 from paceline.telemetry.verdicts import verdicts
 
+UNFINISHED = "unfinished"
+"""Status of a run without a result.json: interrupted, or still in progress."""
 WorkerTotals = Mapping[int, Mapping[str, Any]]
 """Totals that each worker reports at its end, by worker."""
-
-
-class CoordinatorState(Protocol):
-    """The part of a coordinator that results are made from."""
-
-    history: History
-    final: dict[str, float | None]
-
-    @property
-    def totals(self) -> WorkerTotals: ...
 
 
 class FinishedRun(Protocol):
@@ -54,7 +48,7 @@ class FinishedRun(Protocol):
     @property
     def seconds(self) -> float: ...
     @property
-    def coordinator(self) -> CoordinatorState: ...
+    def coordinator(self) -> Coordinator: ...
 
 
 def make_result(
@@ -65,13 +59,17 @@ def make_result(
     virtual: bool = False,
     live: LiveRun | None = None,
 ) -> RunResult:
-    """Returns every field of the contract; None for what a failed run did not measure."""
+    """Returns every field of the contract; None for what a failed run did not measure.
+
+    Resources and verdicts are empty without `live`, the telemetry of the run.
+    """
     history = outcome.coordinator.history
     totals = outcome.coordinator.totals
     final = outcome.coordinator.final
     last = history.rows[-1] if history.rows else EpochRow()
     job = config["job"]
     train_s = history.train_seconds
+    judged = verdicts(read_run(folder.path, steps=False)) if live else []
     phases, by_epoch = phases_of_workers(totals, None if virtual else folder)
     return {
         "status": outcome.status,
@@ -102,9 +100,9 @@ def make_result(
         "lag": {"max": history.max_lag},
         "phases": phases,
         "step_phases": by_epoch,
-        "resources": resource_summary(live),
-        "bytes_by_role": bytes_by_role(live),
-        "verdicts": run_verdicts(live, folder),
+        "resources": {w: live.totals[w].describe() for w in sorted(live.totals)} if live else {},
+        "bytes_by_role": bytes_by_role(live) if live else {},
+        "verdicts": [dataclasses.asdict(verdict) for verdict in judged],
         "input": {
             f"worker-{w}": totals[w]["input"] for w in sorted(totals) if totals[w].get("input")
         },
@@ -158,17 +156,8 @@ def sum_stages(totals: WorkerTotals, seconds: float) -> dict[str, float | None]:
     return dict(stages)
 
 
-def resource_summary(live: LiveRun | None) -> dict[str, ProcessResources]:
-    """Returns the resource usage per process; empty without telemetry."""
-    if live is None:
-        return {}
-    return {who: live.totals[who].describe() for who in sorted(live.totals)}
-
-
-def bytes_by_role(live: LiveRun | None) -> dict[str, dict[str, int]]:
+def bytes_by_role(live: LiveRun) -> dict[str, dict[str, int]]:
     """Returns the TCP bytes per role, counted by the kernel on both ends."""
-    if live is None:
-        return {}
     found: dict[str, dict[str, int]] = {}
     for who, totals in live.totals.items():
         role = "coordinator" if who == COORDINATOR else who.split("-")[0]
@@ -176,13 +165,6 @@ def bytes_by_role(live: LiveRun | None) -> dict[str, dict[str, int]]:
         sums["sent"] += totals.net_out
         sums["received"] += totals.net_in
     return found
-
-
-def run_verdicts(live: LiveRun | None, folder: RunFolder) -> list[Mapping[str, Any]]:
-    """Returns the verdicts over the whole run; none without telemetry."""
-    if live is None:
-        return []
-    return [dataclasses.asdict(v) for v in verdicts(read_run(folder.path, steps=False))]
 
 
 def phases_of_workers(
@@ -214,10 +196,7 @@ def phases_of_workers(
 
 def _move(phases: dict[str, float], waited_s: float) -> dict[str, float]:
     moved = min(waited_s, phases["comm_exposed"])
-    changed = {
-        "comm_exposed": phases["comm_exposed"] - moved,
-        "wait": phases["wait"] + moved,
-    }
+    changed = {"comm_exposed": phases["comm_exposed"] - moved, "wait": phases["wait"] + moved}
     return {name: round(value, 6) for name, value in {**phases, **changed}.items()}
 
 
@@ -239,22 +218,16 @@ class RecordedSteps:
 
     def read(self, worker: int, folder: RunFolder) -> None:
         self._workers.add(worker)
-        reader = RunReader(
-            folder.path,
-            skip={ProcessMetrics, HostMetrics},
-            processes=(f"worker-{worker}",),
-        )
-        for _, event in reader.poll():
+        for event in read_step_events(folder.path, worker):
             if isinstance(event, StepSummary):
-                seconds = {name: us / 1e6 for name, us in event.phases_us.items()}
-                self._add(worker, PARTS[event.epoch > 0], seconds)
-            elif isinstance(event, StepWindow):
+                self._add(worker, PARTS[event.epoch > 0], window_seconds(event))
+            else:
                 self._add_window(worker, event)
 
     def _add(self, worker: int, part: str, seconds: Mapping[str, float]) -> None:
         sums = self.seconds.setdefault((worker, part), dict.fromkeys(STEP_PHASES, 0.0))
         for name in STEP_PHASES:
-            sums[name] += seconds.get(name, 0.0)
+            sums[name] += seconds[name]
 
     def _add_window(self, worker: int, window: StepWindow) -> None:
         first = sum(epoch == 0 for epoch in window.epoch)  # Epochs never decrease.
@@ -276,3 +249,50 @@ class RecordedSteps:
                 for worker, us in parts:
                     waited[worker, PARTS[epoch > 0]] += (us - least) / 1e6
         return waited
+
+
+def result_from_events(record: RunRecord) -> RunResult:
+    """Returns the status, totals, history, switches and time categories found in the events."""
+    config = record.config
+    job = config.get("job") or {}
+    result: RunResult = {"status": UNFINISHED, "error": None, "labels": config.get("labels") or {}}
+    asked = {**job, **config}
+    for name in ("strategy", "model", "data", "workers", "servers", "seed", "batch"):
+        if isinstance(asked.get(name), str | int):
+            result[name] = asked[name]
+    # By epoch and by samples, because a resumed run repeats what it lost.
+    history: dict[int, Mapping[str, object]] = {}
+    switches: dict[int, Mapping[str, object]] = {}
+    for event in record.events:
+        result["seconds"] = event.t
+        match event:
+            case RunStarted():
+                result["strategy"] = event.strategy
+                result["workers"], result["servers"] = event.workers, event.servers
+            case RunProgress():
+                result["samples"], result["updates"] = event.samples, event.updates
+            case EpochEnded(row=row):
+                history[row.epoch] = row.to_plain()
+                result["samples"], result["updates"] = row.samples, row.updates
+                result["train_loss"], result["train_acc"] = row.train_loss, row.train_acc
+                result["val_loss"], result["val_acc"] = row.val_loss, row.val_acc
+            case StrategySwitched(row=row):
+                switches[row.samples] = row.to_plain()
+            case RunEnded() if event.status != "done":
+                # Ended well but without result.json is not done: its final metrics are missing.
+                result["status"], result["error"] = event.status, event.error
+    result["history"], result["switches"] = list(history.values()), list(switches.values())
+    phases = {w.process_name: worker_phases(w) for w in record.workers}
+    result["phases"] = {name: seconds for name, seconds in phases.items() if any(seconds.values())}
+    return result
+
+
+def worker_phases(worker: ProcessRecord) -> dict[str, float]:
+    """Returns a worker's totals by time category; without totals, sums of its recorded steps."""
+    if isinstance(worker.ended, WorkerEnded):
+        return dict(worker.ended.phases)
+    sums = dict.fromkeys(STEP_PHASES, 0.0)
+    for window in worker.steps:
+        for name, seconds in window_seconds(window).items():
+            sums[name] += seconds
+    return sums
