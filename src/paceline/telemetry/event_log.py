@@ -36,20 +36,20 @@ def ignore_notice(notice: RunNotice) -> None:
     """The default display: shows nothing."""
 
 
+@dataclass(frozen=True)
 class EventLog:
     """Appends events to run.jsonl; every notice also goes to `on_event`."""
 
-    def __init__(self, writer: EventWriter, on_event: OnEvent) -> None:
-        self._writer = writer
-        self._on_event = on_event
+    writer: EventWriter
+    on_event: OnEvent
 
     def started(self, *, strategy: str, workers: int, servers: int) -> None:
-        self._writer.write(RunStarted(t=0.0, strategy=strategy, workers=workers, servers=servers))
+        self.writer.write(RunStarted(t=0.0, strategy=strategy, workers=workers, servers=servers))
 
     def record(self, notice: RunNotice) -> None:
         if isinstance(notice, Event):
-            self._writer.write(notice)
-        self._on_event(notice)
+            self.writer.write(notice)
+        self.on_event(notice)
 
     def ended(self, status: str, error: str | None, seconds: float) -> None:
         self.record(RunEnded(t=round(seconds, 6), status=status, error=error))

@@ -91,7 +91,7 @@ class DecisionRow(ResultRow):
         return self.strategy == self.chosen
 
 
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Base of all event types: a subclass is a frozen dataclass, written with its `kind`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from paceline.telemetry.events import (
     VERDICT_BEGAN,
@@ -47,7 +47,7 @@ class ResourceTotals:
     samples: int = 0
 
     def add(self, event: ProcessMetrics) -> None:
-        dt, cpu_s = event.dt, event.cpu_user + event.cpu_system
+        dt = event.dt
         self.seconds += dt
         self.cpu_user_s += event.cpu_user
         self.cpu_system_s += event.cpu_system
@@ -58,37 +58,21 @@ class ResourceTotals:
         for name in ("net_in", "net_out", "disk_read", "disk_write", "steps", "samples"):
             setattr(self, name, getattr(self, name) + getattr(event, name))
         if dt >= 0.5:  # The last window may be too short for a rate.
-            self.cpu_peak = max(self.cpu_peak, cpu_s / dt)
+            self.cpu_peak = max(self.cpu_peak, (event.cpu_user + event.cpu_system) / dt)
             self.net_in_peak = max(self.net_in_peak, event.net_in / dt)
             self.net_out_peak = max(self.net_out_peak, event.net_out / dt)
 
     def describe(self) -> ProcessResources:
         whole = max(self.seconds, 1e-9)
-        return {
-            "seconds": round(self.seconds, 6),
-            "cpu_user_s": round(self.cpu_user_s, 6),
-            "cpu_system_s": round(self.cpu_system_s, 6),
-            "cpu_mean": round((self.cpu_user_s + self.cpu_system_s) / whole, 4),
-            "cpu_peak": round(self.cpu_peak, 4),
-            "run_wait_s": round(self.run_wait_s, 6),
-            "throttled_s": round(self.throttled_s, 6),
+        values = {
+            **vars(self),
+            "cpu_mean": (self.cpu_user_s + self.cpu_system_s) / whole,
             "rss_mean": int(self.rss_sum / whole),
-            "rss_peak": self.rss_peak,
-            "net_in": self.net_in,
-            "net_out": self.net_out,
-            "net_in_peak": round(self.net_in_peak, 1),
-            "net_out_peak": round(self.net_out_peak, 1),
-            "disk_read": self.disk_read,
-            "disk_write": self.disk_write,
         }
-
-
-def sum_process_metrics(events: Iterable[ProcessMetrics]) -> ResourceTotals:
-    """Returns the totals of recorded metrics."""
-    totals = ResourceTotals()
-    for event in events:
-        totals.add(event)
-    return totals
+        digits = {"cpu_mean": 4, "cpu_peak": 4, "net_in_peak": 1, "net_out_peak": 1}
+        names = ProcessResources.__annotations__
+        described = {name: round(values[name], digits.get(name, 6)) for name in names}
+        return cast(ProcessResources, described)
 
 
 class LiveRun:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Literal
 
 from paceline.telemetry.events import RunProgress
@@ -49,11 +50,11 @@ class Metric:
 
     key: str
     """In result.json and comparison.json; a contract."""
-    title: str
-    """Column heading."""
     description: str
     """One sentence for docs/metrics.md and for Prometheus."""
     unit: Unit
+    title: str = ""
+    """Column heading; by default the words of `key`."""
     source: Callable[[RunResult], object] | None = None
     """Returns the value of a result; by default the result's value under `key`."""
     views: frozenset[View] = frozenset()
@@ -67,6 +68,9 @@ class Metric:
     """Returns the current value while the run is in progress, for Prometheus."""
     family: str | None = None
     """Name of the Prometheus family without prefix, if it is not `key`; a contract."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", self.title or self.key.replace("_", " "))
 
     def value(self, result: RunResult) -> float | None:
         """Returns the metric of a result; None if it was not measured."""
@@ -87,67 +91,51 @@ def compression(result: RunResult) -> float | None:
     return sent / before if sent and before and sent != before else None
 
 
+_accuracy = partial(Metric, unit=Unit.FRACTION, better="higher")
+_loss = partial(Metric, unit=Unit.LOSS, better="lower")
+_duration = partial(Metric, unit=Unit.SECONDS, better="lower")
+_size = partial(Metric, unit=Unit.BYTES, better="lower")
+
 METRICS: tuple[Metric, ...] = (
-    Metric(
+    _accuracy(
         key="test_acc",
-        title="test acc",
         description="Accuracy on the test set after training.",
-        unit=Unit.FRACTION,
-        better="higher",
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
         views=frozenset({View.SUMMARY, View.ACCURACY, View.RUNS, View.DASHBOARD}),
     ),
-    Metric(
+    _accuracy(
         key="val_acc",
-        title="val acc",
         description="Accuracy on the validation set after the last epoch.",
-        unit=Unit.FRACTION,
-        better="higher",
         priority=20,
         spread_in_summary=True,
         views=frozenset({View.SUMMARY, View.ACCURACY, View.RUNS, View.DASHBOARD}),
     ),
-    Metric(
+    _accuracy(
         key="train_acc",
-        title="train acc",
         description="Training accuracy of the last epoch, measured during training.",
-        unit=Unit.FRACTION,
-        better="higher",
         views=frozenset({View.ACCURACY, View.DASHBOARD}),
     ),
-    Metric(
+    _loss(
         key="test_loss",
-        title="test loss",
         description="Loss on the test set after training.",
-        unit=Unit.LOSS,
-        better="lower",
         views=frozenset({View.ACCURACY, View.DASHBOARD}),
     ),
-    Metric(
+    _loss(
         key="val_loss",
-        title="val loss",
         description="Loss on the validation set after the last epoch.",
-        unit=Unit.LOSS,
-        better="lower",
         views=frozenset({View.ACCURACY, View.DASHBOARD}),
     ),
-    Metric(
+    _loss(
         key="train_loss",
-        title="train loss",
         description="Mean training loss of the current or last epoch.",
-        unit=Unit.LOSS,
-        better="lower",
         views=frozenset({View.ACCURACY, View.DASHBOARD, View.PROMETHEUS}),
         live=lambda progress: progress.loss,
         family="loss",
     ),
-    Metric(
+    _duration(
         key="seconds",
-        title="seconds",
         description="Total wall time, including startup and evaluation.",
-        unit=Unit.SECONDS,
-        better="lower",
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
         views=frozenset({View.SUMMARY, View.TIME, View.RUNS, View.DASHBOARD}),
@@ -163,7 +151,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         key="samples",
-        title="samples",
         description="Samples whose gradients were applied.",
         unit=Unit.COUNT,
         views=frozenset({View.TIME, View.RUNS, View.DASHBOARD, View.PROMETHEUS}),
@@ -172,7 +159,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         key="updates",
-        title="updates",
         description="Updates of the weights.",
         unit=Unit.COUNT,
         priority=10,
@@ -182,7 +168,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         key="epochs",
-        title="epochs",
         description="Epochs completed.",
         unit=Unit.COUNT,
         views=frozenset({View.PROMETHEUS}),
@@ -199,12 +184,9 @@ METRICS: tuple[Metric, ...] = (
         priority=60,
         views=frozenset({View.SUMMARY, View.TIME}),
     ),
-    Metric(
+    _size(
         key="bytes_sent",
-        title="bytes sent",
         description="Payload bytes sent by all workers.",
-        unit=Unit.BYTES,
-        better="lower",
         views=frozenset({View.RUNS, View.DASHBOARD}),
     ),
     Metric(
@@ -217,31 +199,25 @@ METRICS: tuple[Metric, ...] = (
         priority=ALWAYS_SHOWN,
         views=frozenset({View.SUMMARY}),
     ),
-    Metric(
+    _duration(
         key="switch_pause_s",
         title="switch pause",
         description="Time without training during switches of strategy; empty without a switch.",
-        unit=Unit.SECONDS,
         source=lambda result: switch_seconds(result, "pause_s"),
-        better="lower",
         priority=ALWAYS_SHOWN,
         spread=False,
         views=frozenset({View.SUMMARY, View.TIME}),
     ),
-    Metric(
+    _duration(
         key="switch_drain_s",
         title="switch drain",
         description="Time spent waiting for batches in flight before switches of strategy.",
-        unit=Unit.SECONDS,
         source=lambda result: switch_seconds(result, "drain_s"),
-        better="lower",
     ),
-    Metric(
+    _size(
         key="peak_rss_bytes",
         title="peak memory",
         description="Largest resident memory of any worker.",
-        unit=Unit.BYTES,
-        better="lower",
         views=frozenset({View.RUNS, View.DASHBOARD}),
     ),
 )
@@ -252,73 +228,34 @@ def metrics_in(view: View) -> list[Metric]:
     return [metric for metric in METRICS if view in metric.views]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ResourceMetric:
     """One column of the resource table: usage of a process, aggregated over processes and runs."""
 
     title: str
     unit: Unit
-    source: Callable[[ProcessResources], object]
     aggregate: Literal["mean", "max"]
+    key: str
+    """In `resources` of result.json."""
+    is_rate: bool = False
+    """The value is an amount, shown per second."""
 
     def value(self, resources: ProcessResources) -> float | None:
-        return as_finite(self.source(resources))
+        value, seconds = as_finite(resources.get(self.key)), as_finite(resources.get("seconds"))
+        if value is None or not self.is_rate:
+            return value
+        return value / seconds if seconds else None
 
 
-def _per_second(resources: ProcessResources, amount: object) -> float | None:
-    seconds, known = as_finite(resources.get("seconds")), as_finite(amount)
-    return known / seconds if seconds and known is not None else None
-
-
-RESOURCES: tuple[ResourceMetric, ...] = (
-    ResourceMetric(
-        title="CPU cores, mean",
-        unit=Unit.COUNT,
-        source=lambda used: used.get("cpu_mean"),
-        aggregate="mean",
-    ),
-    ResourceMetric(
-        title="CPU cores, peak",
-        unit=Unit.COUNT,
-        source=lambda used: used.get("cpu_peak"),
-        aggregate="max",
-    ),
-    ResourceMetric(
-        title="memory, mean",
-        unit=Unit.BYTES,
-        source=lambda used: used.get("rss_mean"),
-        aggregate="mean",
-    ),
-    ResourceMetric(
-        title="memory, peak",
-        unit=Unit.BYTES,
-        source=lambda used: used.get("rss_peak"),
-        aggregate="max",
-    ),
-    ResourceMetric(
-        title="received/s, mean",
-        unit=Unit.BYTES,
-        source=lambda used: _per_second(used, used.get("net_in")),
-        aggregate="mean",
-    ),
-    ResourceMetric(
-        title="received/s, peak",
-        unit=Unit.BYTES,
-        source=lambda used: used.get("net_in_peak"),
-        aggregate="max",
-    ),
-    ResourceMetric(
-        title="sent/s, mean",
-        unit=Unit.BYTES,
-        source=lambda used: _per_second(used, used.get("net_out")),
-        aggregate="mean",
-    ),
-    ResourceMetric(
-        title="sent/s, peak",
-        unit=Unit.BYTES,
-        source=lambda used: used.get("net_out_peak"),
-        aggregate="max",
-    ),
+RESOURCES = (
+    ResourceMetric("CPU cores, mean", Unit.COUNT, "mean", "cpu_mean"),
+    ResourceMetric("CPU cores, peak", Unit.COUNT, "max", "cpu_peak"),
+    ResourceMetric("memory, mean", Unit.BYTES, "mean", "rss_mean"),
+    ResourceMetric("memory, peak", Unit.BYTES, "max", "rss_peak"),
+    ResourceMetric("received/s, mean", Unit.BYTES, "mean", "net_in", is_rate=True),
+    ResourceMetric("received/s, peak", Unit.BYTES, "max", "net_in_peak"),
+    ResourceMetric("sent/s, mean", Unit.BYTES, "mean", "net_out", is_rate=True),
+    ResourceMetric("sent/s, peak", Unit.BYTES, "max", "net_out_peak"),
 )
 
 

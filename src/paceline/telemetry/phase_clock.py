@@ -7,19 +7,8 @@ import time
 
 from paceline.telemetry.events import PHASES, SERVER_PHASES
 
-(
-    STARTUP,
-    INPUT,
-    FORWARD,
-    BACKWARD,
-    COMM,
-    OPTIMIZER,
-    WAIT,
-    QUEUE,
-    EVAL,
-    SWITCH,
-    OTHER,
-) = range(len(PHASES))
+STARTUP, INPUT, FORWARD, BACKWARD, COMM, OPTIMIZER = range(6)
+WAIT, QUEUE, EVAL, SWITCH, OTHER = range(6, len(PHASES))
 
 STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 """Stages of a run; they divide its wall time coarsely."""
@@ -108,10 +97,6 @@ class ServerClock(PhaseClock):
             self._update_phase()
 
     def _update_phase(self) -> None:
-        for phase in (APPLY, SEND, RECEIVE):
-            if self._doing[phase]:
-                break
-        else:
-            phase = IDLE
+        phase = next((p for p in (APPLY, SEND, RECEIVE) if self._doing[p]), IDLE)
         if phase != self.current:
             self.enter(phase)

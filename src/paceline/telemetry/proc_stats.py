@@ -46,9 +46,6 @@ def _text(path: str | Path) -> str:
         os.close(handle)
 
 
-# ---- a process -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TcpStats:
     """Kernel counters of one TCP connection of this process."""
@@ -259,9 +256,6 @@ def _unpack(info: bytes) -> TcpStats:
     return TcpStats(
         sent - again, received, busy_us / 1e6, blocked_us / 1e6, rtt_us / 1e6, least_us / 1e6
     )
-
-
-# ---- the host --------------------------------------------------------------------------------
 
 
 def read_machine(t: float = 0.0) -> HostMetrics:

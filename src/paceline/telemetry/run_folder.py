@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -24,18 +25,8 @@ COORDINATOR = "run"
 """Name of the coordinator's process in events, logs and metrics."""
 KERAS = "model.keras"
 """The whole model in Keras's own format, next to its weights."""
-RUN_FILES = (
-    "run.json",
-    "events",
-    "logs",
-    "checkpoints",
-    "profile",
-    "metrics.json",
-    "result.json",
-    "model.safetensors",
-    KERAS,
-    "report.html",
-)
+RUN_FOLDERS = ("events", "logs", "checkpoints", "profile")
+RUN_FILES = ("run.json", "metrics.json", "result.json", "model.safetensors", KERAS, "report.html")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -50,26 +41,13 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        self.config = self.path / "run.json"
+        self.result = self.path / "result.json"
+        self.report = self.path / "report.html"
+        self.model = self.path / "model.safetensors"
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.json"
+        """URL and token of the metrics endpoint; readable only by its owner."""
 
     def events(self, who: str) -> Path:
         return self.path / "events" / f"{who}.jsonl"
@@ -80,13 +58,8 @@ class RunFolder:
     def profile(self, who: str) -> Path:
         return self.path / "profile" / f"{who}.json"
 
-    @property
-    def metrics(self) -> Path:
-        """URL and token of the metrics endpoint; readable only by its owner."""
-        return self.path / "metrics.json"
-
     def is_run_folder(self) -> bool:
-        return any((self.path / name).exists() for name in RUN_FILES)
+        return any((self.path / name).exists() for name in (*RUN_FOLDERS, *RUN_FILES))
 
     def prepare(self, *, force: bool, resume: bool) -> None:
         """Creates the folder for a run.
@@ -114,7 +87,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Removes the files of a run and nothing else."""
-        for name in RUN_FILES:
+        for name in (*RUN_FOLDERS, *RUN_FILES):
             target = self.path / name
             if target.is_dir():
                 shutil.rmtree(target)
@@ -135,14 +108,18 @@ class RunFolder:
     def processes_with_events(self) -> list[str]:
         """Returns `run`, then the workers, then the servers that have an event file."""
         found = [p.stem for p in self.path.glob("events/*.jsonl")]
-        order = {"run": 0, "worker": 1, "server": 2}
-        parts = [(stem.partition("-")[0], stem.partition("-")[2], stem) for stem in found]
-        known = [p for p in parts if p[0] in order and (p[1].isdigit() or p[0] == "run")]
-        return [stem for *_, stem in sorted(known, key=lambda p: (order[p[0]], int(p[1] or 0)))]
+        known = [name for name in found if re.fullmatch(r"run|(worker|server)-\d+", name)]
+        return sorted(known, key=process_order)
 
     def event_bytes(self) -> int:
         """Returns the total size of the event files."""
         return sum(path.stat().st_size for path in self.path.glob("events/*.jsonl"))
+
+
+def process_order(process: str) -> tuple[int, int]:
+    """Sorts `run`, then the workers, then the servers by number."""
+    role, _, number = process.partition("-")
+    return ("run", "worker", "server").index(role), int(number or 0)
 
 
 class EventSink(Protocol):

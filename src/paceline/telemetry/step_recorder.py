@@ -7,8 +7,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from paceline.protocol.messages import Lease
-from paceline.telemetry.events import STEP_PHASES, StepSummary, StepWindow
+from paceline.telemetry.events import PHASES, STEP_PHASES, StepSummary, StepWindow
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.telemetry.run_folder import EventSink
 from paceline.telemetry.sampler import LINES_A_STAGE, StepCounters
@@ -16,9 +18,6 @@ from paceline.telemetry.sampler import LINES_A_STAGE, StepCounters
 WINDOW_S = 1.0
 SINGLE_STEPS = 200_000
 """Steps recorded individually; further steps are summed, which bounds the size of the folder."""
-
-_FIRST = 1  # index of "input" among the phases
-_COUNT = len(STEP_PHASES)
 
 
 @dataclass(slots=True)
@@ -104,15 +103,11 @@ class StepRecorder:
                 self._window_s *= 2
 
     def _take_columns(self, rows: list[StepRow]) -> dict[str, list[int]]:
-        before = self._last_ns
-        columns: list[list[int]] = [[] for _ in STEP_PHASES]
-        for row in rows:
-            total = row.total_ns
-            for i in range(_COUNT):
-                columns[i].append((total[_FIRST + i] - before[_FIRST + i]) // 1000)
-            before = total
-        self._last_ns = before
-        return dict(zip(STEP_PHASES, columns, strict=True))
+        """Returns the microseconds of each step by time category."""
+        totals_ns = [self._last_ns, *(row.total_ns for row in rows)]
+        self._last_ns = totals_ns[-1]
+        columns = (np.diff(totals_ns, axis=0) // 1000).T.tolist()
+        return {name: columns[PHASES.index(name)] for name in STEP_PHASES}
 
     def _write_single(self, writer: EventSink, rows: list[StepRow]) -> None:
         began, self._last_end_s = self._last_end_s, rows[-1].end_s
@@ -129,7 +124,9 @@ class StepRecorder:
                 loss=[None if row.loss is None else round(row.loss, 6) for row in rows],
                 staleness=[row.staleness for row in rows],
                 comm_hidden=[-1 if row.hidden_us is None else row.hidden_us for row in rows],
-                pieces=_list_pieces([row.lease for row in rows]),
+                pieces=[[list(piece) for piece in row.lease.row_ranges] for row in rows]
+                if any(row.lease.row_ranges for row in rows)
+                else [],
                 **self._take_columns(rows),
             )
         )
@@ -149,9 +146,3 @@ class StepRecorder:
                 staleness={str(k): v for k, v in sorted(stale.items())},
             )
         )
-
-
-def _list_pieces(leases: list[Lease]) -> list[list[list[int]]]:
-    if not any(lease.row_ranges for lease in leases):
-        return []
-    return [[list(piece) for piece in lease.row_ranges] for lease in leases]

@@ -24,34 +24,17 @@ class ProcessWindow:
     """Metrics of one process over the window, merged into one event."""
 
     def __init__(self, record: ProcessRecord, rows: Sequence[ProcessMetrics]) -> None:
-        self.record = record
+        self.record, started = record, record.started
+        self.who, self.name = record.process_name, record.name
+        self.host = started.host if started is not None else None
+        self.cores = started.cores if started is not None else []
+        """CPU cores the process may run on; empty if unknown."""
+        self.threads = started.threads if isinstance(started, WorkerStarted) else 1
         self.sums = merge_metrics(rows) if rows else ProcessMetrics(t=0.0, dt=0.0)
         self.phases = record.phase_seconds(self.sums)
         self.cpu_s = self.sums.cpu_user + self.sums.cpu_system
         self.rtt_s = sum(row.rtt * row.dt for row in rows) / self.sums.dt if self.sums.dt else 0.0
         self.rtt_least_s = next((row.rtt_least for row in reversed(rows) if row.rtt_least), 0.0)
-
-    @property
-    def who(self) -> str:
-        return self.record.process_name
-
-    @property
-    def cores(self) -> list[int]:
-        """CPU cores the process may run on; empty if unknown."""
-        return self.record.started.cores if self.record.started is not None else []
-
-    @property
-    def host(self) -> str | None:
-        return self.record.started.host if self.record.started is not None else None
-
-    @property
-    def threads(self) -> int:
-        started = self.record.started
-        return started.threads if isinstance(started, WorkerStarted) else 1
-
-    @property
-    def name(self) -> str:
-        return self.record.name
 
     def per_second(self, amount: str) -> float:
         """Returns an amount of `ProcessMetrics` per second; 0 for an empty window."""
@@ -174,7 +157,7 @@ def summarize_window(run: RunRecord, last_s: float | None) -> RunWindow | None:
     servers = [ProcessWindow(s, _between(s.metrics, inside)) for s in run.servers]
     rest = [p for who, p in run.processes.items() if who == COORDINATOR]
     others = [ProcessWindow(p, _between(p.metrics, inside)) for p in rest]
-    return RunWindow(workers, servers, _host_windows(run, workers, servers, others, inside))
+    return RunWindow(workers, servers, _host_windows(run, [*workers, *servers], others, inside))
 
 
 _STEP = slice(PHASES.index(STEP_PHASES[0]), PHASES.index(STEP_PHASES[-1]) + 1)
@@ -204,8 +187,7 @@ def _between(rows: Sequence[Metrics], inside: tuple[float, float]) -> list[Metri
 
 def _host_windows(
     run: RunRecord,
-    workers: list[ProcessWindow],
-    servers: list[ProcessWindow],
+    members: list[ProcessWindow],
     others: list[ProcessWindow],
     inside: tuple[float, float],
 ) -> list[HostWindow]:
@@ -218,7 +200,7 @@ def _host_windows(
         host = measured[-1].host
         if host in {window.host for window in windows}:
             continue  # Two network namespaces of one host.
-        on_it = [s for s in (*workers, *servers) if s.host == host]
+        on_it = [s for s in members if s.host == host]
         if who == COORDINATOR or any(s.who == who for s in on_it):
             # The coordinator counts on the host it samples, or on the only host.
             on_it += [s for s in others if who == COORDINATOR or len(run.hosts) == 1]

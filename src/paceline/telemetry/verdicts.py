@@ -62,15 +62,8 @@ class Verdict:
         return f"{self.text}: {self.suggestion}"
 
     def to_event(self, t: float, state: str) -> VerdictChanged:
-        return VerdictChanged(
-            t=round(t, 6),
-            state=state,
-            rule=self.rule,
-            who=self.who,
-            text=self.text,
-            suggestion=self.suggestion,
-            figures=self.figures,
-        )
+        shown = {n: getattr(self, n) for n in ("rule", "who", "text", "suggestion", "figures")}
+        return VerdictChanged(t=round(t, 6), state=state, **shown)
 
 
 Rule = Callable[[RunWindow, list[Verdict]], Iterable[Verdict]]
