@@ -214,11 +214,18 @@ def test_thousands_of_updates_a_second_are_kept_up_with(tmp_path: Path, workers:
 # ---- who may ask
 
 
+def start_serving(dashboard: Dashboard) -> threading.Thread:
+    """Serves in a thread until the dashboard is stopped."""
+    thread = threading.Thread(target=dashboard.serve, daemon=True)
+    thread.start()
+    return thread
+
+
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[Dashboard]:
     record(tmp_path / "runs" / "first", workers=2, seconds=5)
     dashboard = Dashboard(tmp_path / "runs")
-    thread = dashboard.start()
+    thread = start_serving(dashboard)
     yield dashboard
     dashboard.stop()
     thread.join(timeout=20)
@@ -252,7 +259,7 @@ def test_a_strange_name_for_this_machine_is_refused(board: Dashboard) -> None:
 
 def test_a_token_is_asked_for(tmp_path: Path) -> None:
     dashboard = Dashboard(tmp_path, ask_token=True)
-    thread = dashboard.start()
+    thread = start_serving(dashboard)
     try:
         assert ask(dashboard, "/").status == 403
         assert ask(dashboard, "/api/runs?token=wrong").status == 403
@@ -272,10 +279,10 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
 
 def test_other_addresses_always_have_a_token(tmp_path: Path) -> None:
     dashboard = Dashboard(tmp_path, host="0.0.0.0")
-    dashboard.close_unserved()
+    dashboard.close()
     assert dashboard.token is not None
     here = Dashboard(tmp_path)
-    here.close_unserved()
+    here.close()
     assert here.token is None
 
 
@@ -379,7 +386,7 @@ class Site:
         self._writer = threading.Thread(target=self._go_on, daemon=True)
         self._writer.start()
         self.board = Dashboard(root)
-        self._server = self.board.start()
+        self._server = start_serving(self.board)
         self.browser = Browser()
 
     def _go_on(self) -> None:
@@ -532,7 +539,7 @@ def test_names_from_a_folder_are_text(site: Site, tmp_path: Path) -> None:
     record(tmp_path / "runs" / hostile, workers=1, servers=0, seconds=3,
            strategy="</script><script>alert(2)</script>")  # fmt: skip
     board = Dashboard(tmp_path / "runs")
-    thread = board.start()
+    thread = start_serving(board)
     try:
         site.browser.open(board.url)
         site.browser.wait_for("state.view && state.view.payload")
@@ -550,7 +557,7 @@ def test_names_from_a_folder_are_text(site: Site, tmp_path: Path) -> None:
 def test_a_server_that_went_away_is_said(site: Site, tmp_path: Path) -> None:
     record(tmp_path / "runs" / "one", workers=1, servers=0, seconds=3)
     board = Dashboard(tmp_path / "runs")
-    thread = board.start()
+    thread = start_serving(board)
     site.browser.open(board.url)
     site.browser.wait_for("state.view && state.view.payload")
     board.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 import time
 from collections import deque
@@ -24,7 +24,6 @@ from paceline.telemetry.metrics import View, metrics_in
 from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.reader import RunReader
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
-from paceline.telemetry.schema import RunConfig
 
 SILENT_S = 20.0
 """Processes write every second; a run without new events for this long is not running."""
@@ -52,7 +51,7 @@ class RunSummary:
         self._begin()
 
     def _begin(self) -> None:
-        self._reader = RunReader(self.folder.path, processes=(COORDINATOR,))
+        self.reader = RunReader(self.folder.path, processes=(COORDINATOR,))
         self._seconds: float | None = None
         self._samples_per_epoch: float | None = None
         self._progress: RunProgress | None = None
@@ -64,63 +63,40 @@ class RunSummary:
         self._verdicts: dict[tuple[str, str], str] = {}
 
     def poll(self) -> None:
-        events = list(self._reader.poll())
-        if self._reader.restarted:
+        events = list(self.reader.poll())
+        if self.reader.restarted:
             self._begin()
-            events = list(self._reader.poll())
+            events = list(self.reader.poll())
         for _, event in events:
-            self._seconds = event.t
+            self._seconds = event.t  # Any event shows that the run is alive.
             self._add(event)
 
-    @functools.singledispatchmethod
     def _add(self, event: Event) -> None:
-        """Other events only show that the run is alive."""
-
-    @_add.register
-    def _(self, event: RunLengthKnown) -> None:
-        self._samples_per_epoch = event.samples_per_epoch
-
-    @_add.register
-    def _(self, event: RunProgress) -> None:
-        self._progress = event
-        self._last_epoch = event.epoch
-        self._recent.append((event.t, event.samples))
-        while len(self._recent) > 2 and event.t - self._recent[0][0] > RATE_WINDOW_S:
-            self._recent.popleft()
-
-    @_add.register
-    def _(self, event: EpochEnded) -> None:
-        self._epoch = event.row
-        self._last_epoch = event.row.epoch
-        if self._samples_per_epoch is None:
-            self._samples_per_epoch = event.row.samples / (event.row.epoch or 1)
-
-    @_add.register
-    def _(self, event: StrategyStarted) -> None:
-        self._strategy = event.strategy
-
-    @_add.register
-    def _(self, event: RunEnded) -> None:
-        self._ended = event.status
-
-    @_add.register
-    def _(self, event: VerdictChanged) -> None:
-        if event.is_over:
-            self._verdicts.pop((event.rule, event.who), None)
-        else:
-            self._verdicts[event.rule, event.who] = event.text
-
-    @property
-    def config(self) -> RunConfig:
-        return self._reader.config
-
-    @property
-    def unreadable(self) -> list[str]:
-        """Describes run.json and result.json if they exist but cannot be read."""
-        return self._reader.unreadable_files
+        match event:
+            case RunLengthKnown():
+                self._samples_per_epoch = event.samples_per_epoch
+            case RunProgress():
+                self._progress = event
+                self._last_epoch = event.epoch
+                self._recent.append((event.t, event.samples))
+                while len(self._recent) > 2 and event.t - self._recent[0][0] > RATE_WINDOW_S:
+                    self._recent.popleft()
+            case EpochEnded(row=row):
+                self._epoch = row
+                self._last_epoch = row.epoch
+                if self._samples_per_epoch is None:
+                    self._samples_per_epoch = row.samples / (row.epoch or 1)
+            case StrategyStarted():
+                self._strategy = event.strategy
+            case RunEnded():
+                self._ended = event.status
+            case VerdictChanged(is_over=True):
+                self._verdicts.pop((event.rule, event.who), None)
+            case VerdictChanged():
+                self._verdicts[event.rule, event.who] = event.text
 
     def payload(self) -> Payload:
-        config, result = self._reader.config, self._reader.result
+        config, result = self.reader.config, self.reader.result
         job = as_mapping(config.get("job"))
         payload: Payload = {"id": self.ident, "name": self.ident}
         payload |= {k: config.get(k) for k in ("strategy", "workers", "servers", "virtual")}
@@ -157,7 +133,7 @@ class RunSummary:
 
     def _total(self) -> float | None:
         per = as_finite(self._samples_per_epoch)
-        epochs = as_finite(as_mapping(self.config.get("job")).get("epochs"))
+        epochs = as_finite(as_mapping(self.reader.config.get("job")).get("epochs"))
         return per * epochs if per and epochs else None
 
     def _share(self, samples: object) -> float | None:
@@ -171,17 +147,10 @@ class RunSummary:
         return (n1 - n0) / (t1 - t0) if t1 > t0 else None
 
     def _silent_s(self) -> float:
-        newest = 0.0
-        files = (
-            self.folder.events(COORDINATOR),
-            self.folder.events("worker-0"),
-            self.folder.config,
-        )
-        for path in files:
-            try:
+        folder, newest = self.folder, 0.0
+        for path in (folder.events(COORDINATOR), folder.events("worker-0"), folder.config):
+            with contextlib.suppress(OSError):
                 newest = max(newest, path.stat().st_mtime)
-            except OSError:
-                continue
         return max(0.0, time.time() - newest)
 
 
@@ -203,7 +172,8 @@ class RunIndex:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=10)
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
 
     def refresh(self) -> None:
         """Finds new runs and reads new events of all runs in the list and on pages."""
@@ -239,8 +209,7 @@ class RunIndex:
     def list_runs(self) -> list[Payload]:
         with self._lock:
             payloads = [card.payload() for card in self._cards.values()]
-        order = {"running": 0}
-        return sorted(payloads, key=lambda run: order.get(str(run.get("status")), 1))
+        return sorted(payloads, key=lambda run: run["status"] != "running")
 
     def run_payload(
         self, ident: str, *, generation: str, first: int, who: str | None
@@ -259,13 +228,13 @@ class RunIndex:
                 live.poll()
             live.viewed_s = time.monotonic()
             run = card.payload()
-            missing = card.unreadable
+            missing = card.reader.unreadable_files
             if run["status"] != "running":
-                missing += live.list_missing(card.config)
+                missing += live.list_missing(card.reader.config)
             return {
                 "run": run,
                 "missing": missing,
-                "config": card.config,
+                "config": card.reader.config,
                 **live.payload(generation=generation, first=first, who=who),
             }
 
@@ -275,9 +244,7 @@ class RunIndex:
         for ident in idents:
             whole = self.run_payload(ident, generation="", first=0, who=None)
             if whole is not None:
-                timeline = self._live[ident].timeline_totals()
-                payloads.append(
-                    {k: whole[k] for k in ("run", "loss", "history", "switches", "verdicts")}
-                    | {"phases": timeline}
-                )
+                names = ("run", "loss", "history", "switches", "verdicts")
+                phases = self._live[ident].timeline_totals()
+                payloads.append({**{k: whole[k] for k in names}, "phases": phases})
         return payloads

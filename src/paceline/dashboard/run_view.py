@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import functools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from paceline.telemetry.events import (
 )
 from paceline.telemetry.numbers import as_finite
 from paceline.telemetry.reader import RunReader
-from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.run_folder import COORDINATOR, RunFolder, process_order
 from paceline.telemetry.schema import RunConfig
 from paceline.telemetry.steps import phase_names, window_seconds
 
@@ -89,7 +88,7 @@ class RunView:
         self.marks: list[Payload] = []
         self.verdicts: dict[tuple[str, str], Payload] = {}
         self.staleness: Counter[int] = Counter()
-        self.processes: dict[str, ProcessState] = {}
+        self.processes: defaultdict[str, ProcessState] = defaultdict(ProcessState)
         self.memory_totals: dict[str, int] = {}
         self._windows: dict[str, float] = {}
         huge = self.folder.event_bytes() > HUGE_BYTES
@@ -114,79 +113,53 @@ class RunView:
             if time.monotonic() > due:
                 return False
 
-    def _process(self, process: str) -> ProcessState:
-        return self.processes.setdefault(process, ProcessState())
-
-    @functools.singledispatchmethod
     def _add(self, event: Event, process: str) -> None:
-        """Events without a view of their own are not shown."""
+        match event:
+            case RunProgress():
+                self.loss.add([event.t, event.samples, event.updates, as_finite(event.loss)])
+            case EpochEnded():
+                self.history[event.row.epoch] = event.row
+            case StrategySwitched():
+                self.switches[event.row.samples] = event
+                self._mark(event)
+            case VerdictChanged():
+                key = event.rule, event.who
+                if event.is_over:
+                    self.verdicts.setdefault(key, event.to_plain())["over_t"] = event.t
+                else:
+                    self.verdicts[key] = event.to_plain()
+                self._mark(event)
+            case StrategyStarted() | SwitchDecided() | CheckpointSaved() | RunEnded():
+                self._mark(event)
+            case WorkerEnded() | ServerEnded():
+                self.processes[process].ended = True
+            case WorkerStarted() | ServerStarted():
+                self.processes[process]  # Listed from its start.
+            case ProcessMetrics():
+                self._add_process(event, process)
+            case HostMetrics():
+                host, t, dt = event.host or process, event.t, event.dt
+                self.bins.add(("machine", host), t, dt, _amounts(event, HOST_AMOUNTS))
+                self.bins.set_max(("machine", host), t - dt / 2, [float(event.memory_used)])
+                self.memory_totals[host] = event.memory_total
+            case StepWindow() | StepSummary():
+                self._add_steps(event, process)
 
-    @_add.register
-    def _(self, event: RunProgress, process: str) -> None:
-        self.loss.add([event.t, event.samples, event.updates, as_finite(event.loss)])
-
-    @_add.register
-    def _(self, event: EpochEnded, process: str) -> None:
-        self.history[event.row.epoch] = event.row
-
-    @_add.register
-    def _(self, event: StrategySwitched, process: str) -> None:
-        self.switches[event.row.samples] = event
-        self._mark(event)
-
-    @_add.register
-    def _(self, event: VerdictChanged, process: str) -> None:
-        key = event.rule, event.who
-        if event.is_over:
-            self.verdicts.setdefault(key, event.to_plain())["over_t"] = event.t
-        else:
-            self.verdicts[key] = event.to_plain()
-        self._mark(event)
-
-    @_add.register(StrategyStarted)
-    @_add.register(SwitchDecided)
-    @_add.register(CheckpointSaved)
-    @_add.register(RunEnded)
-    def _mark(self, event: Event, process: str = COORDINATOR) -> None:
+    def _mark(self, event: Event) -> None:
         self.marks.append({"t": event.t, "kind": event.kind, "text": describe_event(event)})
         del self.marks[:-EVENTS_KEPT]
 
-    @_add.register(WorkerEnded)
-    @_add.register(ServerEnded)
-    def _(self, event: WorkerEnded | ServerEnded, process: str) -> None:
-        self._process(process).ended = True
-
-    @_add.register(WorkerStarted)
-    @_add.register(ServerStarted)
-    def _(self, event: WorkerStarted | ServerStarted, process: str) -> None:
-        self._process(process)
-
-    @_add.register
-    def _(self, event: ProcessMetrics, process: str) -> None:
-        state = self._process(process)
-        t, dt = event.t, event.dt
+    def _add_process(self, event: ProcessMetrics, process: str) -> None:
+        state, t, dt = self.processes[process], event.t, event.dt
         if event.phases:
             state.has_phases = True
             self.bins.add(("phases", process), t, dt, [us / 1e6 for us in event.phases])
-        amounts = [as_finite(getattr(event, name)) or 0.0 for name in AMOUNTS]
-        self.bins.add(("amounts", process), t, dt, [*amounts, dt])
-        self.bins.set_max(("rss", process), t - dt / 2, [float(event.rss)])
+        self.bins.add(("process", process), t, dt, _amounts(event, AMOUNTS))
+        self.bins.set_max(("process", process), t - dt / 2, [float(event.rss)])
         state.last_event_s = t
 
-    @_add.register
-    def _(self, event: HostMetrics, process: str) -> None:
-        host = event.host or process
-        amounts = [as_finite(getattr(event, name)) or 0.0 for name in HOST_AMOUNTS]
-        t, dt = event.t, event.dt
-        self.bins.add(("machine", host), t, dt, [*amounts, dt])
-        self.bins.set_max(("memory", host), t - dt / 2, [float(event.memory_used)])
-        self.memory_totals[host] = event.memory_total
-
-    @_add.register(StepWindow)
-    @_add.register(StepSummary)
-    def _(self, event: StepWindow | StepSummary, process: str) -> None:
-        state = self._process(process)
-        t = event.t
+    def _add_steps(self, event: StepWindow | StepSummary, process: str) -> None:
+        state, t = self.processes[process], event.t
         began = event.began or self._windows.get(process, t - 1.0)
         self._windows[process] = t
         if not state.has_phases:
@@ -194,11 +167,11 @@ class RunView:
             seconds = window_seconds(event)
             self.bins.add(("phases", process), t, t - began, [seconds.get(n, 0.0) for n in PHASES])
             state.last_event_s = t
-        counts = Counter(count_staleness(event))
+        counts = count_staleness(event)
         if counts:
             total = float(sum(lag * n for lag, n in counts.items()))
             self.bins.add("staleness", t, t - began, [total, float(sum(counts.values()))])
-            self.bins.set_max("stalest", t, [float(max(counts))])
+            self.bins.set_max("staleness", t, [float(max(counts))])
             self.staleness.update(counts)
 
     # Payloads
@@ -238,12 +211,8 @@ class RunView:
         ]
 
     def list_processes(self) -> list[str]:
-        def order(who: str) -> tuple[int, int]:
-            role, _, number = who.partition("-")
-            return ("worker", "server", "run").index(role), int(number or 0)
-
-        known = [w for w in self.processes if w == "run" or w.startswith(("worker-", "server-"))]
-        return sorted(known, key=order)
+        """Returns the workers, then the servers, then the coordinator."""
+        return sorted(self.processes, key=lambda who: (who == COORDINATOR, process_order(who)))
 
     def _make_timeline(self, start: int) -> list[Payload]:
         """Returns the bins of each process: time categories as fractions of the bin, times 255."""
@@ -253,13 +222,13 @@ class RunView:
             if table is None:
                 continue
             shares = np.clip(np.rint(table / self.bins.width_s * 255), 0, 255).astype(np.uint8)
-            names = phase_names(who)
+            names, totals = self._phase_totals(who)
             rows.append(
                 {
                     "who": who,
-                    "phases": names[: shares.shape[1]],
+                    "phases": names,
                     "shares": base64.b64encode(shares.tobytes()).decode("ascii"),
-                    "totals": [round(float(x), 3) for x in self._total_phases(who)],
+                    "totals": totals,
                     "heard_s": self.processes[who].last_event_s,
                     "ended": self.processes[who].ended,
                 }
@@ -268,79 +237,72 @@ class RunView:
 
     def timeline_totals(self) -> Payload:
         """Returns [time categories, seconds] per process."""
-        found: Payload = {}
-        for who in self.list_processes():
-            if self.bins.sums(("phases", who)) is not None:
-                totals = [round(float(x), 3) for x in self._total_phases(who)]
-                found[who] = [phase_names(who)[: len(totals)], totals]
-        return found
+        known = [w for w in self.list_processes() if self.bins.sums(("phases", w)) is not None]
+        return {who: self._phase_totals(who) for who in known}
 
-    def _total_phases(self, who: str) -> Array:
+    def _phase_totals(self, who: str) -> tuple[tuple[str, ...], list[float]]:
         table = self.bins.sums(("phases", who))
         assert table is not None
-        total: Array = table.sum(axis=0)
-        return total
+        totals = [round(float(x), 3) for x in table.sum(axis=0)]
+        return phase_names(who)[: len(totals)], totals
 
     def _make_resources(self, start: int, chosen: str | None) -> Payload:
         """Returns the minimum, mean and maximum over the processes of each role, per bin."""
-        roles: dict[str, list[str]] = {}
+        roles: dict[str, list[dict[str, Array]]] = {}
         for who in self.list_processes():
-            roles.setdefault(who.partition("-")[0], []).append(who)
-        payload: Payload = {}
-        for role, members in roles.items():
-            series = [s for s in (self._rates(who, start) for who in members) if s is not None]
-            if series:
-                payload[role] = {"count": len(series), **min_mean_max(series)}
-        if chosen is not None:
-            rates = self._rates(chosen, start)
-            if rates is not None:
-                payload["chosen"] = {"who": chosen, **min_mean_max([rates])}
+            if (rates := self._rates(who, start)) is not None:
+                roles.setdefault(who.partition("-")[0], []).append(rates)
+        payload: Payload = {
+            role: {"count": len(series), **min_mean_max(series)} for role, series in roles.items()
+        }
+        if chosen is not None and (rates := self._rates(chosen, start)) is not None:
+            payload["chosen"] = {"who": chosen, **min_mean_max([rates])}
         return payload
 
     def _rates(self, who: str, start: int) -> dict[str, Array] | None:
-        table = self.bins.sums(("amounts", who), start)
-        memory = self.bins.peaks(("rss", who), start)
-        if table is None or memory is None:
+        found = self._per_second(("process", who), AMOUNTS, start)
+        if found is None:
             return None
-        seconds = table[:, -1]
-        safe = np.where(seconds > 1e-6, seconds, np.nan)
-        per = {name: table[:, i] / safe for i, name in enumerate(AMOUNTS)}
+        per, memory = found
         return {
             "cpu": per["cpu_user"] + per["cpu_system"],
-            "cpu_wait": per["cpu_wait"],
-            "run_wait": per["run_wait"],
-            "memory": np.where(memory[:, 0] > 0, memory[:, 0], np.nan),
-            "net_in": per["net_in"],
-            "net_out": per["net_out"],
+            "memory": memory,
             "disk": per["disk_read"] + per["disk_write"],
-            "steps": per["steps"],
+            **{name: per[name] for name in ("cpu_wait", "run_wait", "net_in", "net_out", "steps")},
         }
+
+    def _per_second(
+        self, key: tuple[str, str], names: tuple[str, ...], start: int
+    ) -> tuple[dict[str, Array], Array] | None:
+        """Returns the named amounts per second, and peak memory; NaN where nothing is known."""
+        table, peaks = self.bins.sums(key, start), self.bins.peaks(key, start)
+        if table is None or peaks is None:
+            return None
+        seconds = np.where(table[:, -1] > 1e-6, table[:, -1], np.nan)
+        per = {name: table[:, i] / seconds for i, name in enumerate(names)}
+        return per, np.where(peaks[:, 0] > 0, peaks[:, 0], np.nan)
 
     def _make_machines(self, start: int) -> list[Payload]:
         rows = []
         for host, memory_total in sorted(self.memory_totals.items()):
-            table = self.bins.sums(("machine", host), start)
-            memory = self.bins.peaks(("memory", host), start)
-            if table is None or memory is None:
+            found = self._per_second(("machine", host), HOST_AMOUNTS, start)
+            if found is None:
                 continue
-            seconds = np.where(table[:, -1] > 1e-6, table[:, -1], np.nan)
-            per = {name: table[:, i] / seconds for i, name in enumerate(HOST_AMOUNTS)}
+            per, memory = found
             busy = per["cpu_user"] + per["cpu_system"] + per["cpu_iowait"] + per["cpu_steal"]
             rows.append(
                 {
                     "host": host,
                     "memory_total": memory_total,
                     "busy": round_for_json(busy / np.maximum(busy + per["cpu_idle"], 1e-9)),
-                    "memory": round_for_json(np.where(memory[:, 0] > 0, memory[:, 0], np.nan)),
-                    "net_in": round_for_json(per["net_in"]),
-                    "net_out": round_for_json(per["net_out"]),
-                    "loopback": round_for_json(per["loopback"]),
+                    "memory": round_for_json(memory),
+                    **{n: round_for_json(per[n]) for n in ("net_in", "net_out", "loopback")},
                 }
             )
         return rows
 
     def _make_staleness(self, start: int) -> Payload:
-        table, most = self.bins.sums("staleness", start), self.bins.peaks("stalest", start)
+        table, most = self.bins.sums("staleness", start), self.bins.peaks("staleness", start)
         if table is None or most is None:
             return {"mean": [], "max": [], "histogram": {}}
         count = np.where(table[:, 1] > 0, table[:, 1], np.nan)
@@ -351,32 +313,23 @@ class RunView:
         }
 
 
-def count_staleness(window: StepWindow | StepSummary) -> dict[int, int]:
+def _amounts(event: ProcessMetrics | HostMetrics, names: tuple[str, ...]) -> list[float]:
+    return [*(as_finite(getattr(event, name)) or 0.0 for name in names), event.dt]
+
+
+def count_staleness(window: StepWindow | StepSummary) -> Counter[int]:
     """Returns the number of gradients by staleness."""
-    if isinstance(window, StepSummary):
-        counts = {int(lag): n for lag, n in window.staleness.items() if lag.isdigit()}
-    else:
-        counts = Counter(lag for lag in window.staleness if lag >= 0)
-    return {lag: n for lag, n in counts.items() if n}
+    if isinstance(window, StepWindow):
+        return Counter(lag for lag in window.staleness if lag >= 0)
+    return Counter({int(lag): n for lag, n in window.staleness.items() if lag.isdigit() and n})
 
 
 def min_mean_max(series: list[dict[str, Array]]) -> Payload:
     payload: Payload = {}
     for name in series[0]:
-        stack = np.stack([one[name] for one in series])
-        known = ~np.isnan(stack)
-        count = known.sum(axis=0)
-        has = count > 0
-        mean = np.where(known, stack, 0.0).sum(axis=0) / np.maximum(count, 1)
-        payload[name] = {
-            "least": round_for_json(
-                np.where(has, np.where(known, stack, np.inf).min(axis=0), np.nan)
-            ),
-            "mean": round_for_json(np.where(has, mean, np.nan)),
-            "most": round_for_json(
-                np.where(has, np.where(known, stack, -np.inf).max(axis=0), np.nan)
-            ),
-        }
+        stack = np.ma.masked_invalid([one[name] for one in series])
+        bands = {"least": stack.min(axis=0), "mean": stack.mean(axis=0), "most": stack.max(axis=0)}
+        payload[name] = {key: round_for_json(band.filled(np.nan)) for key, band in bands.items()}
     return payload
 
 

@@ -9,7 +9,6 @@ import json
 import secrets
 import socket
 import sys
-import threading
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,25 +76,14 @@ class Dashboard:
         finally:
             self.close()
 
-    def start(self) -> threading.Thread:
-        """Serves in a thread until `stop`."""
-        thread = threading.Thread(target=self.serve, daemon=True)
-        thread.start()
-        return thread
-
     def stop(self) -> None:
+        """Ends `serve`, from another thread."""
         self._server.shutdown()
 
     def close(self) -> None:
-        self.is_closed = (
-            True  # For connections that are kept alive: they have threads of their own.
-        )
+        self.is_closed = True  # Connections that are kept alive have threads of their own.
         self._server.server_close()
         self.shelf.stop()
-
-    def close_unserved(self) -> None:
-        """Releases the port if `serve` was never called."""
-        self._server.server_close()
 
 
 class DashboardHttpServer(ThreadingHTTPServer):
@@ -119,7 +107,7 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
         if self.server.dashboard.is_closed:
             self.close_connection = True
             return
-        parts = urlsplit(self.path)
+        parts, shelf = urlsplit(self.path), self.server.dashboard.shelf
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if not self._is_ours():
             self._refuse(HTTPStatus.FORBIDDEN, "this name is not this server's: use its address")
@@ -130,12 +118,22 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
         elif parts.path == "/":
             self._give_page(query)
         elif parts.path == "/api/runs":
-            self._give({"runs": self.server.dashboard.shelf.list_runs()})
+            self._give({"runs": shelf.list_runs()})
         elif parts.path == "/api/run":
-            self._give_run(query)
+            first = query.get("from", "0")
+            payload = shelf.run_payload(
+                query.get("id", ""),
+                generation=query.get("generation", ""),
+                first=int(first) if first.isdecimal() else 0,
+                who=query.get("who") or None,
+            )
+            if payload is None:
+                self._refuse(HTTPStatus.NOT_FOUND, "this run no longer exists")
+            else:
+                self._give(payload)
         elif parts.path == "/api/curves":
             idents = query.get("ids", "").split("\n")[:MAX_COMPARED]
-            self._give({"runs": self.server.dashboard.shelf.curves_payload(idents)})
+            self._give({"runs": shelf.curves_payload(idents)})
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
@@ -176,19 +174,6 @@ class DashboardRequestHandler(BaseHTTPRequestHandler):
         shelf = self.server.dashboard.shelf
         text = render_page(shelf.root.resolve().name, shelf.list_runs(), nonce)
         self._send(text.encode(), "text/html; charset=utf-8", nonce=nonce)
-
-    def _give_run(self, query: dict[str, str]) -> None:
-        first = query.get("from", "0")
-        payload = self.server.dashboard.shelf.run_payload(
-            query.get("id", ""),
-            generation=query.get("generation", ""),
-            first=int(first) if first.isdecimal() else 0,
-            who=query.get("who") or None,
-        )
-        if payload is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "this run no longer exists")
-        else:
-            self._give(payload)
 
     def _give(self, value: object) -> None:
         text = json.dumps(drop_nan(value), separators=(",", ":"))

@@ -70,12 +70,10 @@ class TimeBins:
 
     def _make_room(self, at_s: float) -> None:
         while at_s >= self.most * self.width_s:
-            for table in self._sums.values():
-                merged = table[0::2] + table[1::2]
-                table[: len(merged)], table[len(merged) :] = merged, 0.0
-            for table in self._peaks.values():
-                merged = np.maximum(table[0::2], table[1::2])
-                table[: len(merged)], table[len(merged) :] = merged, 0.0
+            for tables, combine in ((self._sums, np.add), (self._peaks, np.maximum)):
+                for table in tables.values():
+                    merged = combine(table[0::2], table[1::2])
+                    table[: len(merged)], table[len(merged) :] = merged, 0.0
             self.width_s *= 2
             self.used = -(-self.used // 2)
             self.generation += 1
