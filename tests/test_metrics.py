@@ -10,11 +10,10 @@ import pytest
 from paceline.dashboard.page import render_page
 from paceline.dashboard.run_index import RunSummary
 from paceline.report.comparison import compare_results
-from paceline.report.html import render_runs
 from paceline.report.run_groups import make_task
 from paceline.report.run_loader import load_runs
-from paceline.report.study_tables import make_accuracy_table, make_time_table
-from paceline.report.summary_table import as_markdown, results_table
+from paceline.report.study_tables import make_accuracy_table, make_run_table, make_time_table
+from paceline.report.summary_table import make_summary_table, results_table
 from paceline.telemetry import metrics
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.live_run import LiveRun
@@ -60,11 +59,11 @@ def test_a_new_metric_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     entry: Any = compare_results([result])["strategies"][0]
     assert entry["max_lag"]["mean"] == 7
     assert "max lag" in [c.header for c in results_table([result], width=200).columns]
-    assert "max lag" in as_markdown([result])
+    assert "max lag" in make_summary_table([result]).headers
     task = make_task("golden", runs)
     for sheet in (make_accuracy_table(task), make_time_table(task)):
         assert sheet.formatted_rows()[0][sheet.headers.index("max lag")] == "7"
-    assert "max lag" in "".join(render_runs(runs))
+    assert "max lag" in make_run_table(runs).headers
 
     assert '"key":"max_lag","title":"max lag","unit":"COUNT"' in render_page("folder", [], "n")
     summary = RunSummary(GOLDEN / "ps", "ps")

@@ -21,11 +21,12 @@ from paceline.errors import UsageError
 from paceline.report.charts import draw_curves, draw_phases, draw_staleness
 from paceline.report.comparison import compare_results, write_comparison
 from paceline.report.findings import list_findings
-from paceline.report.html import write_report
 from paceline.report.progress import Progress
+from paceline.report.run_groups import make_task
 from paceline.report.run_loader import ReportRun, load_runs, normalise_phases
 from paceline.report.stats import compare_means, mean_and_std, student_t_tail
-from paceline.report.summary_table import as_markdown, results_table
+from paceline.report.summary_table import make_summary_table, results_table
+from paceline.report.writer import write_report as write_report_files
 from paceline.telemetry import events as ev
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 
@@ -202,6 +203,11 @@ def label_runs(results: list[dict[str, Any]]) -> list[ReportRun]:
     return [ReportRun(name=str(i), result=r, label=r["strategy"]) for i, r in enumerate(results)]
 
 
+def write_report(folders: list[Path], out: Path, *, title: str) -> Path:
+    (path,) = write_report_files(folders, out, title=title)
+    return path
+
+
 def read_page(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """The page without its scripts, and the figures in it."""
     text = path.read_text(encoding="utf-8")
@@ -315,7 +321,7 @@ def test_difference_is_claimed_only_beyond_the_spread() -> None:
 
 def test_findings_claim_nothing_with_one_seed() -> None:
     results = [make_result("allreduce", pace_s=2.4), make_result("ps", pace_s=1.0, test_acc=0.99)]
-    text = " ".join(list_findings(compare_results(results), label_runs(results)))
+    text = " ".join(list_findings(make_task("", label_runs(results))))
     assert "one seed" in text
     assert "significance is unknown" in text
     assert "faster" not in text
@@ -328,7 +334,7 @@ def test_findings_with_seeds_claim_what_the_spread_allows() -> None:
         for name, pace_s in (("allreduce", 4.0), ("ps", 1.5))
         for s in range(3)
     ]
-    text = " ".join(list_findings(compare_results(results), label_runs(results)))
+    text = " ".join(list_findings(make_task("", label_runs(results))))
     assert "ps was faster than allreduce" in text
     assert "does not differ significantly" in text  # the same accuracies for both
     assert "Idle time of the workers" in text
@@ -336,7 +342,7 @@ def test_findings_with_seeds_claim_what_the_spread_allows() -> None:
 
 def test_findings_say_when_the_work_was_not_equal() -> None:
     results = [make_result("a", epochs=4), make_result("b", epochs=8, virtual=True)]
-    text = " ".join(list_findings(compare_results(results), label_runs(results)))
+    text = " ".join(list_findings(make_task("", label_runs(results))))
     assert "different numbers of samples" in text
     assert "simulated" in text
 
@@ -355,7 +361,7 @@ def test_table_and_markdown_show_every_strategy() -> None:
     assert "codec[bold]x[/bold]|y" in shown
     assert "±" in shown
     assert "0 of 1" in shown
-    markdown = as_markdown(compare_results(results))
+    markdown = make_summary_table(compare_results(results)).to_markdown()
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 4
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1

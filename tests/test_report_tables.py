@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from paceline.errors import UsageError
+from paceline.report.charts import draw_frontier
 from paceline.report.document import make_content
-from paceline.report.pareto import draw_frontier, find_frontier
 from paceline.report.published_results import (
     draw_published,
     find_curve,
@@ -26,13 +26,19 @@ from paceline.report.published_results import (
     read_published_json,
     strategy_family,
 )
-from paceline.report.run_groups import RunGroup, split_tasks
+from paceline.report.run_groups import (
+    RunGroup,
+    choose_target_accuracy,
+    fastest,
+    find_frontier,
+    split_tasks,
+    time_to_accuracy_rows,
+)
 from paceline.report.run_loader import ReportRun, load_runs
 from paceline.report.stats import mean_and_std, welch_test
 from paceline.report.study_tables import list_tables
 from paceline.report.tables import Column, ReportTable, escape_latex
-from paceline.report.time_to_accuracy import choose_target_accuracy, fastest, time_to_accuracy_rows
-from paceline.report.writer import write_report_files
+from paceline.report.writer import write_report
 
 
 def make_run(name: str, *, seed: int = 0, **facts: Any) -> ReportRun:
@@ -237,8 +243,8 @@ def test_a_table_in_every_form() -> None:
         title="50 % & more_than_that",
         columns=(
             Column(title="strategy"),
-            Column(title="acc", kind="share_spread"),
-            Column(title="empty", kind="number"),
+            Column(title="acc", kind="fraction_spread"),
+            Column(title="empty", kind="count"),
         ),
         rows=[["=cmd|x", mean_and_std([0.5, 0.7]), None]],
     ).without_empty_columns()
@@ -340,9 +346,10 @@ def test_every_form_is_written(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "runs", [
         ReportRun(name=f"{i}", result=run.result) for i, run in enumerate(runs)
     ])  # fmt: skip
-    write_report_files(
+    write_report(
         [root],
-        [tmp_path / "r.html", tmp_path / "r.md"],
+        tmp_path / "r.html",
+        tmp_path / "r.md",
         title="Both",
         figures=tmp_path / "pictures",
         tables=tmp_path / "tables",
@@ -376,9 +383,7 @@ def test_a_matrix_keeps_its_order(tmp_path: Path) -> None:
 def test_mistakes_of_the_user(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "runs", [make_run("ps")])
     with pytest.raises(UsageError, match=r"\.html or \.md"):
-        write_report_files([root], [tmp_path / "r.pdf"], title="t")
+        write_report([root], tmp_path / "r.pdf", title="t")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="cannot be"):
-        write_report_files(
-            [root], [tmp_path / "r.md"], title="t", tables=tmp_path / "file" / "below"
-        )
+        write_report([root], tmp_path / "r.md", title="t", tables=tmp_path / "file" / "below")

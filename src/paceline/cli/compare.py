@@ -165,8 +165,8 @@ def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies 
     """Prints the table and writes a report of all runs; returns 1 if a run failed, else 0."""
     from rich.console import Console
 
-    from paceline.report.html import write_report
     from paceline.report.summary_table import results_table
+    from paceline.report.writer import write_report
 
     report = write_report([out], out / "report.html", title=title)
     console = Console()

@@ -38,13 +38,13 @@ def report(
     *folders: Annotated[Path, argument("Run folders, or directories of run folders.")],
     options: ReportOptions,
 ) -> None:
-    from paceline.report.writer import write_report_files
+    from paceline.report.writer import write_report
 
     if not folders:
         raise UsageError("a run folder is required, for example `paceline report runs/first`")
-    for path in write_report_files(
-        list(folders),
-        list(options.out),
+    for path in write_report(
+        folders,
+        *options.out,
         title=options.title,
         target=options.target,
         published=options.against == "published",

@@ -46,9 +46,9 @@ def train(
 
     from paceline.launch.run import run_training
     from paceline.launch.run_options import RunOptions
-    from paceline.report.html import write_report
     from paceline.report.summary_table import results_table
     from paceline.report.terminal import terminal_reporter
+    from paceline.report.writer import write_report
 
     def log(line: str) -> None:
         if not common.quiet:

@@ -101,8 +101,8 @@ def twin(
     result = run_labelled(reference, chosen[0], run, progress=not common.quiet)
     from rich.console import Console
 
-    from paceline.report.html import write_report
     from paceline.report.summary_table import results_table
+    from paceline.report.writer import write_report
 
     title = f"{result['model']}: {chosen[0]}"
     report = write_report([options.out], options.out / "report.html", title=title)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
-from paceline.report.stats import Spread, as_finite, mean_and_std
+from paceline.report.stats import Spread, difference_or_none, mean_and_std, ratio_or_none
 from paceline.telemetry import metrics
-from paceline.telemetry.numbers import as_mapping
+from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.run_folder import write_json
 from paceline.telemetry.schema import RunResult
 
@@ -71,6 +71,10 @@ def spread_of(entry: StrategyEntry, key: str) -> Spread:
     return cast(Spread, entry[key])  # type: ignore[literal-required]
 
 
+def mean_metric(entry: StrategyEntry, key: str) -> float | None:
+    return spread_of(entry, key)["mean"]
+
+
 def compare_results(results: Sequence[RunResult]) -> Comparison:
     """Groups runs by strategy, in the given order, and summarizes each group over its seeds.
 
@@ -82,10 +86,8 @@ def compare_results(results: Sequence[RunResult]) -> Comparison:
     for result, label in zip(results, label_results(results), strict=True):
         groups.setdefault(label, []).append(result)
     strategies = [summarize_group(label, runs) for label, runs in groups.items()]
-    if strategies:
-        first_seconds = strategies[0]["seconds"]["mean"]
-        for entry in strategies:
-            add_ratio(entry, first_seconds)
+    for entry in strategies:
+        add_ratio(entry, strategies[0]["seconds"]["mean"])
     return {
         "first_strategy": strategies[0]["label"] if strategies else None,
         "runs_total": len(results),
@@ -136,8 +138,8 @@ def summarize_group(label: str, runs: list[RunResult]) -> StrategyEntry:
     strategy = str(runs[0].get("strategy") or "unknown")
     entry: StrategyEntry = {"label": label, "strategy": strategy}
     for setting in SETTINGS:
-        known = [r.get(setting) for r in runs if r.get(setting) is not None]
-        entry[setting] = known[0] if known else None  # type: ignore[literal-required]
+        known = (r.get(setting) for r in runs if r.get(setting) is not None)
+        entry[setting] = next(known, None)  # type: ignore[literal-required]
     entry["virtual"] = bool(entry["virtual"])
     entry["runs_total"] = len(runs)
     entry["runs_done"] = len(done)
@@ -162,11 +164,8 @@ def summarize_group(label: str, runs: list[RunResult]) -> StrategyEntry:
 def add_ratio(entry: StrategyEntry, first_seconds: float | None) -> None:
     """Adds the time relative to the first strategy: a ratio below 1 is faster."""
     mean = entry["seconds"]["mean"]
-    ratio = difference = None
-    if mean is not None and first_seconds:
-        ratio, difference = mean / first_seconds, mean - first_seconds
-    entry["seconds_over_first_strategy_seconds"] = ratio
-    entry["seconds_minus_first_strategy_seconds"] = difference
+    entry["seconds_over_first_strategy_seconds"] = ratio_or_none(mean, first_seconds)
+    entry["seconds_minus_first_strategy_seconds"] = difference_or_none(mean, first_seconds)
     entry["first_strategy_seconds"] = first_seconds
 
 

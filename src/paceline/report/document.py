@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from paceline.report import charts
 from paceline.report.charts import Figure
 from paceline.report.findings import list_findings
-from paceline.report.pareto import draw_frontier
 from paceline.report.published_results import (
     draw_published,
     make_published_tables,
@@ -79,7 +78,7 @@ def make_section(
     task: RunGroup, *, several: bool, target: float | None, published: bool
 ) -> ReportSection:
     sheets = list_tables(task, target)
-    findings = list_findings(task.comparison, task.runs, target=target)
+    findings = list_findings(task, target=target)
     if published:
         sheets += [sheet.without_empty_columns() for sheet in make_published_tables(task)]
         findings += sentences_on_published(task)
@@ -100,19 +99,13 @@ def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Fig
             figure = charts.draw_curves(task.runs, measure, against=against)
             name = f"{measure.replace('_', '-')}-{against}"
             found.append((name, f"{word} by {against}", figure))
-    found.append(("frontier", "Accuracy vs. time", draw_frontier(task)))
+    found.append(("frontier", "Accuracy vs. time", charts.draw_frontier(task)))
     if published:
         found.append(("published", "Training accuracy and published results", draw_published(task)))
     for number, (label, n, figure) in enumerate(charts.draw_phases(task.runs)):
         heading = f"{label} (mean of {n} runs)" if n > 1 else label
         found.append((f"phases-{number + 1}", heading, figure))
-    found.append(
-        (
-            "staleness",
-            "Gradient staleness (updates)",
-            charts.draw_staleness(task.runs),
-        )
-    )
+    found.append(("staleness", "Gradient staleness (updates)", charts.draw_staleness(task.runs)))
     return [(name, heading, figure) for name, heading, figure in found if figure is not None]
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.comparison import Comparison, StrategyEntry, spread_of
+from paceline.report.comparison import StrategyEntry, mean_metric, spread_of
 from paceline.report.number_format import format_number, format_percent, format_seconds
-from paceline.report.pareto import choose_measure, find_frontier
-from paceline.report.phase_times import average_phases
-from paceline.report.run_groups import RunGroup
-from paceline.report.run_loader import ReportRun, rows_or_empty
-from paceline.report.stats import Spread, as_finite, compare_means, mean_and_std, mean_of
-from paceline.report.time_to_accuracy import choose_target_accuracy, fastest, time_to_accuracy_rows
-from paceline.telemetry.numbers import as_mapping
+from paceline.report.run_groups import (
+    RunGroup,
+    average_phases,
+    choose_measure,
+    choose_target_accuracy,
+    fastest,
+    find_frontier,
+    time_to_accuracy_rows,
+)
+from paceline.report.run_loader import rows_or_empty
+from paceline.report.stats import compare_means, mean_and_std, mean_of
+from paceline.telemetry.numbers import as_finite, as_mapping
 
 MIN_IDLE_FRACTION = 0.05
 """Less idle time of the workers is not reported."""
@@ -24,34 +29,29 @@ EVEN_FACTOR = 0.8
 """Workers whose idle times are within this factor are not listed separately."""
 
 
-def list_findings(
-    comparison: Comparison, runs: Sequence[ReportRun], *, target: float | None = None
-) -> list[str]:
+def list_findings(task: RunGroup, *, target: float | None = None) -> list[str]:
     """Returns plain sentences, the most important first; not escaped for HTML."""
-    entries = comparison["strategies"]
-    task = RunGroup(name="", runs=list(runs), comparison=comparison)
     return [
-        *describe_failures(comparison),
-        *describe_fastest(entries),
-        *describe_accuracy(entries),
+        *describe_failures(task.entries),
+        *describe_fastest(task.entries),
+        *describe_accuracy(task),
         *describe_target(task, target),
         *describe_frontier(task),
-        *sentences_on_verdicts(entries, runs),
-        *describe_waiting(entries, runs),
-        *describe_switches(entries),
-        *sentences_on_staleness(entries, runs),
-        *describe_cautions(entries, runs),
+        *describe_verdicts(task),
+        *describe_waiting(task),
+        *describe_switches(task.entries),
+        *describe_staleness(task),
+        *describe_cautions(task),
     ]
 
 
-def describe_failures(comparison: Comparison) -> list[str]:
+def describe_failures(entries: Sequence[StrategyEntry]) -> list[str]:
     found = []
-    for entry in comparison["strategies"]:
-        if entry["runs_failed"]:
-            total = entry["runs_total"]
+    for entry in entries:
+        failed, total, rest = entry["runs_failed"], entry["runs_total"], entry["runs_done"]
+        if failed:
             noun = "run" if total == 1 else "runs"
-            text = f"{entry['runs_failed']} of {total} {noun} of {entry['label']} did not finish"
-            rest = entry["runs_done"]
+            text = f"{failed} of {total} {noun} of {entry['label']} did not finish"
             found.append(f"{text}; its metrics are from the other {rest}." if rest else f"{text}.")
     return found
 
@@ -83,68 +83,50 @@ def compare_time(best: StrategyEntry, other: StrategyEntry, *, comparisons: int)
     amount = f"{format_seconds(-difference)} ({format_percent(-difference / mean_of(b), 1)}) less"
     names = best["label"], other["label"]
     times = format_seconds(a["mean"]), format_seconds(b["mean"])
-    if sure is None:
-        return (
-            f"{names[0]} took {times[0]} and {names[1]} {times[1]}, which is {amount}; "
-            f"with {describe_counts(a, b)} the significance is unknown."
-        )
     if sure:
         return (
             f"{names[0]} was faster than {names[1]}: {times[0]} vs. {times[1]}, {amount} "
             "(significant)."
         )
-    return (
-        f"{names[0]} took {times[0]} and {names[1]} {times[1]} on average; "
-        f"the difference of {format_seconds(-difference)} is not significant."
-    )
+    both = f"{names[0]} took {times[0]} and {names[1]} {times[1]}"
+    if sure is None:
+        seeds = "one seed each" if a["n"] == b["n"] == 1 else "one seed on one side"
+        return f"{both}, which is {amount}; with {seeds} the significance is unknown."
+    return f"{both} on average; the difference of {format_seconds(-difference)} is not significant."
 
 
-def describe_counts(a: Spread, b: Spread) -> str:
-    return "one seed each" if a["n"] == b["n"] == 1 else "one seed on one side"
-
-
-def describe_accuracy(entries: Sequence[StrategyEntry]) -> list[str]:
+def describe_accuracy(task: RunGroup) -> list[str]:
     """Compares test accuracy, or else validation accuracy, with the first strategy."""
-    measure, word = "test_acc", "test accuracy"
-    known = [entry for entry in entries if spread_of(entry, measure)["mean"] is not None]
-    if not known:
-        measure, word = "val_acc", "validation accuracy"
-        known = [entry for entry in entries if spread_of(entry, measure)["mean"] is not None]
+    measure, word = choose_measure(task)
+    known = [entry for entry in task.entries if mean_metric(entry, measure) is not None]
     if len(known) < 2:
         return []
     first, rest = known[0], known[1:]
-    weighed = [
-        (
-            entry,
-            *compare_means(
-                spread_of(entry, measure), spread_of(first, measure), comparisons=len(rest)
-            ),
+    base = f"{first['label']} ({format_percent(mean_metric(first, measure))})"
+    found: list[str] = []
+    same: list[str] = []
+    single: list[str] = []
+    for entry in rest:
+        difference, sure = compare_means(
+            spread_of(entry, measure), spread_of(first, measure), comparisons=len(rest)
         )
-        for entry in rest
-    ]
-    base = f"{first['label']} ({format_percent(spread_of(first, measure)['mean'])})"
-    found = []
-    for entry, difference, sure in weighed:
         if sure:
             direction = "higher" if difference > 0 else "lower"
             found.append(
-                f"{entry['label']}: {word} {format_percent(spread_of(entry, measure)['mean'])}, "
-                f"{100 * abs(difference):.2f} points {direction} than {base} "
-                "(significant)."
+                f"{entry['label']}: {word} {format_percent(mean_metric(entry, measure))}, "
+                f"{100 * abs(difference):.2f} points {direction} than {base} (significant)."
             )
-    same = [item for item in weighed if item[2] is False]
+        elif sure is None:
+            single.append(f"{entry['label']} {100 * difference:+.2f} points")
+        else:
+            same.append(f"{entry['label']} ({100 * difference:+.2f} points)")
+    word = word.capitalize()
     if same:
-        found.append(
-            f"{word.capitalize()} does not differ significantly from {base}: "
-            + ", ".join(f"{e['label']} ({100 * d:+.2f} points)" for e, d, _ in same)
-            + "."
-        )
-    single = [item for item in weighed if item[2] is None]
+        found.append(f"{word} does not differ significantly from {base}: {', '.join(same)}.")
     if single:
         found.append(
-            f"{word.capitalize()} compared with {base}: "
-            + ", ".join(f"{e['label']} {100 * d:+.2f} points" for e, d, _ in single)
-            + ". The significance is unknown with a single seed; use more seeds to compare."
+            f"{word} compared with {base}: {', '.join(single)}. The significance is unknown with a "
+            "single seed; use more seeds to compare."
         )
     return found
 
@@ -183,37 +165,36 @@ def describe_frontier(task: RunGroup) -> list[str]:
     measured = [e for e in task.entries if e["seconds"]["mean"] is not None]
     if len(measured) < 2 or not front:
         return []
-    measure = choose_measure(task)
+    measure, word = choose_measure(task)
     parts = [
-        f"{e['label']} ({format_percent(spread_of(e, measure)['mean'])} in "
+        f"{e['label']} ({format_percent(mean_metric(e, measure))} in "
         f"{format_seconds(e['seconds']['mean'])})"
         for e in front
     ]
-    word = "accuracy" if measure == "test_acc" else "validation accuracy"
+    word = word.removeprefix("test ")
     return [f"Pareto-optimal in time and {word} (by mean): {'; '.join(parts)}."]
 
 
-def sentences_on_verdicts(entries: Sequence[StrategyEntry], runs: Sequence[ReportRun]) -> list[str]:
-    """Lists the verdicts of the runs."""
+def describe_verdicts(task: RunGroup) -> list[str]:
     found = []
-    for entry in entries:
-        mine = [run for run in runs if run.label == entry["label"] and run.is_done]
+    for entry in task.entries:
+        runs = task.done_runs_of(entry)
         counts: dict[str, list[str]] = {}
-        for run in mine:
+        for run in runs:
             for verdict in rows_or_empty(run.result.get("verdicts")):
                 counts.setdefault(str(verdict.get("rule")), []).append(str(verdict.get("text")))
-        for rule, texts in counts.items():
-            found.append(
-                f"{entry['label']}, {rule} ({len(texts)} times in {len(mine)} runs): {texts[0]}."
-            )
+        found += [
+            f"{entry['label']}, {rule} ({len(texts)} times in {len(runs)} runs): {texts[0]}."
+            for rule, texts in counts.items()
+        ]
     return found
 
 
-def describe_waiting(entries: Sequence[StrategyEntry], runs: Sequence[ReportRun]) -> list[str]:
+def describe_waiting(task: RunGroup) -> list[str]:
     """Reports the fraction of idle time, and the workers with the most and least of it."""
     parts = []
-    for entry in entries:
-        phases = average_phases([r for r in runs if r.label == entry["label"] and r.is_done])
+    for entry in task.entries:
+        phases = average_phases(task.done_runs_of(entry))
         idle = {w: p.get("wait", 0.0) + p.get("comm_exposed", 0.0) for w, p in phases.items()}
         total = sum(sum(p.values()) for p in phases.values())
         if total <= 0 or sum(idle.values()) / total < MIN_IDLE_FRACTION:
@@ -226,9 +207,7 @@ def describe_waiting(entries: Sequence[StrategyEntry], runs: Sequence[ReportRun]
                 f"{least} the least, {format_seconds(idle[least])})"
             )
         parts.append(text)
-    if not parts:
-        return []
-    return [f"Idle time of the workers (wait, comm exposed): {'; '.join(parts)}."]
+    return [f"Idle time of the workers (wait, comm exposed): {'; '.join(parts)}."] if parts else []
 
 
 def describe_switches(entries: Sequence[StrategyEntry]) -> list[str]:
@@ -244,28 +223,22 @@ def describe_switches(entries: Sequence[StrategyEntry]) -> list[str]:
     return [f"Switching paused training for {'; '.join(parts)} per run."] if parts else []
 
 
-def sentences_on_staleness(
-    entries: Sequence[StrategyEntry], runs: Sequence[ReportRun]
-) -> list[str]:
+def describe_staleness(task: RunGroup) -> list[str]:
     parts = []
-    for entry in entries:
-        mean = entry["staleness_mean"]["mean"]
+    for entry in task.entries:
+        mean = mean_metric(entry, "staleness_mean")
         if mean:
-            rows = [
-                as_mapping(r.result.get("staleness")) for r in runs if r.label == entry["label"]
-            ]
+            rows = [as_mapping(run.result.get("staleness")) for run in task.runs_of(entry)]
             most = mean_and_std(row.get("max") for row in rows)["max"]
             end = f", {format_number(most)} at most" if most is not None else ""
             parts.append(f"{format_number(mean)} under {entry['label']}{end}")
-    if not parts:
-        return []
-    return [f"Gradient staleness in updates: {'; '.join(parts)}."]
+    return [f"Gradient staleness in updates: {'; '.join(parts)}."] if parts else []
 
 
-def describe_cautions(entries: Sequence[StrategyEntry], runs: Sequence[ReportRun]) -> list[str]:
+def describe_cautions(task: RunGroup) -> list[str]:
     """Lists reasons why the runs are not directly comparable."""
     found = []
-    done = [run.result for run in runs if run.is_done]
+    done = [run.result for run in task.runs if run.is_done]
     for name, words in (("model", "different models"), ("data", "different datasets")):
         kinds = sorted({str(r.get(name)) for r in done if r.get(name) is not None})
         if len(kinds) > 1:
@@ -284,10 +257,10 @@ def describe_cautions(entries: Sequence[StrategyEntry], runs: Sequence[ReportRun
             f"{format_number(updates['max'])}, {factor:.1f} times as "
             "many), which may explain differences in accuracy."
         )
-    if any(entry["virtual"] for entry in entries):
+    if any(entry["virtual"] for entry in task.entries):
         found.append("Times of virtual runs are simulated, not measured.")
     if done and all(as_finite(r.get("seed")) is not None for r in done):
-        most = max(entry["runs_done"] for entry in entries)
-        if most == 1 and len(entries) > 1:
+        most = max(entry["runs_done"] for entry in task.entries)
+        if most == 1 and len(task.entries) > 1:
             found.append("Each strategy ran with a single seed, so the spread is unknown.")
     return found

@@ -10,6 +10,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from paceline.report.tables import ReportTable
+
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --front: #1b1f24; --soft: #57606a;
   --line: #d8dee4; --panel: #f6f8fa; --grid: #e4e8ec; --warn: #fff4e0; --warn-line: #b35900; }
@@ -129,22 +131,27 @@ def drop_nan(value: Any) -> Any:
     return value
 
 
-def render_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, words: Sequence[str] = ()
-) -> str:
-    """Renders a table; the columns listed in `words` are text, the others are numbers."""
-    kinds = [' class="word"' if name in words else "" for name in columns]
-    head = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kinds, columns, strict=True))
+def render_table(table: ReportTable, heading: str = "h2") -> list[str]:
+    """Renders a table with its title and note; nothing if it has no rows."""
+    if not table.rows:
+        return []
+    kinds = table.align(' class="word"', "")
+    head = "".join(f"<th{k}>{escape(n)}</th>" for k, n in zip(kinds, table.headers, strict=True))
     lines = [
-        "<tr>"
-        + "".join(f"<td{k}>{escape(str(cell))}</td>" for k, cell in zip(kinds, row, strict=True))
-        + "</tr>"
-        for row in rows
+        "".join(f"<td{k}>{escape(cell)}</td>" for k, cell in zip(kinds, row, strict=True))
+        for row in table.formatted_rows()
     ]
-    return (
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return [
+        f"<{heading}>{escape(table.title)}</{heading}>",
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{chr(10).join(lines)}</tbody></table></div>"
-    )
+        f"<tbody>{body}</tbody></table></div>",
+        *([render_note(table.note)] if table.note else []),
+    ]
+
+
+def render_grid(boxes: Sequence[str]) -> str:
+    return f'<div class="grid">{"".join(boxes)}</div>'
 
 
 def render_list(lines: Sequence[str]) -> str:
@@ -169,12 +176,11 @@ def render_line_sample(colour: str, dash: str) -> str:
     )
 
 
-def render_switch_sample() -> str:
-    return (
-        '<svg width="14" height="16" aria-hidden="true"><g stroke="currentColor" fill="none">'
-        '<line x1="7" y1="0" x2="7" y2="16" stroke-dasharray="2 2"/>'
-        '<path d="M7 3.5 L11.5 8 L7 12.5 L2.5 8 Z" stroke-width="1.6"/></g></svg>'
-    )
+SWITCH_SAMPLE = (
+    '<svg width="14" height="16" aria-hidden="true"><g stroke="currentColor" fill="none">'
+    '<line x1="7" y1="0" x2="7" y2="16" stroke-dasharray="2 2"/>'
+    '<path d="M7 3.5 L11.5 8 L7 12.5 L2.5 8 Z" stroke-width="1.6"/></g></svg>'
+)
 
 
 def render_patch_sample(colour: str, hatching: str) -> str:

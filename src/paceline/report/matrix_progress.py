@@ -20,9 +20,9 @@ from paceline.report.number_format import (
     format_seconds,
     to_single_line,
 )
-from paceline.report.stats import as_finite
 from paceline.telemetry.event_log import RunNotice
 from paceline.telemetry.events import RunLengthKnown, RunProgress, StrategySwitched
+from paceline.telemetry.numbers import as_finite
 
 PLAIN_INTERVAL_S = 30.0
 

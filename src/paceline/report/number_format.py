@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from paceline.report.stats import Spread
-from paceline.telemetry.metrics import Metric, Unit
 
 NOTHING = "–"  # noqa: RUF001
 
@@ -15,13 +13,8 @@ def format_seconds(value: float | None) -> str:
     if value is None:
         return NOTHING
     size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f} s"
-    if size >= 10:
-        return f"{value:.1f} s"
-    if size >= 1 or size == 0:
-        return f"{value:.2f} s"
-    return f"{value:.3f} s"
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3
+    return f"{value:,.{digits}f} s"
 
 
 def format_duration(seconds: float) -> str:
@@ -58,18 +51,14 @@ def format_bytes(value: float | None) -> str:
 
 def format_accuracy_spread(spread: Spread) -> str:
     """Formats mean ± sample standard deviation in percent; only the mean with one seed."""
-    if spread["mean"] is None:
-        return NOTHING
-    if spread["std"] is None:
-        return f"{100 * spread['mean']:.2f}%"
+    if spread["mean"] is None or spread["std"] is None:
+        return format_percent(spread["mean"])
     return f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f}%"
 
 
 def format_seconds_spread(spread: Spread) -> str:
-    if spread["mean"] is None:
-        return NOTHING
     text = format_seconds(spread["mean"])
-    if spread["std"] is None:
+    if spread["mean"] is None or spread["std"] is None:
         return text
     digits = 0 if spread["mean"] >= 100 else 1 if spread["mean"] >= 10 else 2
     return f"{text[:-2]} ± {spread['std']:,.{digits}f} s"
@@ -105,24 +94,3 @@ def format_loss_spread(spread: Spread) -> str:
 def format_bytes_spread(spread: Spread) -> str:
     text = format_bytes(spread["mean"])
     return text if not spread["std"] else f"{text} ± {format_bytes(spread['std'])}"
-
-
-VALUE_FORMATS: dict[Unit, Callable[[float | None], str]] = {
-    Unit.SECONDS: format_seconds,
-    Unit.BYTES: format_bytes,
-    Unit.FRACTION: format_percent,
-    Unit.COUNT: format_number,
-    Unit.LOSS: format_loss,
-}
-SPREAD_FORMATS: dict[Unit, Callable[[Spread], str]] = {
-    Unit.SECONDS: format_seconds_spread,
-    Unit.BYTES: format_bytes_spread,
-    Unit.FRACTION: format_accuracy_spread,
-    Unit.COUNT: format_number_spread,
-    Unit.LOSS: format_loss_spread,
-}
-
-
-def format_metric(metric: Metric, value: float | None) -> str:
-    """Formats a value in the unit of its metric."""
-    return VALUE_FORMATS[metric.unit](value)

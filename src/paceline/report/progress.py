@@ -22,8 +22,8 @@ from paceline.report.number_format import (
     format_seconds,
     to_single_line,
 )
-from paceline.report.stats import as_finite
 from paceline.telemetry.events import EpochRow
+from paceline.telemetry.numbers import as_finite
 
 PLAIN_INTERVAL_S = 5.0
 ROW_INTERVAL_S = 2.0

@@ -14,12 +14,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.report.charts import DASHES, STRATEGY_COLOURS, Figure, Trace, escape_plotly
-from paceline.report.comparison import StrategyEntry, spread_of
+from paceline.report.charts import (
+    DASHES,
+    PERCENT_AXIS,
+    STRATEGY_COLOURS,
+    Figure,
+    Trace,
+    make_axis,
+    make_figure,
+    make_scatter,
+)
+from paceline.report.comparison import StrategyEntry, mean_metric
 from paceline.report.run_groups import RunGroup
 from paceline.report.run_loader import ReportRun
-from paceline.report.stats import as_finite, mean_and_std
-from paceline.report.tables import Column, ReportTable
+from paceline.report.stats import difference_or_none, mean_and_std, ratio_or_none
+from paceline.report.tables import Column, ReportTable, make_table
+from paceline.telemetry.numbers import as_finite
 
 MODELS = {
     # Depth 50 by its name, but with the parameters of depth 56.
@@ -46,6 +56,10 @@ class PublishedRun:
     batch: int | None
     figures: Mapping[str, float]
 
+    @property
+    def measure(self) -> str:
+        return "test_acc" if "test_acc" in self.figures else "val_acc"
+
 
 @cache
 def read_published_json(name: str) -> dict[str, Any]:
@@ -58,36 +72,29 @@ def list_published_runs() -> list[PublishedRun]:
     """Returns every published run with a strategy that Paceline has."""
     facts = read_published_json("results")
     rows = []
-    study = "strategy_switch_cpu_cluster"
-    for key, work in facts[study]["workloads"].items():
+    switching = facts["strategy_switch_cpu_cluster"]
+    for key, work in switching["workloads"].items():
         for name, figures in work["results"].items():
-            rows.append(
-                PublishedRun(
-                    study=study,
-                    models=MODELS[key],
-                    data=normalize_label(work["dataset"]),
-                    arm=strategy_of_arm(name),
-                    batch=work["global_batch"],
-                    figures=figures,
-                )
-            )
-    study = "ps_vs_allreduce_mlp"
-    for row in facts[study]["results"]:
+            data, batch = work["dataset"], work["global_batch"]
+            rows.append(("strategy_switch_cpu_cluster", key, data, name, batch, figures))
+    for row in facts["ps_vs_allreduce_mlp"]["results"]:
+        key, name, batch = row["dataset"], row["strategy"], row["batch"]
         figures = {k: row[k] for k in ("test_acc", "seconds")}
-        curve = find_curve(row["dataset"], row["strategy"], row["batch"])
+        curve = find_curve(key, name, batch)
         if curve:
             figures["train_acc"] = curve[-1]
-        rows.append(
-            PublishedRun(
-                study=study,
-                models=MODELS[row["dataset"]],
-                data=normalize_label(row["dataset"]),
-                arm=strategy_of_arm(row["strategy"]),
-                batch=row["batch"],
-                figures=figures,
-            )
+        rows.append(("ps_vs_allreduce_mlp", key, key, name, batch, figures))
+    return [
+        PublishedRun(
+            study=study,
+            models=MODELS[key],
+            data=normalize_label(data),
+            arm=strategy_of_arm(name),
+            batch=batch,
+            figures=figures,
         )
-    return rows
+        for study, key, data, name, batch, figures in rows
+    ]
 
 
 def strategy_of_arm(word: str) -> str:
@@ -103,39 +110,30 @@ def normalize_label(name: str) -> str:
 
 def find_curve(data: str, strategy: str, batch: int) -> list[float]:
     """Returns the printed training accuracy by epoch; values above 1 are errors of the source."""
+    wanted = (normalize_label(data), strategy, batch)
     for row in read_published_json("curves")["per_epoch_train_acc"]:
-        if (normalize_label(row["dataset"]), row["strategy"], row["batch"]) == (
-            normalize_label(data),
-            strategy,
-            batch,
-        ):
+        if (normalize_label(row["dataset"]), row["strategy"], row["batch"]) == wanted:
             return [float(x) for x in row["train_acc"]]
     return []
 
 
 def find_published(task: RunGroup) -> list[tuple[StrategyEntry, PublishedRun]]:
     """Returns each entry with the published run of the same model, data, strategy and batch."""
-    found = []
-    rows = list_published_runs()
+    found, published = [], list_published_runs()
+    # The name of a task has the batch as given in the study: global, or per worker.
+    named = re.search(r"batch (\d+)", task.name)
     for entry in task.entries:
-        runs = task.runs_of(entry)
-        named = read_batch(task.name)
-        for row in rows:
-            same = (
+        batches = (int(named.group(1)) if named else None, entry["batch"], None)
+        for row in published:
+            if (
                 entry["model"] in row.models
                 and row.data == normalize_label(str(entry["data"]))
                 and row.arm == strategy_family(entry["strategy"])
-            )
-            if same and (row.batch in (named, entry["batch"]) or row.batch is None) and runs:
+                and row.batch in batches
+            ):
                 found.append((entry, row))
                 break
     return found
-
-
-def read_batch(task: str) -> int | None:
-    """Returns the batch as given in the study: global, or per worker."""
-    said = re.search(r"batch (\d+)", task)
-    return int(said.group(1)) if said else None
 
 
 def strategy_family(strategy: str) -> str:
@@ -149,85 +147,55 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
     pairs = find_published(task)
     if len(pairs) < 2:
         return []
-    first, base = pairs[0]
-    rows = []
+    (first, base), study = pairs[0], pairs[0][1].study
+    records = []
     for entry, row in pairs:
-        ours, theirs = entry["seconds"]["mean"], row.figures.get("seconds")
-        measure = "test_acc" if "test_acc" in row.figures else "val_acc"
-        mine, printed = spread_of(entry, measure)["mean"], row.figures.get(measure)
-        rows.append(
-            [
-                entry["label"],
-                theirs,
-                ours,
-                ratio_or_none(theirs, base.figures.get("seconds")),
-                ratio_or_none(ours, first["seconds"]["mean"]),
-                printed,
-                mine,
-                difference_or_none(printed, base.figures.get(measure)),
-                difference_or_none(mine, spread_of(first, measure)["mean"]),
-            ]
+        measure = row.measure
+        theirs, ours = row.figures.get("seconds"), entry["seconds"]["mean"]
+        printed, mine = row.figures.get(measure), mean_metric(entry, measure)
+        ratio = ratio_or_none(theirs, base.figures.get("seconds"))
+        difference = difference_or_none(printed, base.figures.get(measure))
+        our_difference = difference_or_none(mine, mean_metric(first, measure))
+        records.append(
+            {
+                Column("strategy"): entry["label"],
+                Column("seconds, published", "seconds"): theirs,
+                Column("seconds, here", "seconds"): ours,
+                Column("over the first, published", "ratio"): ratio,
+                Column("over the first, here", "ratio"): ratio_or_none(
+                    ours, first["seconds"]["mean"]
+                ),
+                Column("accuracy, published", "fraction"): printed,
+                Column("accuracy, here", "fraction"): mine,
+                Column("minus the first, published", "points"): difference,
+                Column("minus the first, here", "points"): our_difference,
+            }
         )
-    study = pairs[0][1].study
-    return [
-        ReportTable(
-            name="published",
-            title=f"Comparison with published results ({study})",
-            columns=(
-                Column(title="strategy"),
-                Column(title="seconds, published", kind="seconds"),
-                Column(title="seconds, here", kind="seconds"),
-                Column(title="over the first, published", kind="ratio"),
-                Column(title="over the first, here", kind="ratio"),
-                Column(title="accuracy, published", kind="share"),
-                Column(title="accuracy, here", kind="share"),
-                Column(title="minus the first, published", kind="points"),
-                Column(title="minus the first, here", kind="points"),
-            ),
-            rows=rows,
-            note=f"The first strategy is {first['label']}. Published on other machines "
-            f"({describe_study_hardware(study)}): "
-            "compare the ratios and the differences, never the seconds. The published figures are "
-            "of one run each.",
-        )
-    ]
-
-
-def ratio_or_none(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
-
-
-def difference_or_none(a: float | None, b: float | None) -> float | None:
-    return a - b if a is not None and b is not None else None
-
-
-def describe_study_hardware(study: str) -> str:
-    """Describes the machines of a study."""
     cluster = read_published_json("results")[study]["cluster"]
     count = cluster.get("workers") or cluster.get("machines")
     cpu = cluster.get("cpu") or f"{cluster.get('cpu_cores')} cores each"
-    return f"{count} machines, {cpu}"
+    note = (
+        f"The first strategy is {first['label']}. Published on other machines "
+        f"({count} machines, {cpu}): compare the ratios and the differences, never the seconds. "
+        "The published figures are of one run each."
+    )
+    title = f"Comparison with published results ({study})"
+    return [make_table("published", title, records, note)]
 
 
 def sentences_on_published(task: RunGroup) -> list[str]:
     """States whether the published order of strategies holds here."""
     pairs = find_published(task)
-    if len(pairs) < 2:
-        return []
     found = []
-    first, base = pairs[0]
     for entry, row in pairs[1:]:
-        measure = "test_acc" if "test_acc" in row.figures else "val_acc"
-        printed = difference_or_none(row.figures.get(measure), base.figures.get(measure))
-        mine = difference_or_none(
-            spread_of(entry, measure)["mean"], spread_of(first, measure)["mean"]
-        )
-        if printed is None or mine is None:
-            continue
-        found.append(
-            f"Published: {entry['label']} {100 * printed:+.2f} points of accuracy against "
-            f"{first['label']}; here {100 * mine:+.2f} points."
-        )
+        first, base = pairs[0]
+        printed = difference_or_none(row.figures.get(row.measure), base.figures.get(row.measure))
+        mine = difference_or_none(mean_metric(entry, row.measure), mean_metric(first, row.measure))
+        if printed is not None and mine is not None:
+            found.append(
+                f"Published: {entry['label']} {100 * printed:+.2f} points of accuracy against "
+                f"{first['label']}; here {100 * mine:+.2f} points."
+            )
     return found
 
 
@@ -237,49 +205,27 @@ def draw_published(task: RunGroup) -> Figure | None:
     drawn: set[str] = set()
     for number, (entry, row) in enumerate(find_published(task)):
         printed = find_curve(row.data, {"ps": "ps_async"}.get(row.arm, row.arm), row.batch or 0)
-        ours = average_curve(task.runs_of(entry))
+        ours = average_curve(task.done_runs_of(entry))
         if not printed or not ours:
             continue
-        colour = STRATEGY_COLOURS[number % len(STRATEGY_COLOURS)]
         curves = [(f"{entry['label']}, here", ours, DASHES[0], 2.5)]
         if row.arm not in drawn:  # Several of our runs may match one published curve.
             drawn.add(row.arm)
             printed = [min(1.0, x) for x in printed]
             curves.insert(0, (f"{row.arm}, published", printed, DASHES[1], 1.5))
+        colour = STRATEGY_COLOURS[number % len(STRATEGY_COLOURS)]
         for name, values, dash, width in curves:
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": escape_plotly(name),
-                    "x": list(range(1, len(values) + 1)),
-                    "y": values,
-                    "line": {"color": colour, "dash": dash, "width": width},
-                    "hovertemplate": "%{y} at %{x}<extra>%{fullData.name}</extra>",
-                }
-            )
+            line = {"color": colour, "dash": dash, "width": width}
+            epochs = list(range(1, len(values) + 1))
+            traces.append(make_scatter(name, epochs, values, "lines", line=line))
     if not traces:
         return None
-    layout = {
-        "height": 340,
-        "xaxis": {"title": {"text": "epochs"}, "rangemode": "tozero"},
-        "yaxis": {
-            "title": {"text": "training accuracy"},
-            "tickformat": ".1~%",
-            "automargin": True,
-        },
-        "margin": {"l": 10, "r": 12, "t": 12, "b": 44},
-        "showlegend": False,
-        "hovermode": "closest",
-    }
-    return {"data": traces, "layout": layout}
+    x, y = make_axis("epochs", rangemode="tozero"), make_axis("training accuracy", **PERCENT_AXIS)
+    return make_figure(traces, 340, x, y, hovermode="closest")
 
 
 def average_curve(runs: Sequence[ReportRun]) -> list[float]:
-    """Returns the mean training accuracy by epoch over finished runs, up to the shortest."""
-    rows = [[as_finite(row.get("train_acc")) for row in run.history] for run in runs if run.is_done]
-    rows = [row for row in rows if row]
-    if not rows:
-        return []
-    means = [mean_and_std(values)["mean"] for values in zip(*rows, strict=False)]
+    """Returns the mean training accuracy by epoch, up to the shortest run."""
+    rows = [[as_finite(row.get("train_acc")) for row in run.history] for run in runs]
+    means = [mean_and_std(values)["mean"] for values in zip(*filter(None, rows), strict=False)]
     return [mean for mean in means if mean is not None]

@@ -11,9 +11,9 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.report.comparison import label_results
-from paceline.report.stats import as_finite, interpolate
+from paceline.report.stats import interpolate
 from paceline.telemetry.events import PHASES, StrategySwitched
-from paceline.telemetry.numbers import as_mapping
+from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.reader import STEP_EVENTS, RunReader, RunRecord
 from paceline.telemetry.result import UNFINISHED, result_from_events
 from paceline.telemetry.schema import RunConfig, RunResult

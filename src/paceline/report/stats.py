@@ -8,18 +8,6 @@ from typing import TypedDict
 
 from paceline.telemetry.numbers import as_finite
 
-__all__ = [
-    "SIGNIFICANCE_LEVEL",
-    "Spread",
-    "as_finite",
-    "compare_means",
-    "interpolate",
-    "mean_and_std",
-    "mean_of",
-    "student_t_tail",
-    "welch_test",
-]
-
 SIGNIFICANCE_LEVEL = 0.05
 """Differences with a smaller p-value are reported as significant."""
 
@@ -53,6 +41,14 @@ def mean_and_std(values: Iterable[object]) -> Spread:
     return {"mean": mean, "std": std, "min": min(numbers), "max": max(numbers), "n": n}
 
 
+def ratio_or_none(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def difference_or_none(a: float | None, b: float | None) -> float | None:
+    return a - b if a is not None and b is not None else None
+
+
 def compare_means(a: Spread, b: Spread, *, comparisons: int = 1) -> tuple[float, bool | None]:
     """Returns the difference of two means (a - b) and whether it is significant."""
     difference, _, significant = welch_test(a, b, comparisons=comparisons)
@@ -67,9 +63,7 @@ def welch_test(
     Welch's t test with a Bonferroni correction for the number of comparisons. P-value and
     significance are None if a side has fewer than two seeds. Both means must be known.
     """
-    assert a["mean"] is not None
-    assert b["mean"] is not None
-    difference = a["mean"] - b["mean"]
+    difference = mean_of(a) - mean_of(b)
     if a["std"] is None or b["std"] is None:
         return difference, None, None
     part_a, part_b = a["std"] ** 2 / a["n"], b["std"] ** 2 / b["n"]

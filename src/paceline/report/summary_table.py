@@ -1,8 +1,9 @@
-"""The summary table of strategies, for the terminal, Markdown and HTML."""
+"""The summary table of strategies: the same columns in the terminal and in reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,21 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.report import number_format
-from paceline.report.comparison import (
-    Comparison,
-    StrategyEntry,
-    compare_results,
-    spread_of,
-)
-from paceline.telemetry.metrics import ALWAYS_SHOWN, View, metrics_in
+from paceline.report.comparison import Comparison, StrategyEntry, compare_results, spread_of
+from paceline.report.stats import Spread
+from paceline.report.tables import Column, ReportTable, make_table
+from paceline.telemetry.metrics import ALWAYS_SHOWN, Metric, View, metrics_in
 from paceline.telemetry.schema import RunResult
 
 Comparable = Comparison | Sequence[RunResult]
 """A comparison as `compare_results` returns it, or the results themselves."""
 
 STRATEGY, WORKERS, RUNS, RATIO = "strategy", "workers", "runs", "time vs. first"
-LEFT_COLUMNS = 1
-"""Number of text columns, aligned left; the others hold numbers."""
 PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN}
 """Priorities of the columns that are not metrics; see `Metric.priority`."""
 STRATEGY_WIDTH = 16
@@ -38,11 +34,15 @@ def results_table(comparison_or_results: Comparable, *, width: int | None = None
     ± is the sample standard deviation over seeds. If the terminal is too narrow, the columns with
     the lowest priority are hidden and listed below the table.
     """
-    columns, rows = nonempty_columns(comparison_or_results)
-    widths = [measure_column(name, [row[i] for row in rows]) for i, name in enumerate(columns)]
+    summary = make_summary_table(comparison_or_results)
+    columns, rows = summary.headers, summary.formatted_rows()
+    # The width of a column: its cells unbroken, its heading wrapped between words.
+    widths = [
+        max(map(len, [*name.split(), *(row[i] for row in rows)])) for i, name in enumerate(columns)
+    ]
     hidden = choose_hidden_columns(columns, widths, width or Console().width)
     kept = [i for i, name in enumerate(columns) if name not in hidden]
-    notes = [describe_table(comparison_or_results)]
+    notes = [summary.note]
     if hidden:
         notes.append(f"Hidden columns (terminal too narrow): {', '.join(hidden)}.")
     table = Table(
@@ -53,7 +53,7 @@ def results_table(comparison_or_results: Comparable, *, width: int | None = None
         pad_edge=False,
     )
     for i in kept:
-        if i < LEFT_COLUMNS:
+        if summary.columns[i].kind == "text":
             table.add_column(columns[i], overflow="fold")
         else:
             table.add_column(columns[i], justify="right", width=widths[i])
@@ -61,11 +61,6 @@ def results_table(comparison_or_results: Comparable, *, width: int | None = None
         # Text, not str: brackets in a strategy are not console markup.
         table.add_row(*(Text(number_format.to_single_line(row[i])) for i in kept))
     return table
-
-
-def measure_column(name: str, cells: Sequence[str]) -> int:
-    """Returns the width of a column: its cells unbroken, its heading wrapped between words."""
-    return max(map(len, [*name.split(), *cells]))
 
 
 def choose_hidden_columns(columns: Sequence[str], widths: Sequence[int], widest: int) -> list[str]:
@@ -83,54 +78,45 @@ def choose_hidden_columns(columns: Sequence[str], widths: Sequence[int], widest:
     return hidden
 
 
-def as_markdown(comparison_or_results: Comparable) -> str:
-    columns, rows = nonempty_columns(comparison_or_results)
-    aligned = [":---" if i < LEFT_COLUMNS else "---:" for i in range(len(columns))]
-    lines = [columns, aligned, *([escape_markdown(cell) for cell in row] for row in rows)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{text}\n\n{describe_table(comparison_or_results)}\n"
+def make_summary_table(comparison_or_results: Comparable) -> ReportTable:
+    """Returns the table without columns that are empty or compare a strategy with itself."""
+    if isinstance(comparison_or_results, dict):
+        comparison = comparison_or_results
+    else:
+        comparison = compare_results(comparison_or_results)
+    entries = comparison["strategies"]
+    records = [make_cells(entry, several=len(entries) > 1) for entry in entries]
+    table = make_table("summary", "Summary", records, describe_table(comparison))
+    return table.without_empty_columns()
 
 
-def nonempty_columns(comparison_or_results: Comparable) -> tuple[list[str], list[list[str]]]:
-    """Returns column titles and rows, without columns that are empty or compare with themselves."""
-    entries = as_comparison(comparison_or_results)["strategies"]
-    cells = [make_cells(entry) for entry in entries]
-    used = [
-        name
-        for name in (cells[0] if cells else {})
-        if any(row[name] != number_format.NOTHING for row in cells)
-        and (name != RATIO or len(cells) > 1)
-    ]
-    return used, [[row[name] for name in used] for row in cells]
-
-
-def make_cells(entry: StrategyEntry) -> dict[str, str]:
-    """Returns the text of each column of one strategy, in order."""
+def make_cells(entry: StrategyEntry, *, several: bool) -> dict[Column, Any]:
     label = entry["label"]
     if entry["virtual"] and "virtual" not in label:
         label += " (virtual)"
-    cells = {STRATEGY: label, WORKERS: describe_workers(entry), RUNS: format_run_counts(entry)}
+    done, failed = entry["runs_done"], entry["runs_failed"]
+    cells: dict[Column, Any] = {
+        Column(STRATEGY): label,
+        Column(WORKERS, "numeral"): describe_workers(entry),
+        Column(RUNS, "numeral"): f"{done} of {entry['runs_total']}" if failed else done,
+    }
     for metric in metrics_in(View.SUMMARY):
-        spread = spread_of(entry, metric.key)
-        if metric.spread_in_summary:
-            cells[metric.title] = number_format.SPREAD_FORMATS[metric.unit](spread)
-        else:
-            cells[metric.title] = number_format.format_metric(metric, spread["mean"])
+        cells |= metric_cell(metric, spread_of(entry, metric.key), metric.spread_in_summary)
         if metric.key == "seconds":
             ratio = entry["seconds_over_first_strategy_seconds"]
-            cells[RATIO] = number_format.format_ratio(ratio)
+            cells[Column(RATIO, "ratio")] = ratio if several else None
     return cells
 
 
-def as_comparison(comparison_or_results: Comparable) -> Comparison:
-    if isinstance(comparison_or_results, dict):
-        return comparison_or_results
-    return compare_results(comparison_or_results)
+def metric_cell(metric: Metric, spread: Spread, has_spread: bool) -> dict[Column, Any]:
+    """Returns the column of a metric with its cell: mean and deviation, or only the mean."""
+    if has_spread:
+        return {Column(metric.title, f"{metric.unit.value}_spread"): spread}
+    return {Column(metric.title, metric.unit.value): spread["mean"]}
 
 
-def describe_table(comparison_or_results: Comparable) -> str:
+def describe_table(comparison: Comparison) -> str:
     """Returns the caption: how to read the numbers, and which runs are not included."""
-    comparison = as_comparison(comparison_or_results)
     entries = comparison["strategies"]
     parts = []
     if any(entry["seconds"]["std"] is not None for entry in entries):
@@ -152,15 +138,3 @@ def describe_workers(entry: StrategyEntry) -> str:
         return number_format.NOTHING
     servers = entry["servers"]
     return f"{entry['workers']} + {servers} ps" if servers else str(entry["workers"])
-
-
-def format_run_counts(entry: StrategyEntry) -> str:
-    if entry["runs_failed"]:
-        return f"{entry['runs_done']} of {entry['runs_total']}"
-    return str(entry["runs_done"])
-
-
-def escape_markdown(cell: str) -> str:
-    for mark in "\\|*_`<[]":
-        cell = cell.replace(mark, "\\" + mark)
-    return number_format.to_single_line(cell)

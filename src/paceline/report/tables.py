@@ -1,55 +1,49 @@
-"""Tables of a report as data, written as HTML, Markdown, CSV and LaTeX."""
+"""Tables of a report as data, and as Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.report import number_format
-from paceline.report.summary_table import escape_markdown
-from paceline.telemetry.metrics import Metric, Unit
-
-KINDS = {
-    Unit.SECONDS: "seconds",
-    Unit.BYTES: "bytes",
-    Unit.FRACTION: "share",
-    Unit.COUNT: "number",
-    Unit.LOSS: "loss",
-}
-"""Column kinds by unit."""
+from paceline.report.number_format import NOTHING
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     title: str
     kind: str = "text"
     """A key of `FORMATS`; kinds that end in `_spread` take a `Spread`."""
 
+    @property
+    def is_spread(self) -> bool:
+        return self.kind.endswith("_spread")
+
     def show(self, value: Any) -> str:
-        if value is None:
-            return number_format.NOTHING
-        return FORMATS[self.kind](value)
+        return NOTHING if value is None else FORMATS[self.kind](value)
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
-    "number": number_format.format_number,
-    "share": number_format.format_percent,
+    "numeral": str,  # Aligned as a number: "2 + 1 ps".
     "points": lambda x: f"{100 * x:+.2f} points",
-    "seconds": number_format.format_seconds,
     "signed_seconds": lambda x: ("+" if x >= 0 else "−") + number_format.format_seconds(abs(x)),  # noqa: RUF001
-    "bytes": number_format.format_bytes,
     "ratio": number_format.format_ratio,
     "p_value": lambda p: f"{p:.3f}" if p >= 0.001 else "< 0.001",
-    "share_spread": number_format.format_accuracy_spread,
-    "seconds_spread": number_format.format_seconds_spread,
-    "number_spread": number_format.format_number_spread,
+    # By the unit of a metric.
+    "count": number_format.format_number,
+    "fraction": number_format.format_percent,
+    "seconds": number_format.format_seconds,
+    "bytes": number_format.format_bytes,
     "loss": number_format.format_loss,
-    "loss_spread": number_format.format_loss_spread,
+    "count_spread": number_format.format_number_spread,
+    "fraction_spread": number_format.format_accuracy_spread,
+    "seconds_spread": number_format.format_seconds_spread,
     "bytes_spread": number_format.format_bytes_spread,
+    "loss_spread": number_format.format_loss_spread,
 }
 
 
@@ -66,25 +60,21 @@ class ReportTable:
 
     def without_empty_columns(self) -> ReportTable:
         """Returns the table without columns that have no values."""
-        used = [
-            i for i, column in enumerate(self.columns)
-            if any(column.show(row[i]) != number_format.NOTHING for row in self.rows)
-        ]  # fmt: skip
-        return ReportTable(
-            name=self.name,
-            title=self.title,
+        shown = list(zip(*self.formatted_rows(), strict=True))
+        used = [i for i, cells in enumerate(shown) if any(cell != NOTHING for cell in cells)]
+        return replace(
+            self,
             columns=tuple(self.columns[i] for i in used),
             rows=[[row[i] for i in used] for row in self.rows],
-            note=self.note,
         )
 
     @property
     def headers(self) -> list[str]:
         return [column.title for column in self.columns]
 
-    @property
-    def words(self) -> list[str]:
-        return [column.title for column in self.columns if column.kind == "text"]
+    def align(self, left: str, right: str) -> list[str]:
+        """Returns a mark per column: text is aligned left, numbers right."""
+        return [left if column.kind == "text" else right for column in self.columns]
 
     def formatted_rows(self) -> list[list[str]]:
         return [
@@ -93,45 +83,42 @@ class ReportTable:
         ]
 
     def to_markdown(self) -> str:
-        marks = [":---" if column.kind == "text" else "---:" for column in self.columns]
         cells = [[escape_markdown(cell) for cell in row] for row in self.formatted_rows()]
-        lines = ["| " + " | ".join(line) + " |" for line in (self.headers, marks, *cells)]
+        table = (self.headers, self.align(":---", "---:"), *cells)
+        lines = ["| " + " | ".join(line) + " |" for line in table]
         return "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
 
     def to_csv(self) -> str:
         """Returns CSV with plain numbers; a spread becomes three columns."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
+        parts = ("mean", "std", "n")
         heads: list[str] = []
         for column in self.columns:
-            if column.kind.endswith("_spread"):
-                heads += [f"{column.title} {part}" for part in ("mean", "std", "n")]
-            else:
-                heads.append(column.title)
+            heads += [f"{column.title} {p}" for p in parts] if column.is_spread else [column.title]
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
         writer.writerow(heads)
         for row in self.rows:
             line: list[Any] = []
             for column, cell in zip(self.columns, row, strict=True):
-                if column.kind.endswith("_spread"):
-                    spread = cell or {}
-                    line += [spread.get("mean"), spread.get("std"), spread.get("n")]
+                if column.is_spread:
+                    line += [(cell or {}).get(part) for part in parts]
                 else:
                     line.append(escape_spreadsheet_formula(cell))
             writer.writerow(line)
         return out.getvalue()
 
     def to_latex(self) -> str:
-        form = "".join("l" if column.kind == "text" else "r" for column in self.columns)
+        rows = [" & ".join(map(escape_latex, row)) + " \\\\" for row in self.formatted_rows()]
         lines = [
             "% requires \\usepackage{booktabs}",
             "\\begin{table}",
             "\\centering",
             f"\\caption{{{escape_latex(self.title)}}}",
-            f"\\begin{{tabular}}{{{form}}}",
+            f"\\begin{{tabular}}{{{''.join(self.align('l', 'r'))}}}",
             "\\toprule",
             " & ".join(map(escape_latex, self.headers)) + " \\\\",
             "\\midrule",
-            *(" & ".join(map(escape_latex, row)) + " \\\\" for row in self.formatted_rows()),
+            *rows,
             "\\bottomrule",
             "\\end{tabular}",
             "\\end{table}",
@@ -139,12 +126,27 @@ class ReportTable:
         return "\n".join(lines) + "\n"
 
 
+def make_table(
+    name: str, title: str, records: Sequence[Mapping[Column, Any]], note: str = ""
+) -> ReportTable:
+    """Returns a table with one row per record; the records have the same columns."""
+    columns = tuple(records[0]) if records else ()
+    rows = [list(record.values()) for record in records]
+    return ReportTable(name=name, title=title, columns=columns, rows=rows, note=note)
+
+
 def escape_spreadsheet_formula(cell: Any) -> Any:
     """Quotes text that a spreadsheet would evaluate as a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@" and cell else cell
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(tuple("=+-@")) else cell
 
 
-LATEX = {
+def escape_markdown(cell: str) -> str:
+    for mark in "\\|*_`<[]":
+        cell = cell.replace(mark, "\\" + mark)
+    return number_format.to_single_line(cell)
+
+
+LATEX: dict[str, str | int | None] = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "±": r"$\pm$", "×": r"$\times$", "−": r"$-$", "–": "--", "→": r"$\to$",  # noqa: RUF001
@@ -152,10 +154,4 @@ LATEX = {
 
 
 def escape_latex(text: str) -> str:
-    return "".join(LATEX.get(c, c) for c in number_format.to_single_line(text))
-
-
-def metric_column(metric: Metric) -> Column:
-    """Returns the column of a metric; its cells are spreads if the metric has `spread`."""
-    kind = KINDS[metric.unit]
-    return Column(title=metric.title, kind=f"{kind}_spread" if metric.spread else kind)
+    return number_format.to_single_line(text).translate(str.maketrans(LATEX))
