@@ -17,7 +17,7 @@ from paceline.job import Job, JobRef
 from paceline.launch.matrix import MatrixOptions, run_matrix
 from paceline.launch.matrix_file import Matrix, list_cells, list_shipped, read_matrix
 from paceline.launch.run_options import RunOptions
-from paceline.report.matrix_progress import MatrixProgress
+from paceline.report.progress import MatrixProgress
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.run_folder import write_json
 

@@ -354,7 +354,7 @@ def test_table_and_markdown_show_every_strategy() -> None:
     results = [make_result(s, seed=k, pace_s=p) for s, p in STRATEGIES.items() for k in range(2)]
     results.append(make_result("codec[bold]x[/bold]|y", status="failed", error="no"))
     console = Console(file=io.StringIO(), width=200)
-    console.print(results_table(results, width=200))
+    console.print(results_table(compare_results(results), width=200))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "switch(allreduce, ps, at=50%)" in shown
@@ -371,7 +371,7 @@ def test_table_and_markdown_show_every_strategy() -> None:
 def test_table_fits_its_terminal_with_numbers_whole(width: int) -> None:
     results = [make_result(s, seed=k, pace_s=p) for s, p in STRATEGIES.items() for k in range(2)]
     out = io.StringIO()
-    Console(file=out, width=width).print(results_table(results, width=width))
+    Console(file=out, width=width).print(results_table(compare_results(results), width=width))
     shown = out.getvalue()
     for cell in ("95.80 ± 0.28%", "21.6 ± 0.3 s", "0.210 s"):
         assert cell in shown
@@ -541,7 +541,7 @@ def run_progress(console: Console, *, quiet: bool = False) -> None:
     for second in range(20):
         clock.now = second
         progress.update(
-            epoch=1 + second // 10, samples=100 * second, updates=second, loss=1.5,
+            epoch=1 + second // 10, samples=100 * second, loss=1.5,
             strategy="allreduce", samples_per_s=100.0,
         )  # fmt: skip
         if second % 10 == 9:
@@ -585,7 +585,7 @@ def test_progress_survives_figures_that_are_none() -> None:
     clock = Clock()
     progress = Progress("x", console=Console(file=out, force_terminal=False), clock=clock)
     clock.now = 6.0
-    progress.update(epoch=1, samples=0, updates=0, loss=math.nan, samples_per_s=math.nan)
+    progress.update(epoch=1, samples=0, loss=math.nan, samples_per_s=math.nan)
     progress.epoch_row(ev.EpochRow(epoch=1, val_acc=None, train_loss=math.nan))
     progress.close()
     assert len(out.getvalue().splitlines()) == 2

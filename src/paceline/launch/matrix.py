@@ -21,7 +21,7 @@ from paceline.launch.run_options import RunOptions
 from paceline.launch.settings import ProcessSettings
 from paceline.options import field_values
 from paceline.report.comparison import Comparison, compare_tasks
-from paceline.report.matrix_progress import MatrixProgress
+from paceline.report.progress import MatrixProgress
 from paceline.telemetry.run_folder import RunFolder, write_json
 from paceline.telemetry.schema import RunResult
 
@@ -95,7 +95,8 @@ def run_cells(
         fork_client.warm_up()
     results: dict[str, RunResult] = {}
     sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
-    with MatrixProgress(matrix.title, sizes, quiet=not options.progress) as view:
+    progress = MatrixProgress(matrix.title, sizes, quiet=not options.progress)
+    with contextlib.closing(progress) as view:
         try:
             for cell in cells:
                 kept = read_existing_result(options.out / cell.name, retry=options.retry)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from paceline.report.number_format import format_number
 from paceline.telemetry.events import (
     CheckpointSaved,
@@ -17,42 +15,22 @@ from paceline.telemetry.events import (
 )
 
 
-@functools.singledispatch
 def describe_event(event: Event) -> str | None:
     """Returns the description of an event; None for events that have none."""
+    match event:
+        case StrategyStarted():
+            start = format_number(event.samples)
+            return f"strategy {event.strategy} from sample {start}: {event.lr}"
+        case StrategySwitched():
+            return f"switch {event.row.before} -> {event.row.after}"
+        case SwitchDecided():
+            return event.row.reason
+        case EpochEnded():
+            return f"epoch {event.row.epoch} ends"
+        case CheckpointSaved():
+            return f"checkpoint at {format_number(event.samples)} samples"
+        case VerdictChanged():
+            return f"resolved: {event.text}" if event.is_over else event.text
+        case RunEnded():
+            return f"ended: {event.status}" + (f", {event.error}" if event.error else "")
     return None
-
-
-@describe_event.register
-def _(event: StrategyStarted) -> str:
-    return f"strategy {event.strategy} from sample {format_number(event.samples)}: {event.lr}"
-
-
-@describe_event.register
-def _(event: StrategySwitched) -> str:
-    return f"switch {event.row.before} -> {event.row.after}"
-
-
-@describe_event.register
-def _(event: SwitchDecided) -> str:
-    return event.row.reason
-
-
-@describe_event.register
-def _(event: EpochEnded) -> str:
-    return f"epoch {event.row.epoch} ends"
-
-
-@describe_event.register
-def _(event: CheckpointSaved) -> str:
-    return f"checkpoint at {format_number(event.samples)} samples"
-
-
-@describe_event.register
-def _(event: VerdictChanged) -> str:
-    return f"resolved: {event.text}" if event.is_over else event.text
-
-
-@describe_event.register
-def _(event: RunEnded) -> str:
-    return f"ended: {event.status}" + (f", {event.error}" if event.error else "")

@@ -1,17 +1,16 @@
-"""Progress of a run: one live line on a terminal, a few plain lines elsewhere."""
+"""Progress of a run or of a matrix: live lines on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
@@ -22,21 +21,75 @@ from paceline.report.number_format import (
     format_seconds,
     to_single_line,
 )
-from paceline.telemetry.events import EpochRow
+from paceline.telemetry.event_log import RunNotice
+from paceline.telemetry.events import EpochRow, RunLengthKnown, RunProgress, StrategySwitched
 from paceline.telemetry.numbers import as_finite
 
 PLAIN_INTERVAL_S = 5.0
+MATRIX_INTERVAL_S = 30.0
 ROW_INTERVAL_S = 2.0
 """Minimum time between two lines for epochs in a log."""
 RATE_WINDOW_S = 30.0
 """The time left is estimated from the recent rate, which changes with a switch."""
 
+Size = tuple[str, str, int]
+"""Model, data and epochs of a run, from which its time is estimated."""
 
-class Progress:
+
+class LiveLines:
+    """Lines with a bar that are redrawn on a terminal; none elsewhere, and none if `quiet`.
+
+    Writes to stderr by default.
+    """
+
+    def __init__(
+        self, *, quiet: bool, console: Console | None, clock: Callable[[], float], bar_width: int
+    ) -> None:
+        self._clock = clock
+        self._quiet = quiet
+        # Explicit, because rich would treat FORCE_COLOR as a terminal and write control codes.
+        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
+        self._last_plain_s = clock()
+        self._bars: Bars | None = None
+        if not quiet and self._console.is_interactive:
+            # Always one line each: truncated, never wrapped.
+            one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            self._bars = Bars(
+                TextColumn("{task.fields[label]}", markup=False),
+                BarColumn(bar_width=bar_width),
+                TextColumn("{task.fields[facts]}", markup=False, table_column=one_line),
+                console=self._console,
+                expand=True,
+            )
+            self._add_lines(self._bars)
+            self._bars.start()
+
+    def _add_lines(self, bars: Bars) -> None:
+        raise NotImplementedError
+
+    def _redraw(self) -> None:
+        """Updates the live lines, if there are any."""
+        raise NotImplementedError
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            # Soft wrap: a log line stays one line, whatever width rich assumes.
+            self._console.print(Text(to_single_line(line)), soft_wrap=True)
+
+    def close(self) -> None:
+        """Stops the live lines; may be called twice."""
+        self._redraw()
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+        self._quiet = True
+
+
+class Progress(LiveLines):
     """Shows the progress of a run; omits what is unknown.
 
     On a terminal there is one live line; elsewhere one plain line per epoch and at most one more
-    every 5 s, without control characters. `quiet` shows nothing. Writes to stderr by default.
+    every 5 s, without control characters. `quiet` shows nothing.
     """
 
     def __init__(
@@ -52,19 +105,11 @@ class Progress:
         self._label = to_single_line(label)
         self._epochs = epochs
         self._samples_total = samples_total
-        self._clock = clock
-        # Explicit, because rich would treat FORCE_COLOR as a terminal and write control codes.
-        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
-        self._quiet = quiet
         self._facts: dict[str, Any] = {}
         self._val_acc: float | None = None
         self._recent: deque[tuple[float, int]] = deque()
-        self._last_plain_s = clock()
         self._last_row_s = -ROW_INTERVAL_S
-        self._bar: Bar | None = None
-        self._task = TaskID(0)
-        if not quiet and self._console.is_interactive:
-            self._start_bar()
+        super().__init__(quiet=quiet, console=console, clock=clock, bar_width=20)
 
     def set_totals(self, epochs: int, samples_per_epoch: int) -> None:
         """Sets the length of the run, once it is known."""
@@ -76,69 +121,37 @@ class Progress:
         self,
         epoch: int | None = None,
         samples: int | None = None,
-        updates: int | None = None,
         loss: float | None = None,
         strategy: str | None = None,
         samples_per_s: float | None = None,
     ) -> None:
         """Sets the totals so far; None keeps the last value."""
-        given = {
-            "epoch": epoch,
-            "samples": samples,
-            "updates": updates,
-            "loss": loss,
-            "strategy": strategy,
-            "samples_per_s": samples_per_s,
-        }
-        self._facts.update({name: fact for name, fact in given.items() if fact is not None})
+        given = {"epoch": epoch, "samples": samples, "loss": loss, "strategy": strategy}
+        given["samples_per_s"] = samples_per_s
+        self._facts |= {name: fact for name, fact in given.items() if fact is not None}
         now = self._clock()
         if samples is not None:
             self._remember_samples(now, samples)
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._redraw()
-        elif now - self._last_plain_s >= PLAIN_INTERVAL_S:
+        self._redraw()
+        if self._bars is None and now - self._last_plain_s >= PLAIN_INTERVAL_S:
             self._last_plain_s = now
-            self._print(f"{self._label}: {self.describe()}")
+            self.print_line(self.describe())
 
     def epoch_row(self, row: EpochRow) -> None:
         """Displays the metrics at the end of an epoch."""
         accuracy = as_finite(row.val_acc)
         if accuracy is not None:
             self._val_acc = accuracy
-        if self._quiet:
-            return
+        self._redraw()
         now = self._clock()
-        if self._bar is not None:
-            self._redraw()
-        elif now - self._last_row_s >= ROW_INTERVAL_S or row.epoch == self._epochs:
+        is_due = now - self._last_row_s >= ROW_INTERVAL_S or row.epoch == self._epochs
+        if self._bars is None and is_due:
             self._last_row_s = now
-            self._print(f"{self._label}: {self._describe_row(row)}")
+            self.print_line(self._describe_row(row))
 
     def print_line(self, text: str) -> None:
         """Prints a permanent line above the live line."""
-        if not self._quiet:
-            self._print(f"{self._label}: {to_single_line(text)}")
-
-    def close(self) -> None:
-        """Stops the live line; may be called twice."""
-        if self._bar is not None:
-            self._redraw()
-            self._bar.stop()
-            self._bar = None
-        self._quiet = True
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._print(f"{self._label}: {text}")
 
     def estimate_left_s(self) -> float | None:
         """Returns the seconds left at the recent rate; None if unknown."""
@@ -153,24 +166,23 @@ class Progress:
 
     def describe(self) -> str:
         """Returns the text of the live line."""
-        facts, parts = self._facts, []
-        if "epoch" in facts:
-            parts.append(f"epoch {facts['epoch']}" + (f"/{self._epochs}" if self._epochs else ""))
-        if "samples_per_s" in facts:
-            parts.append(f"{format_number(facts['samples_per_s'])} samples/s")
-        if "loss" in facts:
-            parts.append(f"loss {facts['loss']:.4g}")
-        if self._val_acc is not None:
-            parts.append(f"val acc {format_percent(self._val_acc)}")
-        left_s = self.estimate_left_s()
-        if left_s is not None:
-            parts.append(f"{format_duration(left_s)} left")
-        if "strategy" in facts:
-            parts.append(to_single_line(facts["strategy"]))
-        return ", ".join(parts) or "starting"
+        facts, left_s = self._facts, self.estimate_left_s()
+        rate, loss = facts.get("samples_per_s"), facts.get("loss")
+        parts = [
+            self._describe_epoch(facts["epoch"]) if "epoch" in facts else None,
+            None if rate is None else f"{format_number(rate)} samples/s",
+            None if loss is None else f"loss {loss:.4g}",
+            None if self._val_acc is None else f"val acc {format_percent(self._val_acc)}",
+            None if left_s is None else f"{format_duration(left_s)} left",
+            facts.get("strategy"),
+        ]
+        return to_single_line(", ".join(filter(None, parts))) or "starting"
+
+    def _describe_epoch(self, epoch: int) -> str:
+        return f"epoch {epoch}" + (f"/{self._epochs}" if self._epochs else "")
 
     def _describe_row(self, row: EpochRow) -> str:
-        parts = [f"epoch {row.epoch}" + (f"/{self._epochs}" if self._epochs else "")]
+        parts = [self._describe_epoch(row.epoch)]
         if row.seconds > 0:
             parts.append(f"after {format_seconds(row.seconds)}")
         for loss, word in ((row.train_loss, "train loss"), (row.val_loss, "val loss")):
@@ -179,14 +191,13 @@ class Progress:
         for accuracy, word in ((row.train_acc, "train acc"), (row.val_acc, "val acc")):
             if as_finite(accuracy) is not None:
                 parts.append(f"{word} {format_percent(accuracy)}")
-        rate = as_finite(row.lr)
+        rate, left_s = as_finite(row.lr), self.estimate_left_s()
         if rate is not None:
             parts.append(f"lr {rate:.4g}")
-        left_s = self.estimate_left_s()
         if left_s:
             parts.append(f"{format_duration(left_s)} left")
         if "strategy" in self._facts:
-            parts.append(to_single_line(self._facts["strategy"]))
+            parts.append(self._facts["strategy"])
         return ", ".join(parts)
 
     def _remember_samples(self, now: float, samples: int) -> None:
@@ -202,31 +213,136 @@ class Progress:
         (began, first), (ended, last) = self._recent[0], self._recent[-1]
         return (last - first) / (ended - began) if ended > began and last > first else None
 
-    def _start_bar(self) -> None:
-        self._bar = Bar(
-            TextColumn("{task.fields[label]}", markup=False),
-            BarColumn(bar_width=20),
-            # Always one line: truncated, never wrapped.
-            TextColumn(
-                "{task.fields[facts]}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
-            ),
-            console=self._console,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=None, label=self._label, facts="starting")
-        self._bar.start()
+    def _add_lines(self, bars: Bars) -> None:
+        self._task = bars.add_task("", total=None, label=self._label, facts="starting")
 
     def _redraw(self) -> None:
-        if self._bar is not None:
-            self._bar.update(
+        if self._bars is not None:
+            self._bars.update(
                 self._task,
                 total=self._samples_total,
                 completed=self._facts.get("samples", 0),
                 facts=self.describe(),
             )
 
-    def _print(self, line: str) -> None:
-        # Soft wrap: a log line stays one line, whatever width rich assumes.
-        self._console.print(Text(line), soft_wrap=True)
+
+class MatrixProgress(LiveLines):
+    """Shows runs done, the current run, and the time left: two live lines, or plain lines."""
+
+    def __init__(
+        self,
+        title: str,
+        sizes: Mapping[str, Size],
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title = to_single_line(title)
+        self._sizes = dict(sizes)
+        self._done = self._failed = 0
+        self._left = set(sizes)
+        self._times: list[tuple[Size, float]] = []
+        self._now: str | None = None
+        self._began_s = clock()
+        self._total = self._seen = 0
+        self._facts = ""
+        super().__init__(quiet=quiet, console=console, clock=clock, bar_width=24)
+
+    def begin(self, name: str) -> None:
+        self._now, self._began_s = name, self._clock()
+        self._total = self._seen = 0
+        self._facts = "starting"
+        self._redraw()
+
+    def show(self, notice: RunNotice) -> None:
+        """Displays a notice of the current run."""
+        if isinstance(notice, RunLengthKnown):
+            self._total = (notice.epochs or 0) * (notice.samples_per_epoch or 0)
+        elif isinstance(notice, RunProgress):
+            self._seen = notice.samples
+            self._facts = f"epoch {notice.epoch + 1}, {format_number(self._seen)} samples"
+        elif isinstance(notice, StrategySwitched):
+            self._facts = f"switched {notice.row.before} -> {notice.row.after}"
+        else:
+            return
+        self._redraw()
+        if self._bars is None and self._clock() - self._last_plain_s >= MATRIX_INTERVAL_S:
+            self._print_plain(f"{self._now}: {self._facts}")
+
+    def end(self, name: str, result: Mapping[str, Any]) -> None:
+        seconds = self._clock() - self._began_s
+        if result.get("status") == "done":
+            self._times.append((self._sizes[name], seconds))
+        self._count(name, result)
+        self._print_plain(f"{name}: {describe_result(result)} ({self.describe()})")
+        self._now = None
+        self._redraw()
+
+    def skip(self, name: str, result: Mapping[str, Any]) -> None:
+        """Counts a run that already has a result."""
+        self._count(name, result)
+        self._redraw()
+
+    def describe(self) -> str:
+        parts = [f"{self._done + self._failed} of {len(self._sizes)}"]
+        if self._failed:
+            parts.append(f"{self._failed} failed")
+        left = self.estimate_left_s()
+        if left is not None and self._left:
+            parts.append(f"about {format_duration(left)} left")
+        return ", ".join(parts)
+
+    def estimate_left_s(self) -> float | None:
+        """Estimates from the time per epoch of the same model and data, or else of any run."""
+        if not self._times:
+            return None
+        rates: dict[tuple[str, str], list[float]] = {}
+        for (model, data, epochs), seconds in self._times:
+            rates.setdefault((model, data), []).append(seconds / epochs)
+        every = [rate for group in rates.values() for rate in group]
+        left = 0.0
+        for name in self._left:
+            model, data, epochs = self._sizes[name]
+            group = rates.get((model, data), every)
+            left += epochs * sum(group) / len(group)
+        if self._now in self._left:
+            left -= self._clock() - self._began_s
+        return max(0.0, left)
+
+    def _count(self, name: str, result: Mapping[str, Any]) -> None:
+        self._left.discard(name)
+        if result.get("status") == "done":
+            self._done += 1
+        else:
+            self._failed += 1
+
+    def _add_lines(self, bars: Bars) -> None:
+        self._whole = bars.add_task("", total=len(self._sizes), label=self._title, facts="")
+        self._one = bars.add_task("", total=None, label="", facts="")
+
+    def _redraw(self) -> None:
+        if self._bars is None:
+            return
+        part = self._seen / self._total if self._total and self._now else 0.0
+        done = self._done + self._failed + part
+        self._bars.update(self._whole, completed=done, facts=self.describe())
+        self._bars.update(
+            self._one,
+            total=self._total or None,
+            completed=self._seen,
+            label=self._now or "",
+            facts=self._facts if self._now else "",
+        )
+
+    def _print_plain(self, line: str) -> None:
+        self._last_plain_s = self._clock()
+        self._print(line)
+
+
+def describe_result(result: Mapping[str, Any]) -> str:
+    if result.get("status") != "done":
+        return f"{result.get('status')}: {result.get('error') or 'no reason recorded'}"
+    accuracy = as_finite(result.get("test_acc"))
+    words = f"done in {format_seconds(as_finite(result.get('seconds')))}"
+    return words if accuracy is None else f"{words}, test accuracy {format_percent(accuracy)}"
