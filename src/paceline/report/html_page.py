@@ -6,81 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from paceline.report.tables import ReportTable
 
-STYLE = """
-:root { color-scheme: light dark; --back: #ffffff; --front: #1b1f24; --soft: #57606a;
-  --line: #d8dee4; --panel: #f6f8fa; --grid: #e4e8ec; --warn: #fff4e0; --warn-line: #b35900; }
-@media (prefers-color-scheme: dark) { :root { --back: #14171c; --front: #e6e9ed; --soft: #a3acb6;
-  --line: #353b44; --panel: #1d2128; --grid: #2c323a; --warn: #33260f; --warn-line: #e69f00; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 20px 24px 60px; background: var(--back);
-  color: var(--front); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 36px 0 8px; }
-h2.task { font-size: 1.4rem; border-top: 2px solid var(--line); padding-top: 18px;
-  margin-top: 48px; }
-h3 { font-size: 1rem; margin: 12px 0 0; font-weight: 600; overflow-wrap: anywhere; }
-p, li { max-width: 80ch; overflow-wrap: anywhere; }
-.soft { color: var(--soft); margin: 4px 0; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0; }
-th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--line);
-  vertical-align: top; white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
-th.word, td.word { text-align: left; }
-td.word { white-space: normal; overflow-wrap: break-word; min-width: 7em;
-  max-width: 30em; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr));
-  gap: 8px 24px; }
-.grid > div { min-width: 0; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; list-style: none; padding: 0;
-  margin: 8px 0; }
-.legend li { display: flex; align-items: center; gap: 7px; max-width: 100%; }
-.legend svg { flex: none; }
-.problem { background: var(--warn); border-left: 4px solid var(--warn-line); padding: 8px 14px;
-  margin: 10px 0; overflow-wrap: anywhere; }
-.problem pre { margin: 6px 0; }
-.badge { border: 1px solid var(--warn-line); color: var(--warn-line); border-radius: 4px;
-  padding: 0 6px; font-size: 0.8em; font-weight: 600; white-space: nowrap; }
-details { margin: 8px 0; }
-summary { cursor: pointer; }
-pre { background: var(--panel); padding: 10px 12px; overflow-x: auto; font-size: 13px;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.problem pre { background: none; padding: 0; }
-@media (max-width: 600px) { body { padding: 14px 12px 40px; } h1 { font-size: 1.3rem; } }
-"""
-
-# Draws each figure in the colours of the page, and again when dark mode changes.
-SCRIPT = """
-const darkness = matchMedia("(prefers-color-scheme: dark)");
-function makeTemplate() {
-  const page = getComputedStyle(document.documentElement);
-  const colour = name => page.getPropertyValue(name).trim();
-  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"),
-    zerolinecolor: colour("--grid"), fixedrange: true };
-  return { layout: { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: colour("--front"), size: 13,
-      family: getComputedStyle(document.body).fontFamily },
-    xaxis: axis, yaxis: axis, annotationdefaults: { font: { color: colour("--soft") } },
-    hoverlabel: { align: "left", bgcolor: colour("--panel"), bordercolor: colour("--line"),
-      font: { color: colour("--front") }, namelength: -1 } } };
-}
-function drawAll() {
-  const template = makeTemplate();
-  for (const box of document.querySelectorAll("[data-figure]")) {
-    const figure = figures[Number(box.dataset.figure)];
-    Plotly.react(box, figure.data, { ...figure.layout, template },
-      { responsive: true, displayModeBar: false });
-  }
-}
-drawAll();
-darkness.addEventListener("change", drawAll);
-"""
+PAGE = Path(__file__).parent / "page"
 
 # The page may run its own script and load nothing: it works offline and sends no requests.
 POLICY = (
@@ -90,11 +23,12 @@ POLICY = (
 
 def render_page(title: str, body: Sequence[str], figures: Sequence[Mapping[str, object]]) -> str:
     """Returns the document; a figure is drawn in the element whose `data-figure` is its index."""
+    style, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("style.css", "draw.js"))
     scripts = ""
     if figures:
         scripts = (
             f"<script>{get_plotlyjs()}</script>\n"
-            f"<script>const figures = {encode_figures(figures)};\n{SCRIPT}</script>"
+            f"<script>const figures = {encode_figures(figures)};\n{script}</script>"
         )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -103,7 +37,8 @@ def render_page(title: str, body: Sequence[str], figures: Sequence[Mapping[str, 
 <meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}</style>
+<style>
+{style}</style>
 </head>
 <body>
 {chr(10).join(body)}
