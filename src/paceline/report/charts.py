@@ -81,10 +81,16 @@ def make_axis(title: str, **facts: Any) -> Trace:
     return {"title": {"text": title}, **facts}
 
 
+def make_series(
+    kind: str, name: str, xs: Sequence[Any], ys: Sequence[Any], hover: str, **facts: Any
+) -> Trace:
+    series = {"type": kind, "name": escape_plotly(name), "x": xs, "y": ys, "hovertemplate": hover}
+    return {**series, **facts}
+
+
 def make_scatter(name: str, xs: Sequence[Any], ys: Sequence[Any], mode: str, **facts: Any) -> Trace:
     hover = "%{y} at %{x}<extra>%{fullData.name}</extra>"
-    series = {"type": "scatter", "mode": mode, "name": escape_plotly(name), "x": xs, "y": ys}
-    return {**series, "hovertemplate": hover, **facts}
+    return make_series("scatter", name, xs, ys, hover, **{"mode": mode, **facts})
 
 
 def make_line(name: str, points: Sequence[tuple[float, Any]], style: tuple[str, str]) -> Trace:
@@ -232,16 +238,15 @@ def draw_phases(runs: Sequence[ReportRun]) -> list[tuple[str, int, Figure]]:
 
 
 def draw_bars(phases: Mapping[str, Mapping[str, float]], longest_s: float) -> Figure:
+    workers = [escape_plotly(worker) for worker in phases]
+    hover = "%{fullData.name}: %{x:.3~f} s<extra>%{y}</extra>"
     traces = []
     for name, (colour, hatching) in PHASE_STYLES.items():
         seconds = [worker.get(name, 0.0) for worker in phases.values()]
         if any(seconds):
             pattern = {"shape": hatching, "fillmode": "overlay", "fgcolor": "#333333", "size": 5}
-            trace: Trace = {"type": "bar", "orientation": "h", "name": name}
-            trace |= {"x": seconds, "y": [escape_plotly(worker) for worker in phases]}
-            trace |= {"marker": {"color": colour, "pattern": pattern}}
-            hover = "%{fullData.name}: %{x:.3~f} s<extra>%{y}</extra>"
-            traces.append({**trace, "hovertemplate": hover})
+            style = {"orientation": "h", "marker": {"color": colour, "pattern": pattern}}
+            traces.append(make_series("bar", name, seconds, workers, hover, **style))
     x = make_axis("seconds", range=[0, longest_s * 1.02 or 1])
     y = {"autorange": "reversed", "type": "category", "automargin": True}
     figure = make_figure(traces, 72 + 26 * len(phases), x, y, barmode="stack", bargap=0.25)
@@ -252,24 +257,16 @@ def draw_bars(phases: Mapping[str, Mapping[str, float]], longest_s: float) -> Fi
 def draw_staleness(runs: Sequence[ReportRun]) -> Figure | None:
     """Draws the fraction of updates by staleness; None if no update was stale."""
     groups = group_by_label(runs)
+    hover = "staleness %{x}: %{y:.1%} (%{customdata:,} updates)<extra>%{fullData.name}</extra>"
     traces: list[Trace] = []
     for label, (colour, _) in style_strategies(groups).items():
         counts = count_staleness(groups[label])
         total = sum(counts.values())
         if any(count for lag, count in counts.items() if lag > 0):
             lags = sorted(counts)
-            traces.append(
-                {
-                    "type": "bar",
-                    "name": escape_plotly(label),
-                    "x": lags,
-                    "y": [counts[lag] / total for lag in lags],
-                    "customdata": [counts[lag] for lag in lags],
-                    "marker": {"color": colour},
-                    "hovertemplate": "staleness %{x}: %{y:.1%} (%{customdata:,} updates)"
-                    "<extra>%{fullData.name}</extra>",
-                }
-            )
+            shares = [counts[lag] / total for lag in lags]
+            facts = {"customdata": [counts[lag] for lag in lags], "marker": {"color": colour}}
+            traces.append(make_series("bar", label, lags, shares, hover, **facts))
     if not traces:
         return None
     widest = max(max(trace["x"]) for trace in traces)

@@ -7,7 +7,7 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.errors import UsageError
@@ -48,9 +48,8 @@ def trace_events(run: RunRecord) -> Iterator[TraceEvent]:
         yield {**_name("process_sort_index", number, ""), "args": {"sort_index": number}}
         process = run.processes[who]
         yield from _steps(process, number)
+        yield from _phases(process, number)
         yield from _counters(process, number)
-        if process.is_server:
-            yield from _server_phases(process, number)
     yield from _run_events(run, numbers.get(COORDINATOR, 0))
 
 
@@ -71,6 +70,16 @@ def _slice(
     return {**slice_, "args": args} if args else slice_
 
 
+def _sequence(
+    pid: int, tid: int, at_us: float, phases: Iterable[tuple[str, float]]
+) -> Iterator[TraceEvent]:
+    """Yields time categories (name, microseconds) one after another."""
+    for name, us in phases:
+        if us > 0 and name != "idle":
+            yield _slice(name, pid, tid, at_us, us)
+        at_us += us
+
+
 def _steps(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
     seen = False
     for step in process.iter_steps():
@@ -81,10 +90,7 @@ def _steps(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
         at_us = step.ended * 1e6 - inside_us
         about = {name: getattr(step, name) for name in ("number", "epoch", "loss", "staleness")}
         yield _slice("step", pid, 1, at_us, inside_us, **about, samples=step.samples)
-        for name, us in phases:
-            if us > 0:
-                yield _slice(name, pid, 1, at_us, us)
-                at_us += us
+        yield from _sequence(pid, 1, at_us, phases)
     if seen:
         yield {**_name("thread_name", pid, "steps"), "tid": 1}
     for window in process.steps:
@@ -92,26 +98,16 @@ def _steps(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
             at_us, took_us = window.began * 1e6, (window.t - window.began) * 1e6
             about = {"steps": window.count, "epoch": window.epoch, **window.phases_us}
             yield _slice("steps", pid, 1, at_us, took_us, **about)
-    # Time outside steps, from the metrics of each second.
-    for event in process.metrics:
-        if process.is_server or not event.phases:
-            continue
-        seconds = process.phase_seconds(event)
-        at_us = (event.t - event.dt) * 1e6
-        for name in BETWEEN:
-            if seconds.get(name, 0.0) > 0:
-                yield _slice(name, pid, 2, at_us, seconds[name] * 1e6)
-                at_us += seconds[name] * 1e6
 
 
-def _server_phases(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
-    """Yields the time categories of each second, one after another."""
+def _phases(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
+    """Yields the time categories of each second: all of a server, outside steps of a worker."""
     for event in process.metrics:
-        at_us = (event.t - event.dt) * 1e6
-        for name, seconds in process.phase_seconds(event).items():
-            if seconds > 0 and name != "idle":
-                yield _slice(name, pid, 1, at_us, seconds * 1e6)
-            at_us += seconds * 1e6
+        seconds = process.phase_seconds(event) if process.is_server or event.phases else {}
+        names = seconds if process.is_server else BETWEEN
+        phases = [(name, seconds.get(name, 0.0) * 1e6) for name in names]
+        tid = 1 if process.is_server else 2
+        yield from _sequence(pid, tid, (event.t - event.dt) * 1e6, phases)
 
 
 def _counters(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
@@ -127,10 +123,7 @@ def _counters(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
                 "throttled": event.throttled / dt,
             },
             "memory (MB)": {"resident": event.rss / 1e6},
-            "network (MB/s)": {
-                "in": event.net_in / dt / 1e6,
-                "out": event.net_out / dt / 1e6,
-            },
+            "network (MB/s)": {"in": event.net_in / dt / 1e6, "out": event.net_out / dt / 1e6},
             "disk (MB/s)": {
                 "read": event.disk_read / dt / 1e6,
                 "write": event.disk_write / dt / 1e6,

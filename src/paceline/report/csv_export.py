@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable, Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.telemetry.events import PHASES, SERVER_PHASES, EpochEnded, Event, ProcessMetrics
+from paceline.telemetry.events import PHASES, SERVER_PHASES, EpochEnded, Event
 from paceline.telemetry.reader import RunRecord, read_run
 
 Row = dict[str, object]
+
+GIL = ("lock_probes", "lock_held", "input_probes", "input_lock_held", "input_blocked")
+SERVED = ("pushes", "pulls", "waiting", "queued_us", "apply_us")
 
 
 def write_csv_files(folder: Path, out: Path) -> list[Path]:
@@ -24,33 +28,28 @@ def write_csv_files(folder: Path, out: Path) -> list[Path]:
     if not run.processes:
         raise UsageError(f"{folder} has no events; choose the folder of a run")
     out.mkdir(parents=True, exist_ok=True)
-    tables = {
+    tables: dict[str, Iterator[Row]] = {
         "steps": steps(run),
         "vitals": metrics(run),
-        "machines": hosts(run),
-        "epochs": epochs(run),
-        "verdicts": verdict_rows(run),
+        "machines": (
+            {"measured_by": process, **scalar_fields(event)}
+            for process, events in run.hosts.items()
+            for event in events
+        ),
+        "epochs": (e.row.to_plain() for e in run.events if isinstance(e, EpochEnded)),
+        "verdicts": (scalar_fields(e, leave_out=("figures",)) for e in run.verdict_events),
     }
     written = []
     for name, rows in tables.items():
-        path = out / f"{name}.csv"
-        if write_rows(path, rows):
-            written.append(path)
+        first = next(rows, None)
+        if first is not None:
+            written.append(out / f"{name}.csv")
+            with written[-1].open("w", newline="", encoding="utf-8") as file:
+                # The first row names the columns.
+                writer = csv.DictWriter(file, fieldnames=list(first), extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(itertools.chain([first], rows))
     return written
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> bool:
-    """Writes the rows; the first one names the columns. Returns False if there are none."""
-    iterator = iter(rows)
-    first = next(iterator, None)
-    if first is None:
-        return False
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(first), extrasaction="ignore")
-        writer.writeheader()
-        writer.writerow(first)
-        writer.writerows(iterator)
-    return True
 
 
 def steps(run: RunRecord) -> Iterator[Row]:
@@ -60,9 +59,8 @@ def steps(run: RunRecord) -> Iterator[Row]:
             number, began, ended = (columns.pop(name) for name in ("number", "began", "ended"))
             if not columns["pieces"]:
                 del columns["pieces"]
-            yield {
-                "worker": worker.number, "step": number, **columns, "began": began, "ended": ended
-            }  # fmt: skip
+            row = {"worker": worker.number, "step": number, **columns}
+            yield {**row, "began": began, "ended": ended}
 
 
 def metrics(run: RunRecord) -> Iterator[Row]:
@@ -72,18 +70,10 @@ def metrics(run: RunRecord) -> Iterator[Row]:
         for event in process.metrics:
             phases = dict.fromkeys(names, 0.0)
             phases |= {f"phase_{n}_s": s for n, s in process.phase_seconds(event).items()}
-            yield {"process": process.process_name, **_flat(event), **phases}
-
-
-def _flat(event: ProcessMetrics) -> Row:
-    plain = scalar_fields(event, leave_out=("phases", "gil", "serving"))
-    gil = dict(zip(GIL, event.gil, strict=False))
-    served = event.serving or {}
-    return {**plain, **dict.fromkeys(GIL, 0), **gil, **{k: served.get(k, 0) for k in SERVED}}
-
-
-GIL = ("lock_probes", "lock_held", "input_probes", "input_lock_held", "input_blocked")
-SERVED = ("pushes", "pulls", "waiting", "queued_us", "apply_us")
+            plain = scalar_fields(event, leave_out=("phases", "gil", "serving"))
+            gil = dict.fromkeys(GIL, 0) | dict(zip(GIL, event.gil, strict=False))
+            served = {name: (event.serving or {}).get(name, 0) for name in SERVED}
+            yield {"process": process.process_name, **plain, **gil, **served, **phases}
 
 
 def scalar_fields(event: Event, *, leave_out: Collection[str] = ()) -> Row:
@@ -92,20 +82,3 @@ def scalar_fields(event: Event, *, leave_out: Collection[str] = ()) -> Row:
         for name, value in vars(event).items()
         if name not in leave_out and not isinstance(value, list | dict)
     }
-
-
-def hosts(run: RunRecord) -> Iterator[Row]:
-    for process, events in run.hosts.items():
-        for event in events:
-            yield {"measured_by": process, **scalar_fields(event)}
-
-
-def epochs(run: RunRecord) -> Iterator[Row]:
-    for event in run.events:
-        if isinstance(event, EpochEnded):
-            yield event.row.to_plain()
-
-
-def verdict_rows(run: RunRecord) -> Iterator[Row]:
-    for event in run.verdict_events:
-        yield scalar_fields(event, leave_out=("figures",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.report import charts
 from paceline.report.charts import Figure
@@ -23,7 +23,6 @@ from paceline.report.tables import ReportTable
 class ReportSection:
     """One task: runs that can be compared."""
 
-    title: str
     prefix: str
     """Prefix of its file names, if a report has several sections."""
     task: RunGroup
@@ -32,13 +31,17 @@ class ReportSection:
     figures: list[tuple[str, str, Figure]]
     """Name, heading, figure."""
 
+    @property
+    def title(self) -> str:
+        return self.task.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportDocument:
     title: str
     runs: list[ReportRun]
     facts: str
-    sections: list[ReportSection] = field(default_factory=list)
+    sections: list[ReportSection]
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -55,13 +58,23 @@ def make_content(
     runs: Sequence[ReportRun], *, title: str, target: float | None = None, published: bool = False
 ) -> ReportDocument:
     tasks = split_tasks(runs)
-    sections = [
-        make_section(task, several=len(tasks) > 1, target=target, published=published)
-        for task in tasks
-    ]
-    return ReportDocument(
-        title=title, runs=list(runs), facts=summarize_runs(runs), sections=sections
-    )
+    sections = []
+    for task in tasks:
+        sheets, findings = list_tables(task, target), list_findings(task, target=target)
+        if published:
+            sheets += [sheet.without_empty_columns() for sheet in make_published_tables(task)]
+            findings += sentences_on_published(task)
+        sections.append(
+            ReportSection(
+                prefix=f"{make_file_name(task.name)}-" if len(tasks) > 1 else "",
+                task=task,
+                findings=findings,
+                sheets=sheets,
+                figures=list_figures(task, published=published),
+            )
+        )
+    facts = summarize_runs(runs)
+    return ReportDocument(title=title, runs=list(runs), facts=facts, sections=sections)
 
 
 def summarize_runs(runs: Sequence[ReportRun]) -> str:
@@ -72,24 +85,6 @@ def summarize_runs(runs: Sequence[ReportRun]) -> str:
             facts.append(f"{name} {', '.join(kinds)}")
     facts.append(f"{len(runs)} run" + ("s" if len(runs) != 1 else ""))
     return " · ".join(facts)
-
-
-def make_section(
-    task: RunGroup, *, several: bool, target: float | None, published: bool
-) -> ReportSection:
-    sheets = list_tables(task, target)
-    findings = list_findings(task, target=target)
-    if published:
-        sheets += [sheet.without_empty_columns() for sheet in make_published_tables(task)]
-        findings += sentences_on_published(task)
-    return ReportSection(
-        title=task.name,
-        prefix=f"{make_file_name(task.name)}-" if several else "",
-        task=task,
-        findings=findings,
-        sheets=sheets,
-        figures=list_figures(task, published=published),
-    )
 
 
 def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Figure]]:

@@ -29,17 +29,12 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def write_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Writes each figure as NAME.svg and NAME.png; returns the files."""
-    require_matplotlib()
-    written = []
+def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
+    """Writes each figure as NAME.svg and NAME.png."""
     for name, figure in figures.items():
         drawn = draw(figure)
-        for kind in ("svg", "png"):
-            path = folder / f"{name}.{kind}"
-            drawn.savefig(path, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
-            written.append(path)
-    return written
+        drawn.savefig(folder / f"{name}.svg", dpi=DPI, metadata={"Date": None})
+        drawn.savefig(folder / f"{name}.png", dpi=DPI)
 
 
 def draw(figure: Figure) -> Any:
@@ -135,21 +130,19 @@ def draw_bar_axes(axes: Any, traces: list[Trace], layout: Trace) -> None:
 def style_axes(axes: Any, layout: Trace) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    for side, setter in (("xaxis", axes.set_xlabel), ("yaxis", axes.set_ylabel)):
-        facts = layout.get(side, {})
-        text = facts.get("title", {}).get("text")
-        if text:
-            setter(text)
-        axis = getattr(axes, side)
-        if "%" in str(facts.get("tickformat", "")):
-            axis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))
+    for side in ("x", "y"):
+        facts = layout[f"{side}axis"]
+        if "title" in facts:
+            axes.set(**{f"{side}label": facts["title"]["text"]})
+        if "%" in facts.get("tickformat", ""):
+            percent = FuncFormatter(lambda y, _: f"{100 * y:g}%")
+            getattr(axes, f"{side}axis").set_major_formatter(percent)
         if facts.get("type") == "log":
-            (axes.set_yscale if side == "yaxis" else axes.set_xscale)("log")
-    if layout.get("xaxis", {}).get("rangemode") == "tozero":
+            axes.set(**{f"{side}scale": "log"})
+    if layout["xaxis"].get("rangemode") == "tozero":
         axes.set_xlim(left=0)
     for shape in layout.get("shapes", []):
         axes.axvline(shape["x0"], color=shape["line"]["color"], linewidth=0.8, linestyle=":")
     axes.grid(True, color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -63,18 +63,15 @@ def describe_fastest(entries: Sequence[StrategyEntry]) -> list[str]:
         return []
     ranked = sorted(timed, key=lambda entry: mean_of(entry["seconds"]))
     best = ranked[0]
-    if len(timed) == 1:
-        return [describe_alone(best)]
-    others = ranked[1:2] if timed[0] in ranked[:2] else [ranked[1], timed[0]]
-    return [compare_time(best, other, comparisons=len(timed) - 1) for other in others]
-
-
-def describe_alone(entry: StrategyEntry) -> str:
-    spread = entry["seconds"]
-    text = f"{entry['label']} took {format_seconds(spread['mean'])}"
+    if len(timed) > 1:
+        others = ranked[1:2] if timed[0] in ranked[:2] else [ranked[1], timed[0]]
+        return [compare_time(best, other, comparisons=len(timed) - 1) for other in others]
+    spread = best["seconds"]
+    text = f"{best['label']} took {format_seconds(spread['mean'])}"
     if spread["n"] == 1:
-        return f"{text} in its only run; the spread over seeds is unknown."
-    return f"{text} on average over {spread['n']} runs (standard deviation {spread['std']:.2g} s)."
+        return [f"{text} in its only run; the spread over seeds is unknown."]
+    deviation = f"standard deviation {spread['std']:.2g} s"
+    return [f"{text} on average over {spread['n']} runs ({deviation})."]
 
 
 def compare_time(best: StrategyEntry, other: StrategyEntry, *, comparisons: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from rich.table import Table
 from paceline.errors import UsageError
 
 
-@dataclass(frozen=True)
+@dataclass
 class OperatorProfile:
     """Profiles of one run: milliseconds of self time per step, by operator and worker."""
 
     name: str
-    epoch: int
-    steps: dict[int, int]
-    ms: dict[str, dict[int, float]]
-    calls: dict[str, float]
+    epoch: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
+    ms: dict[str, dict[int, float]] = field(default_factory=dict)
+    calls: dict[str, float] = field(default_factory=dict)
     """Calls per step, mean over the workers."""
 
     @property
@@ -30,8 +30,7 @@ class OperatorProfile:
         return sorted(self.steps)
 
     def mean_ms(self, operator: str) -> float:
-        each = self.ms.get(operator, {})
-        return sum(each.values()) / len(self.steps)
+        return sum(self.ms.get(operator, {}).values()) / len(self.steps)
 
     @property
     def total_ms(self) -> float:
@@ -43,39 +42,27 @@ class OperatorProfile:
 
 
 def read_profile(folder: Path) -> OperatorProfile:
-    """Reads the profiles of a run. Raises UsageError if there are none."""
+    """Reads the profiles of a run. Raises UsageError if there are none, or one is not valid."""
     paths = sorted(folder.glob("profile/worker-*.json"))
     if not paths:
         raise UsageError(
             f"{folder} contains no profile; train with --profile, for example --profile epoch=2"
         )
-    ms: dict[str, dict[int, float]] = {}
-    calls: dict[str, float] = {}
-    steps: dict[int, int] = {}
-    epoch = 0
+    profile = OperatorProfile(folder.name)
     for path in paths:
-        body = _read(path)
-        worker, epoch = int(body["worker"]), int(body["epoch"])
-        steps[worker] = count = max(1, int(body["steps"]))
-        for row in body["operators"]:
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            worker, profile.epoch = int(body["worker"]), int(body["epoch"])
+            profile.steps[worker] = count = max(1, int(body["steps"]))
+            operators = body["operators"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not a valid profile ({error}); record it again") from None
+        for row in operators:
             us = row["self_us"] + row["self_device_us"]
-            ms.setdefault(row["name"], {})[worker] = us / 1e3 / count
-            calls[row["name"]] = calls.get(row["name"], 0.0) + row["calls"] / count / len(paths)
-    return OperatorProfile(folder.name, epoch, steps, ms, calls)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        body["operators"], body["worker"], body["epoch"], body["steps"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a valid profile ({error}); record it again") from None
-    assert isinstance(body, dict)
-    return body
-
-
-HEAD_ONE = ("operator", "calls a step", "share")
-HEAD_TWO = ("operator", "ms", "share", "ms", "share", "times", "share change")
+            profile.ms.setdefault(row["name"], {})[worker] = us / 1e3 / count
+            calls = row["calls"] / count / len(paths)
+            profile.calls[row["name"]] = profile.calls.get(row["name"], 0.0) + calls
+    return profile
 
 
 def rows_for_one_run(
@@ -84,10 +71,15 @@ def rows_for_one_run(
     """Returns milliseconds per step by worker, and the fraction of the total."""
     head = ["operator", "calls a step", "share", *(f"worker {w} ms" for w in profile.workers)]
     names = sorted(profile.ms, key=profile.mean_ms, reverse=True)[:top]
-    rows = []
-    for name in names:
-        each = [round(profile.ms[name].get(w, 0.0), 4) for w in profile.workers]
-        rows.append([name, round(profile.calls[name], 2), round(profile.share(name), 4), *each])
+    rows = [
+        [
+            name,
+            round(profile.calls[name], 2),
+            round(profile.share(name), 4),
+            *(round(profile.ms[name].get(w, 0.0), 4) for w in profile.workers),
+        ]
+        for name in names
+    ]
     return head, rows
 
 
@@ -97,15 +89,12 @@ def rows_for_two_runs(
     """Returns means over the workers; `times` is the ratio of the second run to the first."""
     head = ["operator", f"{one.name} ms", "share", f"{two.name} ms", "share ", "second/first"]
     names = sorted({*one.ms, *two.ms}, key=lambda n: -max(one.mean_ms(n), two.mean_ms(n)))[:top]
-    rows: list[list[Any]] = []
-    for name in ["all operators", *names]:
-        whole = name == "all operators"
-        a = one.total_ms if whole else one.mean_ms(name)
-        b = two.total_ms if whole else two.mean_ms(name)
-        shares = (1.0, 1.0) if whole else (one.share(name), two.share(name))
-        ratio = round(b / a, 3) if a > 0 else None
-        rows.append([name, round(a, 4), round(shares[0], 4), round(b, 4), round(shares[1], 4)])
-        rows[-1].append(ratio)
+    found = [("all operators", one.total_ms, 1.0, two.total_ms, 1.0)]
+    found += [(n, one.mean_ms(n), one.share(n), two.mean_ms(n), two.share(n)) for n in names]
+    rows = [
+        [n, *(round(x, 4) for x in (a, a_share, b, b_share)), round(b / a, 3) if a > 0 else None]
+        for n, a, a_share, b, b_share in found
+    ]
     return head, rows
 
 
@@ -115,9 +104,8 @@ def make_table(profiles: Sequence[OperatorProfile], top: int) -> Table:
         f"{p.name}: epoch {p.epoch}, {min(p.steps.values())} steps, {len(p.steps)} workers"
         for p in profiles
     )
-    table = Table(
-        title=f"self time by operator, milliseconds per step ({steps})", title_justify="left"
-    )
+    title = f"self time by operator, milliseconds per step ({steps})"
+    table = Table(title=title, title_justify="left")
     for index, name in enumerate(head):
         table.add_column(name.strip(), justify="left" if index == 0 else "right")
     for row in rows:
