@@ -56,10 +56,11 @@ def test_a_new_metric_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     result: RunResult = run.result
     result["lag"] = {"max": 7}
 
-    entry: Any = compare_results([result])["strategies"][0]
+    comparison = compare_results([result])
+    entry: Any = comparison["strategies"][0]
     assert entry["max_lag"]["mean"] == 7
-    assert "max lag" in [c.header for c in results_table([result], width=200).columns]
-    assert "max lag" in make_summary_table([result]).headers
+    assert "max lag" in [c.header for c in results_table(comparison, width=200).columns]
+    assert "max lag" in make_summary_table(comparison).headers
     task = make_task("golden", runs)
     for sheet in (make_accuracy_table(task), make_time_table(task)):
         assert sheet.formatted_rows()[0][sheet.headers.index("max lag")] == "7"

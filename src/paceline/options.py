@@ -23,7 +23,17 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
@@ -89,6 +99,17 @@ class OptionField:
     @property
     def is_required(self) -> bool:
         return self.default is PydanticUndefined
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(group: str = "Options") -> Callable[[type[T]], type[T]]:
+    """Returns a class decorator: a frozen dataclass whose options are in this help group."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.option_group = group  # type: ignore[attr-defined]
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorate
 
 
 def option_fields(cls: type[object]) -> tuple[OptionField, ...]:

@@ -1,1 +1,1 @@
-"""The command line, one file a command. Nothing here imports torch before it is needed."""
+"""The command line. Nothing here imports torch before it is needed."""

@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
 from pydantic import BaseModel
@@ -31,6 +31,7 @@ from paceline.options import (
     build_settings,
     check_names,
     option_fields,
+    settings,
 )
 
 P = ParamSpec("P")
@@ -42,11 +43,9 @@ _GROUPS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class ConfigOption:
     """The option that every command with a job has in addition to its own."""
-
-    option_group: ClassVar[str] = RUN
 
     config: Annotated[Path | None, Option(metavar="FILE")] = None
     """Read options from a YAML file; command-line options take precedence."""
@@ -86,7 +85,7 @@ def command(function: Callable[P, R]) -> Callable[..., R]:
             del accepted["config"]
             values = read_config(Path(config), accepted)
             given = {**values, **given}
-        settings = {
+        values_by_class = {
             name: build_settings(
                 cls,
                 {f.field: given[f.field] for f in option_fields(cls) if f.field in given},
@@ -94,7 +93,7 @@ def command(function: Callable[P, R]) -> Callable[..., R]:
             )
             for name, cls in classes.items()
         }
-        return function(*positional, **settings)
+        return function(*positional, **values_by_class)
 
     parameters = [*arguments, *(_parameter(each) for each in fields.values())]
     run.__name__, run.__module__ = function.__name__, function.__module__

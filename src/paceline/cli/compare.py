@@ -1,19 +1,25 @@
-"""`paceline compare`."""
+"""`paceline compare`, and `paceline demo`: a comparison on data that ships with Paceline."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, refer_to_options, split_list
+from paceline.cli.options import (
+    CommonOptions,
+    given_options,
+    refer_to_options,
+    refuse_together,
+    require_with,
+    split_list,
+)
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.settings import ProcessSettings, SlowdownSettings
-from paceline.options import RUN, Option, field_values, settings_to_plain
+from paceline.options import RUN, Option, field_values, settings, settings_to_plain
 
 if TYPE_CHECKING:
     from paceline.report.comparison import Comparison
@@ -22,10 +28,8 @@ DEFAULT_WORKERS, DEFAULT_SEEDS, DEFAULT_SCALE = 2, 1, "full"
 """Defaults of options that cannot be combined with --matrix, or that require it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class CompareOptions:
-    option_group: ClassVar[str] = RUN
-
     out: Annotated[Path, Option(short="o", metavar="DIR")]
     """Directory for all runs."""
     strategies: Annotated[str | None, Option(metavar="LIST")] = None
@@ -38,11 +42,9 @@ class CompareOptions:
     """Overwrite an existing comparison in --out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("Experiment matrix")
 class MatrixChoice:
     """A matrix, and options that apply only to its runs."""
-
-    option_group: ClassVar[str] = "Experiment matrix"
 
     matrix: Annotated[str | None, Option(metavar="FILE|NAME")] = None
     """Matrix file, or name of a matrix that ships with Paceline, instead of --strategies."""
@@ -67,12 +69,21 @@ def compare(
     slowdowns: SlowdownSettings,
 ) -> int:
     if matrix.matrix is not None:
-        refuse_matrix_contents(job, options, common, fields, slowdowns)
+        reason = "the matrix file defines it; change the file instead"
+        if job is not None:
+            raise UsageError(f"--matrix and a job file cannot be combined: {reason}")
+        in_matrix = {
+            "strategies": options.strategies,
+            "seeds": options.seeds,
+            "workers": options.workers,
+            "batch-per-worker": common.batch_per_worker,
+            **given_options(slowdowns),
+            **{n: n in fields.model_fields_set for n in ("model", "data", "batch", "seed")},
+        }
+        refuse_together("--matrix", in_matrix, reason)
         comparison, title = run_matrix_command(matrix, options, processes, common, fields)
         return show_comparison(comparison, options.out, title=title)
-    for name in ("scale", "retry", "twin"):
-        if getattr(matrix, name):
-            raise UsageError(f"--{name} requires --matrix: it applies to the runs of a matrix")
+    require_with("--matrix", given_options(matrix), "it applies to the runs of a matrix")
     if options.strategies is None:
         raise UsageError(
             '--strategies or --matrix is required, for example --strategies "allreduce; ps"'
@@ -98,33 +109,6 @@ def compare(
         progress=not common.quiet,
     )
     return show_comparison(comparison, options.out)
-
-
-def refuse_matrix_contents(
-    job: Path | None,
-    options: CompareOptions,
-    common: CommonOptions,
-    fields: Job,
-    slowdowns: SlowdownSettings,
-) -> None:
-    """Raises UsageError for an option whose value the matrix file defines."""
-    given: dict[str, object] = {
-        "a job file": job,
-        "--strategies": options.strategies,
-        "--seeds": options.seeds,
-        "--workers": options.workers,
-        "--batch-per-worker": common.batch_per_worker,
-        "--slow": slowdowns.slow,
-        "--delay": slowdowns.delay,
-    }
-    for name in ("model", "data", "batch", "seed"):
-        given[f"--{name}"] = name in fields.model_fields_set
-    for name, value in given.items():
-        if value not in (None, False, ()):
-            raise UsageError(
-                f"--matrix and {name} cannot be combined: the matrix file defines it; change the "
-                "file instead"
-            )
 
 
 def run_matrix_command(
@@ -168,7 +152,8 @@ def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies 
     from paceline.report.summary_table import results_table
     from paceline.report.writer import write_report
 
-    report = write_report([out], out / "report.html", title=title)
+    report = out / "report.html"
+    write_report([out], report, title=title)
     console = Console()
     for task in comparison.get("tasks", [comparison]):
         if "task" in task:
@@ -176,3 +161,55 @@ def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies 
         console.print(results_table(task))
     print(f"report: {report}")
     return 1 if comparison["runs_failed"] else 0
+
+
+@settings()
+class DemoOptions:
+    out: Annotated[Path | None, Option(short="o", metavar="DIR", default="runs/<time>-demo")] = None
+    """Directory for all runs."""
+    workers: Annotated[int, Field(ge=1)] = 2
+    """Total number of worker processes, excluding servers."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Number of epochs over the 1,297 training images."""
+
+
+@command
+def demo(*, options: DemoOptions) -> int:
+    from paceline.job import build_job
+    from paceline.launch.compare_runs import compare as compare_on_workers
+    from paceline.launch.run_options import new_run_name
+    from paceline.twin.clusters import read_cluster
+    from paceline.twin.compare import compare_twins
+    from paceline.twin.run import TwinOptions
+
+    folder = options.out if options.out is not None else Path("runs") / new_run_name("demo")
+    fields: dict[str, Any] = {"model": "mlp-128", "data": "digits", "epochs": options.epochs}
+    print(
+        f"Training a digit classifier with {options.workers} worker processes on this machine, "
+        f"{options.epochs} epochs, with four strategies:",
+        flush=True,
+    )
+    job = build_job(**fields, batch=64, lr=0.05)
+    comparison = compare_on_workers(
+        job,
+        ["single", "allreduce", "ps", "switch(allreduce, ps, at=50%)"],
+        options.workers,
+        out=folder,
+        progress=True,
+    )
+    real = show_comparison(comparison, folder, title="Paceline demo: digits, four strategies")
+    print(
+        "\nThe same on a simulated cluster of five published machines; each step takes as long as "
+        "a step of their ResNet:",
+        flush=True,
+    )
+    job = build_job(**fields, batch=130, lr=0.05, checkpoint_every="never")
+    virtual = folder / "five-machines"
+    switches = [f"switch(allreduce, ps, at={share}%)" for share in (25, 50, 75)]
+    comparison = compare_twins(
+        job,
+        ["allreduce", "ps", *switches],
+        TwinOptions(out=virtual, pool=read_cluster("published-five"), threads=1),
+    )
+    title = "Paceline demo: five published machines, simulated"
+    return max(real, show_comparison(comparison, virtual, title=title))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from paceline.cli.commands import argument, command
-from paceline.options import Option
+from paceline.options import Option, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ConvertOptions:
     format: Literal["parquet", "tfrecord"] = "parquet"
     """File format."""
@@ -26,7 +25,7 @@ class ConvertOptions:
     """Overwrite existing files."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ShowOptions:
     features: Annotated[str | None, Option(metavar="COLUMNS")] = None
     """Feature columns, comma-separated."""

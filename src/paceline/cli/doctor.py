@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
+from paceline.cli.options import make_log, print_table
+from paceline.cli.pool import open_pool
 from paceline.cluster.doctor import MASTER_PORT
 from paceline.errors import UsageError
-from paceline.options import TRAINING, Option
+from paceline.options import TRAINING, Option, settings
 
 if TYPE_CHECKING:
     from paceline.cluster.diagnosis import Problem
     from paceline.cluster.doctor import Examination
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class DoctorOptions:
     pool: Annotated[Path, Option(metavar="POOL")]
     """Pool file."""
@@ -38,11 +39,9 @@ class DoctorOptions:
     """Do not show progress."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(TRAINING)
 class TimedJob:
     """Job whose steps are timed on every machine: names only, so that it means the same on all."""
-
-    option_group: ClassVar[str] = TRAINING
 
     model: Annotated[str | None, Option(metavar="NAME")] = None
     """Time the steps of this model on every machine."""
@@ -59,22 +58,15 @@ def doctor(job: JobFile = None, /, *, options: DoctorOptions, timed: TimedJob) -
     import asyncio
     from shlex import quote
 
-    from paceline.cli.pool import print_repairs
     from paceline.cluster.diagnosis import diagnose
     from paceline.cluster.doctor import PACKAGES, ExaminationOptions, examine
     from paceline.cluster.measurements import examination_to_json, update_pool
-    from paceline.cluster.pool_file import load_pool, write_pool
+    from paceline.cluster.pool_file import write_pool
     from paceline.cluster.ssh import SshTimeouts
 
-    found = load_pool(options.pool)
-    print_repairs(found.repairs)
+    found = open_pool(options.pool)
     if options.write and found.form == "blueprint":
         write_pool(found, found.pool)  # Raises before minutes are spent on measurements.
-
-    def log(line: str) -> None:
-        if not (options.quiet or options.json):
-            print(f"{line} ...", file=sys.stderr)
-
     examination = asyncio.run(
         examine(
             found.pool,
@@ -83,7 +75,7 @@ def doctor(job: JobFile = None, /, *, options: DoctorOptions, timed: TimedJob) -
                 ports=options.port,
                 packages=tuple(dict.fromkeys((*PACKAGES, *options.package))),
                 job=fields_to_time(job, timed),
-                on_progress=log,
+                on_progress=make_log(quiet=options.quiet or options.json, form="{} ..."),
             ),
         )
     )
@@ -125,61 +117,50 @@ def fields_to_time(file: Path | None, timed: TimedJob) -> dict[str, object] | No
 
 def print_machines(found: Examination) -> None:
     """Prints one row per machine."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, title="machines", title_justify="left")
-    for name in ("host", "python", "torch", "cores", "memory", "GPUs", "load", "disk free"):
-        table.add_column(name, justify="left" if name in ("host", "GPUs") else "right")
-    for name in ("clock", "interface", "GFLOP/s", "step"):
-        table.add_column(name, justify="right")
+    rows = []
     for machine in found.machines:
-        facts = machine.facts
+        facts, steps = machine.facts, machine.steps or {}
         if not facts:
-            table.add_row(machine.name, "not checked")
+            rows.append({"host": machine.name, "python": "not checked"})
             continue
-        steps = machine.steps or {}
         interfaces = {str(route["interface"]) for route in machine.routes.values()}
-        table.add_row(
-            machine.name,
-            facts["python"],
-            facts["packages"].get("torch") or "-",
-            str(facts["cores"]),
-            f"{(facts['memory_bytes'] or 0) / 2**30:.1f} GB",
-            ", ".join(gpu.get("model", "?") for gpu in facts["gpus"]) or "-",
-            f"{facts['load']:.1f}",
-            f"{facts['disk_free_bytes'] / 1e9:.0f} GB",
-            f"{1e3 * (machine.clock_offset_s or 0):+.0f} ms",
-            ", ".join(sorted(interfaces)) or "-",
-            "-" if machine.gflops is None else f"{machine.gflops:.1f}",
-            f"{1e3 * steps['per_sample_s']:.3f} ms/sample" if "per_sample_s" in steps else "-",
+        step = f"{1e3 * steps['per_sample_s']:.3f} ms/sample" if "per_sample_s" in steps else "-"
+        rows.append(
+            {
+                "host": machine.name,
+                "python": facts["python"],
+                "torch": facts["packages"].get("torch") or "-",
+                "cores": str(facts["cores"]),
+                "memory": f"{(facts['memory_bytes'] or 0) / 2**30:.1f} GB",
+                "GPUs": ", ".join(gpu.get("model", "?") for gpu in facts["gpus"]) or "-",
+                "load": f"{facts['load']:.1f}",
+                "disk free": f"{facts['disk_free_bytes'] / 1e9:.0f} GB",
+                "clock": f"{1e3 * (machine.clock_offset_s or 0):+.0f} ms",
+                "interface": ", ".join(sorted(interfaces)) or "-",
+                "GFLOP/s": "-" if machine.gflops is None else f"{machine.gflops:.1f}",
+                "step": step,
+            }
         )
-    Console().print(table)
+    print_table(rows, left=("host", "GPUs"), title="machines")
 
 
 def print_pairs(found: Examination) -> None:
     """Prints bandwidth and latency as one matrix: rows send, columns receive."""
-    from rich.console import Console
-    from rich.table import Table
-
     names = [machine.name for machine in found.machines if machine.facts]
     if len(names) < 2 or len(names) > 12:
         return  # A larger matrix is unreadable; --json has it.
-    table = Table(box=None, title="Mbit/s and latency, from row to column", title_justify="left")
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
     figures = {(pair.source, pair.target): pair for pair in found.pairs}
+    rows = []
     for source in names:
-        cells = []
+        row = {"": source}
         for target in names:
             pair = figures.get((source, target))
             if pair is None or pair.bytes_per_s is None or pair.latency_s is None:
-                cells.append("" if pair is None else (pair.why_not or "-"))
+                row[target] = "" if pair is None else (pair.why_not or "-")
             else:
-                cells.append(f"{pair.bytes_per_s * 8 / 1e6:.0f} {1e3 * pair.latency_s:.2f} ms")
-        table.add_row(source, *cells)
-    Console().print(table)
+                row[target] = f"{pair.bytes_per_s * 8 / 1e6:.0f} {1e3 * pair.latency_s:.2f} ms"
+        rows.append(row)
+    print_table(rows, left=("",), title="Mbit/s and latency, from row to column")
 
 
 def print_problems(problems: list[Problem]) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.cli.commands import argument, command
-from paceline.cli.options import refuse_together, require_with
+from paceline.cli.options import given_options, make_log, refuse_together, require_with
 from paceline.errors import UsageError
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
-from paceline.options import PLACEMENT, RUN, Option
+from paceline.options import PLACEMENT, RUN, Option, settings
 
 if TYPE_CHECKING:
     from paceline.cluster.pool import Host, Pool
@@ -22,11 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_STRATEGY, DEFAULT_WORKERS, DEFAULT_CONNECT_S = "allreduce", 2, 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class LaunchOptions:
     """Options of both ways to launch."""
-
-    option_group: ClassVar[str] = RUN
 
     out: Annotated[
         Path | None, Option(short="o", metavar="DIR", default="runs/<time>-<script>")
@@ -48,11 +44,9 @@ class LaunchOptions:
     """Do not show progress."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("On this machine")
 class LocalOptions:
     """Options of a script that calls prepare(), on processes of this machine."""
-
-    option_group: ClassVar[str] = "On this machine"
 
     strategy: Annotated[str | None, Option(metavar="STRATEGY", default=DEFAULT_STRATEGY)] = None
     """Strategy of the training loop."""
@@ -64,11 +58,9 @@ class LocalOptions:
     """Threads per worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(PLACEMENT)
 class PoolOptions:
     """Options of any script, on machines over SSH."""
-
-    option_group: ClassVar[str] = PLACEMENT
 
     pool: Annotated[Path | None, Option(metavar="POOL")] = None
     """Pool file: run on these machines over SSH."""
@@ -86,13 +78,6 @@ class PoolOptions:
     """Show what would run on which machine, without running it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptCall:
-    script: Path
-    args: tuple[str, ...] = field(default=())
-    folder: Path
-
-
 @command
 def launch(
     script: Annotated[
@@ -107,26 +92,19 @@ def launch(
     from paceline.launch.run_options import new_run_name
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name(script.stem)
-    call = ScriptCall(script=script, args=args, folder=folder)
     if remote.pool is not None:
         refuse_together("--pool", {"workers": here.workers}, "the pool file sets the workers")
         reason = "the script sets it itself on the machines of a pool"
         refuse_together("--pool", {"strategy": here.strategy, "threads": here.threads}, reason)
-        launch_on_pool(call, options, remote, remote.pool)
+        launch_on_pool(script, args, folder, options, remote)
         return
-    given = {
-        "select": remote.select,
-        "job": remote.job,
-        "roles": remote.roles,
-        "project": remote.project,
-        "venv": remote.venv,
-        "dry-run": remote.dry_run,
-    }
-    require_with("--pool", given, "it applies to machines of a pool")
-    launch_here(call, options, here)
+    require_with("--pool", given_options(remote), "it applies to machines of a pool")
+    launch_here(script, args, folder, options, here)
 
 
-def launch_here(call: ScriptCall, options: LaunchOptions, here: LocalOptions) -> None:
+def launch_here(
+    script: Path, args: Sequence[str], folder: Path, options: LaunchOptions, here: LocalOptions
+) -> None:
     """Runs a script with `paceline.prepare()` on processes of this machine."""
     from paceline.launch.run import run_local_script
     from paceline.launch.run_options import RunOptions
@@ -136,55 +114,50 @@ def launch_here(call: ScriptCall, options: LaunchOptions, here: LocalOptions) ->
     chosen = parse_strategy(here.strategy or DEFAULT_STRATEGY)
     with terminal_reporter(str(chosen), quiet=options.quiet) as show:
         run = RunOptions(
-            out=call.folder,
+            out=folder,
             workers=here.workers or chosen.worker_count(DEFAULT_WORKERS),
             threads=here.threads,
             timeout_s=options.timeout_s or DEFAULT_TIMEOUT_S,
             force=options.force,
             on_event=show,
         )
-        result = run_local_script(call.script, list(call.args), chosen, run)
+        result = run_local_script(script, list(args), chosen, run)
     print(
         f"{result['status']}: {result['samples']:,} samples, {result['updates']:,} updates in "
-        f"{result['seconds']:.1f} s; run folder {call.folder}"
+        f"{result['seconds']:.1f} s; run folder {folder}"
     )
 
 
 def launch_on_pool(
-    call: ScriptCall, options: LaunchOptions, remote: PoolOptions, path: Path
+    script: Path, args: Sequence[str], folder: Path, options: LaunchOptions, remote: PoolOptions
 ) -> None:
     """Runs any script on machines over SSH."""
-    from paceline.cli.pool import print_repairs
-    from paceline.cluster.pool_file import load_pool
+    from paceline.cli.pool import open_pool
     from paceline.cluster.selection import select_hosts
     from paceline.cluster.ssh import SshTimeouts
     from paceline.launch.script_run import ScriptRun, describe_launch, launch_script, prepare_script
     from paceline.launch.script_tasks import read_roles
 
-    def log(line: str) -> None:
-        if not options.quiet:
-            print(f"paceline: {line}", file=sys.stderr)
-
-    found = load_pool(path)
-    print_repairs(found.repairs)
+    assert remote.pool is not None
+    pool = open_pool(remote.pool).pool
     hosts: Sequence[Host]
     if remote.select == ("auto",):
-        hosts = plan_machines(path, found.pool, remote.job)
+        hosts = plan_machines(remote.pool, pool, remote.job)
     elif remote.job is not None:
         raise UsageError("--job requires --select auto: the planner chooses machines for the job")
     else:
-        hosts = select_hosts(found.pool, remote.select)
+        hosts = select_hosts(pool, remote.select)
     run = ScriptRun(
-        script=call.script,
-        args=call.args,
+        script=script,
+        args=tuple(args),
         hosts=tuple(hosts),
-        out=call.folder,
+        out=folder,
         roles=read_roles(remote.roles),
         project=remote.project,
         venv=remote.venv,
         force=options.force,
         patience=SshTimeouts(connect_s=options.timeout_s or DEFAULT_CONNECT_S),
-        tell=log,
+        tell=make_log(quiet=options.quiet),
         on_line=lambda label, line: print(f"[{label}] {line}", flush=True),
     )
     if remote.dry_run:
@@ -196,7 +169,7 @@ def launch_on_pool(
 
 def plan_machines(path: Path, pool: Pool, job: Path | None) -> Sequence[Host]:
     """Chooses machines for a script: by a similar job, or by how fast each machine computes."""
-    from paceline.cli.pool_plan import plan_on_pool
+    from paceline.cli.plan import plan_on_pool
     from paceline.job import refer_to_job
     from paceline.plan.search import choose_hosts_by_speed
     from paceline.strategies.registry import parse_strategy

@@ -51,6 +51,10 @@ SUBCOMMANDS = {
     ),
 }
 
+RECORDED = ("evaluate", "report", "dashboard", "profile", "export")
+MODULES = {"demo": "compare", **dict.fromkeys(RECORDED, "recorded_runs")}
+"""Modules of commands that share one; each of the others has its own."""
+
 INTERRUPTED = 130
 
 
@@ -72,7 +76,8 @@ def make_app() -> App:
     app["--help"].help = "Show this message and exit."
     app["--version"].help = "Show the version and exit."
     for place, (name, summary) in enumerate(COMMANDS.items()):
-        app.command(f"paceline.cli.{name}:{name}", name=name, help=summary, sort_key=place)
+        target = f"paceline.cli.{MODULES.get(name, name)}:{name}"
+        app.command(target, name=name, help=summary, sort_key=place)
     for place, (name, (summary, parts)) in enumerate(SUBCOMMANDS.items(), len(COMMANDS)):
         group = App(name=name, help=summary, sort_key=place)
         for number, (part, text) in enumerate(parts.items()):

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import refer_to_options, refuse_together, require_with
+from paceline.cli.options import Log, refer_to_options, refuse_together, require_with
 from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, JobRef
 from paceline.launch.settings import PlacementSettings
 
 if TYPE_CHECKING:
     from paceline.launch.launcher import Launcher
+    from paceline.launch.project import ProjectBundle
     from paceline.specs.strategy import Strategy
 
 LOCAL_WORKERS = 2
 ENGINES = ("ray", "spark")
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,12 @@ class RunRequest:
     def reference(self, workers: int) -> JobRef:
         return refer_to_options(self.file, self.fields, workers, self.batch_per_worker)
 
-    def parse_strategy(self) -> Strategy:
-        from paceline.strategies.registry import parse_strategy
+    def bundle(self, reference: JobRef, log: Log) -> ProjectBundle:
+        """Returns the project to copy to other machines."""
+        from paceline.launch.project import bundle_project
 
-        if self.strategy == "auto":
-            raise UsageError(
-                "--strategy auto requires --pool: the planner needs to know the machines"
-            )
-        return parse_strategy(self.strategy)
-
-    def worker_count(self, strategy: Strategy) -> int:
-        """Returns the number of workers without a pool; a strategy may need only one."""
-        return strategy.worker_count(LOCAL_WORKERS) if self.workers is None else self.workers
+        where, file = self.where, reference.file
+        return bundle_project(file, out=self.out, folder=where.project, venv=where.venv, tell=log)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,47 +71,31 @@ def choose_placement(request: RunRequest, log: Log) -> Placement:
     require_with("--pool", {"select": where.select}, "it selects machines of the pool")
     require_with("--pool", {"servers-on": where.servers_on}, "it names a machine of the pool")
     require_with("--pool", {"objective": where.objective}, "the planner needs to know the machines")
-    if where.engine is not None:
-        return _on_engine(request, log)
-    reason = "without them the run uses this machine and this directory"
-    require_with("--pool or --engine", {"project": where.project, "venv": where.venv}, reason)
-    require_with("--engine ray", {"address": where.address}, "it names a Ray cluster")
-    require_with("--engine spark", {"master": where.master}, "it names a Spark cluster")
-    from paceline.launch.engines.local import LocalLauncher
-
-    strategy = request.parse_strategy()
-    workers = request.worker_count(strategy)
-    return Placement(
-        launcher=LocalLauncher(),
-        workers=workers,
-        strategy=strategy,
-        reference=request.reference(workers),
-    )
-
-
-def _on_engine(request: RunRequest, log: Log) -> Placement:
-    from paceline.launch.engines.engine import EngineLauncher
-    from paceline.launch.project import bundle_project
-
-    where = request.where
-    assert where.engine is not None
-    if where.engine not in ENGINES:
+    if where.engine is None:
+        reason = "without them the run uses this machine and this directory"
+        require_with("--pool or --engine", {"project": where.project, "venv": where.venv}, reason)
+        require_with("--engine ray", {"address": where.address}, "it names a Ray cluster")
+        require_with("--engine spark", {"master": where.master}, "it names a Spark cluster")
+    elif where.engine not in ENGINES:
         raise UsageError(
             f"unknown --engine {where.engine!r}; {suggest_name(where.engine, ENGINES)}"
         )
-    strategy = request.parse_strategy()
-    workers = request.worker_count(strategy)
+    if request.strategy == "auto":
+        raise UsageError("--strategy auto requires --pool: the planner needs to know the machines")
+    from paceline.launch.engines.local import LocalLauncher
+    from paceline.strategies.registry import parse_strategy
+
+    strategy = parse_strategy(request.strategy)
+    # Without a pool; a strategy may need only one worker.
+    workers = strategy.worker_count(LOCAL_WORKERS) if request.workers is None else request.workers
     reference = request.reference(workers)
-    bundle = bundle_project(
-        reference.file, out=request.out, folder=where.project, venv=where.venv, tell=log
-    )
-    threads = request.threads or 1
-    return Placement(
-        launcher=EngineLauncher(_make_engine(where, threads), workers, bundle, threads=threads),
-        workers=workers,
-        strategy=strategy,
-        reference=reference,
-    )
+    launcher: Launcher = LocalLauncher()
+    if where.engine is not None:
+        from paceline.launch.engines.engine import EngineLauncher
+
+        bundle, threads = request.bundle(reference, log), request.threads or 1
+        launcher = EngineLauncher(_make_engine(where, threads), workers, bundle, threads=threads)
+    return Placement(launcher=launcher, workers=workers, strategy=strategy, reference=reference)
 
 
 def _make_engine(where: PlacementSettings, threads: int) -> Any:
@@ -135,18 +113,14 @@ def _make_engine(where: PlacementSettings, threads: int) -> Any:
 
 
 def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
-    from paceline.cli.pool import print_repairs
-    from paceline.cli.pool_plan import plan_on_pool
-    from paceline.cluster.pool_file import load_pool
+    from paceline.cli.plan import plan_on_pool
+    from paceline.cli.pool import open_pool
     from paceline.cluster.selection import select_hosts
     from paceline.launch.engines.ssh import SshLauncher, find_host
-    from paceline.launch.project import bundle_project
     from paceline.strategies.registry import parse_strategy
 
     where = request.where
-    found = load_pool(path)
-    print_repairs(found.repairs)
-    pool = found.pool
+    pool = open_pool(path).pool
     planned = request.strategy == "auto"
     selection = where.select or (("auto",) if planned else ("all",))
     choosing = selection == ("auto",)
@@ -173,10 +147,7 @@ def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
         hosts = tuple(plan.hosts)
     chosen = strategy or plan.strategy
     serving = [servers_on] if servers_on else plan.find_servers(chosen)
-    bundle = bundle_project(
-        reference.file, out=request.out, folder=where.project, venv=where.venv, tell=log
-    )
-    launcher = SshLauncher(hosts, bundle, servers_on=serving)
+    launcher = SshLauncher(hosts, request.bundle(reference, log), servers_on=serving)
     if chosen.servers_for(launcher.workers) and serving:
         log(f"parameter servers run on {', '.join(host.host for host in serving)}")
     return Placement(

@@ -1,26 +1,33 @@
-"""`paceline plan`."""
+"""`paceline plan`, and the plan of a run on a pool: machines, expected time, what was learned."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import refer_to_options
+from paceline.cli.options import print_table, refer_to_options
 from paceline.errors import UsageError
-from paceline.job import Job
-from paceline.options import RUN, Option
+from paceline.job import Job, JobRef
+from paceline.options import RUN, Option, settings
 from paceline.report.number_format import format_number
 
+if TYPE_CHECKING:
+    from paceline.cluster.pool import Host, Pool
+    from paceline.plan.estimate import Estimate
+    from paceline.plan.pool_arrays import PoolArrays
+    from paceline.specs.strategy import Strategy
 
-@dataclass(frozen=True, kw_only=True)
+
+@settings(RUN)
 class PlanOptions:
-    option_group: ClassVar[str] = RUN
-
     pool: Annotated[Path, Option(metavar="POOL")]
     """Pool file with the machines to choose from."""
     objective: str = "time"
@@ -39,78 +46,67 @@ class PlanOptions:
 def plan(job: JobFile = None, /, *, options: PlanOptions, fields: Job) -> None:
     from paceline.cluster import read_pool
     from paceline.plan.explanation import plan_to_json
-    from paceline.plan.run_log import calibrate_from_log, history_path, read_history
     from paceline.plan.search import parse_objective, search
-    from paceline.twin.workload import workload_of_job
 
     objective = parse_objective(options.objective, options.deadline_s, options.budget)
     pool = read_pool(options.pool)
-    resolved = refer_to_options(job, fields, workers=1).resolve()
-    resolved.check()
-    records = read_history(history_path(options.pool))
-    machines = calibrate_from_log(pool, workload_of_job(resolved), records)
+    reference = refer_to_options(job, fields, workers=1)
+    machines, earlier = calibrate_pool(options.pool, pool, reference)
     plain = plan_to_json(machines, search(machines, objective), objective)
-    plain["corrected_by"] = sum(r.model == machines.work.model for r in records)
+    plain["corrected_by"] = earlier
     if options.out is not None:
         write_plan(plain, options.out)
     if options.json:
         print(json.dumps(plain, indent=1))
         return
     show_plan(plain)
-    print_corrections(plain["corrected_by"])
     if options.out is not None:
         print(f"chart: {options.out / 'plan.html'}")
 
 
+def calibrate_pool(path: Path, pool: Pool, reference: JobRef) -> tuple[PoolArrays, int]:
+    """Returns the machines for a job, corrected by earlier runs of its model, and their number."""
+    from paceline.plan.run_log import calibrate_from_log, history_path, read_history
+    from paceline.twin.workload import workload_of_job
+
+    job = reference.resolve()
+    job.check()
+    records = read_history(history_path(path))
+    machines = calibrate_from_log(pool, workload_of_job(job), records)
+    return machines, sum(r.model == machines.work.model for r in records)
+
+
 def show_plan(plain: dict[str, Any]) -> None:
     """Prints the choice, its reasons and the alternatives."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     chosen = plain["chosen"]
+    names = chosen["machines"]
+    hosts = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     low, high = chosen["seconds_interval"]
     print(f"plan: {plain['why']}")
     print(
-        f"machines: {format_hosts(chosen['machines'])}; strategy {chosen['strategy']}; "
+        f"machines: {hosts}; strategy {chosen['strategy']}; "
         f"expected {format_number(chosen['seconds'])} s "
         f"({format_number(low)} to {format_number(high)} s)"
     )
-    table = Table(box=None, title="Choices", title_justify="left")
-    for name in ("strategy", "machines", "seconds", "kJ", "price", "samples/s", "staleness"):
-        # Numbers never wrap; a long strategy is folded, never truncated.
-        if name == "strategy":
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    for row in [chosen, *plain["runners_up"]]:
-        table.add_row(
-            row["strategy"],
-            str(len(row["machines"])),
-            format_number(row["seconds"]),
-            format_number(row["joules"] / 1000),
-            format_number(row["price"]),
-            format_number(row["samples_per_s"]),
-            format_number(row["staleness"]),
-        )
-    console.print(table)
+    rows = [
+        {
+            "strategy": row["strategy"],
+            "machines": str(len(row["machines"])),
+            "seconds": format_number(row["seconds"]),
+            "kJ": format_number(row["joules"] / 1000),
+            "price": format_number(row["price"]),
+            "samples/s": format_number(row["samples_per_s"]),
+            "staleness": format_number(row["staleness"]),
+        }
+        for row in [chosen, *plain["runners_up"]]
+    ]
+    print_table(rows, left=("strategy",), title="Choices", no_wrap=True)
     for reason in plain["left_out"]:
         print(f"not used: {reason['host']}: {reason['why']}")
-
-
-def print_corrections(runs: int) -> None:
-    """Prints how many earlier runs the predictions are based on, if any."""
+    runs = plain["corrected_by"]
     if runs:
         some = "an earlier run" if runs == 1 else f"{runs} earlier runs"
         print(f"corrected by {some} of this model on this pool")
-
-
-def format_hosts(names: list[str]) -> str:
-    return (
-        ", ".join(names)
-        if len(names) <= 12
-        else f"{', '.join(names[:12])} and {len(names) - 12} more"
-    )
 
 
 def write_plan(plain: dict[str, Any], out: Path) -> None:
@@ -143,3 +139,134 @@ def write_plan(plain: dict[str, Any], out: Path) -> None:
         template="plotly_white",
     )
     figure.write_html(out / "plan.html", include_plotlyjs=True)
+
+
+def plan_on_pool(
+    path: Path,
+    pool: Pool,
+    hosts: tuple[Host, ...],
+    reference: JobRef,
+    strategy: Strategy | None,
+    *,
+    choosing: bool,
+    objective: str = "time",
+) -> PoolPlan:
+    """Estimates the job on the pool, corrected by the measurements of earlier runs there."""
+    from paceline.plan.explanation import plan_to_json
+    from paceline.plan.search import parse_objective, search, search_strategy
+
+    # The cost model covers one worker per machine.
+    single = choosing or strategy is None
+    if single:
+        hosts = tuple(h.model_copy(update={"workers": 1}) for h in hosts)
+    smaller = pool.model_copy(update={"hosts": hosts})
+    machines, earlier = calibrate_pool(path, smaller, reference)
+    target = parse_objective(objective, None, None)
+    if not single:
+        everything = tuple(range(len(machines.hosts)))
+        return PoolPlan(path=path, machines=machines, chosen=everything)
+    if not choosing:
+        found = search_strategy(machines, target)
+    elif strategy is not None:
+        alone = _allows_one_worker(strategy)
+        found = search(machines, target, [str(strategy)], allow_single_host=alone)
+    else:
+        found = search(machines, target)
+    plain = {**plan_to_json(machines, found, target), "corrected_by": earlier}
+    best = found.chosen
+    return PoolPlan(path=path, machines=machines, chosen=best.machines, best=best, plain=plain)
+
+
+def _allows_one_worker(strategy: Strategy) -> bool:
+    try:
+        strategy.check_workers(1)
+    except UsageError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPlan:
+    """Machines chosen from a pool, and the expected time on them."""
+
+    path: Path
+    machines: PoolArrays
+    chosen: tuple[int, ...]
+    best: Estimate | None = None
+    plain: dict[str, Any] | None = None
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [self.machines.hosts[place] for place in self.chosen]
+
+    @property
+    def strategy(self) -> Strategy:
+        from paceline.strategies.registry import parse_strategy
+
+        assert self.best is not None
+        return parse_strategy(self.best.strategy)
+
+    def show(self) -> None:
+        assert self.plain is not None
+        show_plan(self.plain)
+
+    def find_servers(self, strategy: Strategy) -> list[Host]:
+        from paceline.plan.search import choose_server_hosts
+
+        count = strategy.servers_for(len(self.chosen))
+        places = choose_server_hosts(self.machines, self.chosen, count)
+        return [self.machines.hosts[place] for place in places]
+
+    def predict(self, strategy: Strategy) -> dict[str, object] | None:
+        """Returns None outside the cost model: several phases, or workers that share a machine."""
+        import numpy as np
+
+        from paceline.plan.estimate import estimate
+
+        if len(strategy.phases) > 1 or any(host.workers > 1 for host in self.hosts):
+            return None
+        found = estimate(self.machines, np.array(self.chosen), strategy)
+        prediction = {"step_s": found.step_s, "seconds": found.seconds}
+        return {**prediction, "seconds_interval": list(found.interval)}
+
+    def remember(self, out: Path, seats: list[Host], result: Mapping[str, Any]) -> None:
+        """Prints prediction and measurement, and records the run for later plans."""
+        from paceline.plan.run_log import (
+            LoggedRun,
+            WorkerTiming,
+            add_record,
+            describe_prediction_error,
+            history_path,
+        )
+        from paceline.twin.calibration import measure_shares
+
+        actual = result["predicted"]
+        line = None if actual is None else describe_prediction_error(actual, result)
+        if line is None:
+            return
+        print(line)
+        shares = measure_shares(out, len(seats))
+        if shares is None:
+            return  # The run was too short to learn from.
+        record = LoggedRun(
+            model=self.machines.work.model,
+            batch=self.machines.work.batch,
+            strategy=str(result["strategy"]),
+            machines=tuple(host.host for host in seats),
+            work=tuple(
+                WorkerTiming(host.host, samples, busy_s)
+                for host, (samples, busy_s) in zip(seats, shares, strict=True)
+            ),
+            step_s=actual["actual_step_s"],
+            predicted_step_s=actual["step_s"],
+            started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
+        path = history_path(self.path)
+        try:
+            add_record(path, record)
+        except OSError as error:
+            print(
+                f"paceline: {path} cannot be written ({error.strerror}); later plans will not use "
+                "this run",
+                file=sys.stderr,
+            )

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.cli.commands import argument, command
+from paceline.cli.options import print_table
 from paceline.errors import HostError, UsageError, suggest_name
-from paceline.options import Option
+from paceline.options import Option, settings
+
+if TYPE_CHECKING:
+    from paceline.cluster.pool_file import PoolFile as LoadedPool
 
 PoolFile = Annotated[Path, argument("Pool file (YAML or JSON), or an old blueprint.")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ShowPoolOptions:
     select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
     """Machines to show: all, gpu, cpu or energy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ConvertPoolOptions:
     out: Annotated[Path | None, Option(short="o", metavar="FILE", default="standard output")] = None
     """File to write."""
@@ -30,7 +33,7 @@ class ConvertPoolOptions:
     """Overwrite the file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class KeyOptions:
     host: Annotated[tuple[str, ...], Option(metavar="HOST", default="all")] = ()
     """Install the key only on this machine. Repeatable."""
@@ -42,45 +45,36 @@ class KeyOptions:
 
 @command
 def show(pool: PoolFile, /, *, options: ShowPoolOptions) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from paceline.cluster.pool_file import load_pool
     from paceline.cluster.selection import select_hosts
 
-    found = load_pool(pool)
+    found = open_pool(pool)
     hosts = select_hosts(found.pool, options.select)
-    print_repairs(found.repairs)
-    table = Table(box=None)
-    for name in ("host", "user", "port", "cores", "memory", "GPUs", "GFLOP/s", "Mbit/s", "green"):
-        right = name in ("port", "cores", "memory", "GFLOP/s", "Mbit/s")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    shared = found.pool.link if "link" in found.pool.model_fields_set else None
+    rows = []
     for host in hosts:
-        shared = found.pool.link if "link" in found.pool.model_fields_set else None
         link = host.link or shared
         gpus = [f"{g.count} x {g.model or 'unnamed'}" for g in host.gpus]
-        table.add_row(
-            host.host,
-            host.user or "-",
-            "-" if host.is_local else str(host.port),
-            str(host.cores) if "cores" in host.model_fields_set else "-",
-            "-" if host.memory_gb is None else f"{host.memory_gb:g} GB",
-            ", ".join(gpus) or "-",
-            f"{host.gflops:.3g}" if "gflops" in host.model_fields_set else "-",
-            "-" if link is None else f"{link.mbit_s:.4g}",
-            "yes" if host.energy_efficient else "-",
+        rows.append(
+            {
+                "host": host.host,
+                "user": host.user or "-",
+                "port": "-" if host.is_local else str(host.port),
+                "cores": str(host.cores) if "cores" in host.model_fields_set else "-",
+                "memory": "-" if host.memory_gb is None else f"{host.memory_gb:g} GB",
+                "GPUs": ", ".join(gpus) or "-",
+                "GFLOP/s": f"{host.gflops:.3g}" if "gflops" in host.model_fields_set else "-",
+                "Mbit/s": "-" if link is None else f"{link.mbit_s:.4g}",
+                "green": "yes" if host.energy_efficient else "-",
+            }
         )
-    Console().print(table)
+    print_table(rows, left=("host", "user", "GPUs", "green"))
     total = "" if len(hosts) == len(found.pool.hosts) else f" of {len(found.pool.hosts)}"
     print(f"{len(hosts)}{total} machines, {sum(h.gpu_count for h in hosts)} GPUs")
 
 
 @command
 def convert(pool: PoolFile, /, *, options: ConvertPoolOptions) -> None:
-    from paceline.cluster.pool_file import load_pool
-
-    found = load_pool(pool)
-    print_repairs(found.repairs)
+    found = open_pool(pool)
     text, out = found.pool.to_yaml(), options.out
     if out is None:
         print(text, end="")
@@ -132,7 +126,11 @@ def confirm(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def print_repairs(repairs: tuple[str, ...]) -> None:
-    """Prints what was corrected in an old blueprint, to stderr."""
-    for repair in repairs:
+def open_pool(path: Path) -> LoadedPool:
+    """Reads a pool file; prints what was corrected in an old blueprint to stderr."""
+    from paceline.cluster.pool_file import load_pool
+
+    found = load_pool(path)
+    for repair in found.repairs:
         print(f"repaired: {repair}", file=sys.stderr)
+    return found

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions
+from paceline.cli.options import CommonOptions, make_log
 from paceline.cli.placement import RunRequest, choose_placement
 from paceline.job import Job
 from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
-from paceline.options import RUN, Option, field_values, settings_to_plain
+from paceline.options import RUN, Option, field_values, settings, settings_to_plain
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class TrainOptions:
-    option_group: ClassVar[str] = RUN
-
     out: Annotated[Path, Option(short="o", metavar="DIR")]
     """Run folder to create."""
     strategy: Annotated[str, Option(metavar="STRATEGY")] = "allreduce"
@@ -46,13 +42,10 @@ def train(
 
     from paceline.launch.run import run_training
     from paceline.launch.run_options import RunOptions
+    from paceline.report.comparison import compare_results
     from paceline.report.summary_table import results_table
     from paceline.report.terminal import terminal_reporter
     from paceline.report.writer import write_report
-
-    def log(line: str) -> None:
-        if not common.quiet:
-            print(f"paceline: {line}", file=sys.stderr)
 
     place = choose_placement(
         RunRequest(
@@ -65,9 +58,9 @@ def train(
             threads=run.threads,
             where=where,
         ),
-        log,
+        make_log(quiet=common.quiet),
     )
-    settings = {
+    given = {
         **settings_to_plain(options),
         **settings_to_plain(where),
         **settings_to_plain(slowdowns),
@@ -84,12 +77,13 @@ def train(
                 slowdowns=slowdowns.parse(place.workers),
                 predicted=place.predicted,
                 launcher=place.launcher,
-                settings=settings,
+                settings=given,
                 on_event=show,
             ),
         )
     title = f"{result['model']}: {place.strategy}"
-    report = write_report([options.out], options.out / "report.html", title=title)
-    Console().print(results_table([result]))
+    report = options.out / "report.html"
+    write_report([options.out], report, title=title)
+    Console().print(results_table(compare_results([result])))
     place.after(result)
     print(f"report: {report}")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, refer_to_options
+from paceline.cli.options import CommonOptions, make_log, print_table, refer_to_options
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.settings import ProcessSettings, SlowdownSettings
-from paceline.options import RUN, Option, field_values, settings_to_plain
+from paceline.options import RUN, Option, field_values, settings, settings_to_plain
 
 DEFAULT_WORKERS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class TuneOptions:
-    option_group: ClassVar[str] = RUN
-
     out: Annotated[Path, Option(short="o", metavar="DIR")]
     """Directory for all runs."""
     first: Annotated[str, Option(metavar="STRATEGY")] = "allreduce"
@@ -81,10 +77,6 @@ def tune(
                 "slots"
             )
 
-    def log(line: str) -> None:
-        if not common.quiet:
-            print(line, file=sys.stderr)
-
     found = search_switch_point(
         refer_to_options(job, fields, workers, common.batch_per_worker),
         parse_strategy(options.first),
@@ -98,7 +90,7 @@ def tune(
         ),
         tolerance=options.tolerance,
         others=parse_strategies(options.sweep) if options.sweep else [],
-        tell=log,
+        tell=make_log(quiet=common.quiet, form="{}"),
         run=run,
         where=pool,
     )
@@ -107,22 +99,18 @@ def tune(
 
 def show_search(found: dict[str, Any]) -> None:
     """Prints all runs by time, and the recommendation."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, title="Accuracy and time", title_justify="left")
-    for column in ("strategy", "synchronous", "val acc", "test acc", "seconds", "status"):
-        left = column in ("strategy", "status")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
-    for probe in sorted(found["probes"], key=lambda p: p["seconds"]):
-        table.add_row(
-            probe["strategy"],
-            f"{100 * probe['share']:.0f}%",
-            *("-" if probe[k] is None else f"{probe[k]:.4f}" for k in ("val_acc", "test_acc")),
-            f"{probe['seconds']:.{1 if probe['seconds'] >= 10 else 3}f}",
-            probe["status"],
-        )
-    Console().print(table)
+    rows = [
+        {
+            "strategy": probe["strategy"],
+            "synchronous": f"{100 * probe['share']:.0f}%",
+            "val acc": "-" if probe["val_acc"] is None else f"{probe['val_acc']:.4f}",
+            "test acc": "-" if probe["test_acc"] is None else f"{probe['test_acc']:.4f}",
+            "seconds": f"{probe['seconds']:.{1 if probe['seconds'] >= 10 else 3}f}",
+            "status": probe["status"],
+        }
+        for probe in sorted(found["probes"], key=lambda p: p["seconds"])
+    ]
+    print_table(rows, left=("strategy", "status"), title="Accuracy and time")
     print(
         f"smallest share of {found['first']} that keeps the accuracy: "
         f"{100 * found['smallest_share']:.0f}%"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -14,7 +13,7 @@ from paceline.cli.options import CommonOptions, refer_to_options, split_list
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.settings import SlowdownSettings
-from paceline.options import RUN, Option, settings_to_plain
+from paceline.options import RUN, Option, settings, settings_to_plain
 from paceline.twin.settings import TwinSettings
 
 if TYPE_CHECKING:
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_STRATEGY, PROBED_WORKERS = "allreduce", 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class TwinCommandOptions:
-    option_group: ClassVar[str] = RUN
-
     out: Annotated[Path, Option(short="o", metavar="DIR")]
     """Run folder to create, or directory for several runs."""
     strategy: Annotated[
@@ -58,6 +55,7 @@ def twin(
     slowdowns: SlowdownSettings,
 ) -> int:
     from paceline.cli.compare import show_comparison
+    from paceline.report.comparison import compare_results
     from paceline.strategies.registry import parse_strategies
     from paceline.twin.compare import compare_twins, run_labelled
     from paceline.twin.run import TwinOptions
@@ -99,16 +97,8 @@ def twin(
         )
         return show_comparison(comparison, options.out, title="Strategies compared in simulation")
     result = run_labelled(reference, chosen[0], run, progress=not common.quiet)
-    from rich.console import Console
-
-    from paceline.report.summary_table import results_table
-    from paceline.report.writer import write_report
-
     title = f"{result['model']}: {chosen[0]}"
-    report = write_report([options.out], options.out / "report.html", title=title)
-    Console().print(results_table([result]))
-    print(f"report: {report}")
-    return 0
+    return show_comparison(compare_results([result]), options.out, title=title)
 
 
 def find_machines(

@@ -11,14 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.report import number_format
-from paceline.report.comparison import Comparison, StrategyEntry, compare_results, spread_of
+from paceline.report.comparison import Comparison, StrategyEntry, spread_of
 from paceline.report.stats import Spread
 from paceline.report.tables import Column, ReportTable, make_table
 from paceline.telemetry.metrics import ALWAYS_SHOWN, Metric, View, metrics_in
-from paceline.telemetry.schema import RunResult
-
-Comparable = Comparison | Sequence[RunResult]
-"""A comparison as `compare_results` returns it, or the results themselves."""
 
 STRATEGY, WORKERS, RUNS, RATIO = "strategy", "workers", "runs", "time vs. first"
 PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN}
@@ -28,13 +24,13 @@ STRATEGY_WIDTH = 16
 GAP_WIDTH = 2
 
 
-def results_table(comparison_or_results: Comparable, *, width: int | None = None) -> Table:
+def results_table(comparison: Comparison, *, width: int | None = None) -> Table:
     """Returns the table for a terminal that is `width` columns wide; by default the current one.
 
     ± is the sample standard deviation over seeds. If the terminal is too narrow, the columns with
     the lowest priority are hidden and listed below the table.
     """
-    summary = make_summary_table(comparison_or_results)
+    summary = make_summary_table(comparison)
     columns, rows = summary.headers, summary.formatted_rows()
     # The width of a column: its cells unbroken, its heading wrapped between words.
     widths = [
@@ -78,12 +74,8 @@ def choose_hidden_columns(columns: Sequence[str], widths: Sequence[int], widest:
     return hidden
 
 
-def make_summary_table(comparison_or_results: Comparable) -> ReportTable:
+def make_summary_table(comparison: Comparison) -> ReportTable:
     """Returns the table without columns that are empty or compare a strategy with itself."""
-    if isinstance(comparison_or_results, dict):
-        comparison = comparison_or_results
-    else:
-        comparison = compare_results(comparison_or_results)
     entries = comparison["strategies"]
     records = [make_cells(entry, several=len(entries) > 1) for entry in entries]
     table = make_table("summary", "Summary", records, describe_table(comparison))
