@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from paceline.report.stats import Spread
 
@@ -75,11 +76,10 @@ def to_single_line(text: object) -> str:
     return " ".join(kept.split())
 
 
-def format_number_spread(spread: Spread) -> str:
-    text = format_number(spread["mean"])
-    if spread["mean"] is None or not spread["std"]:
-        return text
-    return f"{text} ± {format_number(spread['std'])}"
+def format_spread(form: Callable[[float | None], str], spread: Spread) -> str:
+    """Formats mean ± sample standard deviation; only the mean with one seed or equal values."""
+    text = form(spread["mean"])
+    return f"{text} ± {form(spread['std'])}" if spread["std"] else text
 
 
 def format_loss(value: float | None) -> str:
@@ -89,8 +89,3 @@ def format_loss(value: float | None) -> str:
 def format_loss_spread(spread: Spread) -> str:
     text = format_loss(spread["mean"])
     return text if spread["std"] is None else f"{text} ± {spread['std']:.4f}"
-
-
-def format_bytes_spread(spread: Spread) -> str:
-    text = format_bytes(spread["mean"])
-    return text if not spread["std"] else f"{text} ± {format_bytes(spread['std'])}"

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.report import number_format
@@ -39,10 +40,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "seconds": number_format.format_seconds,
     "bytes": number_format.format_bytes,
     "loss": number_format.format_loss,
-    "count_spread": number_format.format_number_spread,
+    "count_spread": partial(number_format.format_spread, number_format.format_number),
     "fraction_spread": number_format.format_accuracy_spread,
     "seconds_spread": number_format.format_seconds_spread,
-    "bytes_spread": number_format.format_bytes_spread,
+    "bytes_spread": partial(number_format.format_spread, number_format.format_bytes),
     "loss_spread": number_format.format_loss_spread,
 }
 
