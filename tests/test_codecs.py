@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.codecs.base import BLOCK, SAMPLE, NonFiniteGradient, Payload
-from paceline.codecs.compressor import Compressor, make_coder
-from paceline.codecs.error_feedback import ErrorFeedback
+from paceline.codecs.compressor import Compressor, make_coder, reference_sum
 from paceline.codecs.payload import from_bytes, to_bytes
-from paceline.codecs.powersgd import PowerSgdCoder, deterministic_matmul
-from paceline.codecs.reference import reference_sum
+from paceline.codecs.powersgd import deterministic_matmul
 from paceline.codecs.registry import CODECS, parse_codec, read_codec
 from paceline.codecs.sparse import topk_indices
 from paceline.codecs.spec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
@@ -142,9 +140,9 @@ def test_spec_refusals_are_one_line(text: str, part: str) -> None:
 
 def test_what_codecs_say_of_themselves() -> None:
     words = {"uses_error_feedback": set(), "needs_whole_tensors": set(), "suits_weights": set()}
-    for word, cls in CODECS.items():
+    for word, record in CODECS.items():
         for fact, those in words.items():
-            if getattr(cls, fact):
+            if getattr(record.spec, fact):
                 those.add(word)
     assert words["uses_error_feedback"] == set(CODECS) - {"fp16", "bf16"}
     assert words["needs_whole_tensors"] == {"powersgd"}
@@ -430,19 +428,18 @@ def test_mean_sent_tends_to_the_mean_gradient(spec: Codec) -> None:
 
 
 def test_feedback_export_and_load() -> None:
-    feedback = ErrorFeedback(3, torch.float32)
-    meant = torch.tensor([1.0, 2.0, 3.0])
-    feedback.update(meant, torch.tensor([1.0, 1.0, 1.0]))
-    kept = feedback.export()
+    compressor = Compressor(Threshold(2.5), [(3,)], torch.float32)
+    compressor.encode(torch.tensor([0.0, 1.0, 2.0]))
+    kept = compressor.state()["residual"]
     assert kept.tolist() == [0, 1, 2]
-    other = ErrorFeedback(3, torch.float32)
-    other.load(kept)
+    other = Compressor(Threshold(2.5), [(3,)], torch.float32)
+    other.load_residual(kept)
     flat = torch.zeros(3)
-    other.compensate(flat)
+    other.encode(flat)
     assert torch.equal(flat, kept)
     for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
         with pytest.raises(StateError, match="residual"):
-            other.load(wrong)
+            other.load_residual(wrong)
 
 
 @ids
@@ -586,19 +583,11 @@ def test_payloads_that_do_not_fit_are_refused(spec: Codec, payload: Payload) -> 
 
 
 def simulated(rank: int, workers: int, flats: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """PowerSGD's sum of all workers, stage by stage in one process."""
-    coders = [PowerSgdCoder(flats[0].dtype, rank, SHAPES) for _ in range(workers)]
-    firsts = [c.compute_p(f) for c, f in zip(coders, flats, strict=True)]
-    first = torch.stack(firsts).sum(0)
-    coders[0].orthogonalize(first)
-    seconds = [c.compute_q(f, first) for c, f in zip(coders, flats, strict=True)]
-    residuals = [torch.empty_like(f) for f in flats]
-    for coder, flat, own, residual in zip(coders, flats, seconds, residuals, strict=True):
-        coder.update_residual(flat, first, own, residual)
-    outs = [torch.empty_like(f) for f in flats]
-    for coder, out in zip(coders, outs, strict=True):
-        coder.decompress(first, torch.stack(seconds).sum(0), out)
-    return outs, residuals
+    """PowerSGD's sums of all workers in one process, and their residuals."""
+    compressors = [Compressor(PowerSgd(rank), SHAPES, flats[0].dtype) for _ in range(workers)]
+    outs = [flat.clone() for flat in flats]
+    reference_sum(list(zip(compressors, outs, strict=True)))
+    return outs, [c.state()["residual"] for c in compressors]
 
 
 def test_powersgd_sum_and_residuals_make_up_the_sum() -> None:
@@ -693,7 +682,7 @@ def train(spec: Codec, dtype: torch.dtype, group: CollectiveGroup) -> dict[str, 
     resumed = CompressedAllReduce(spec, SHAPES, dtype, group)
     for step in range(STEPS):
         if step == RESUME_AT:
-            resumed.load_state(exchange.state())
+            resumed.compressor.load_state(exchange.compressor.state())
         flat = share(group.rank, step, dtype)
         exchange.run(flat)
         found[f"sum{step}"] = flat
@@ -701,7 +690,7 @@ def train(spec: Codec, dtype: torch.dtype, group: CollectiveGroup) -> dict[str, 
             again = share(group.rank, step, dtype)
             resumed.run(again)
             found[f"resumed{step}"] = again
-    state, other = exchange.state(), resumed.state()
+    state, other = exchange.compressor.state(), resumed.compressor.state()
     assert all(torch.equal(value, other[name]) for name, value in state.items())
     found["residual"] = state.get("residual", torch.zeros(NUMEL, dtype=dtype))
     found["bytes"] = torch.tensor([exchange.bytes_before, exchange.bytes_sent])

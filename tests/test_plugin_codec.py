@@ -20,7 +20,7 @@ TOY = Path(__file__).with_name("toy_codec.py")
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "CODECS", dict(registry.CODECS))
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("toy_codec", None)

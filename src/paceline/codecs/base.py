@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -48,9 +49,12 @@ class Coder(ABC):
         self.item = dtype.itemsize
 
     @classmethod
-    @abstractmethod
     def from_spec(cls, spec: Any, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
-        """The coder for a spec of its codec; `shapes` of the parameters in the flat tensor."""
+        """The coder for a spec of its codec; `shapes` of the parameters in the flat tensor.
+
+        By default, the constructor receives the dtype and the fields of the spec.
+        """
+        return cls(dtype, *dataclasses.astuple(spec))
 
     def encode(self, flat: Tensor) -> Payload:
         """Encodes a flat contiguous tensor. Raises NonFiniteGradient for NaN and infinity."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.codecs.base import RESIDUAL, Coder, Payload, Shape
-from paceline.codecs.error_feedback import ErrorFeedback
+from paceline.codecs.base import RESIDUAL, Coder, Payload, Shape, check_tensor
+from paceline.codecs.powersgd import PowerSgdCoder
 from paceline.codecs.registry import codec_record
 from paceline.codecs.spec import Codec
 from paceline.errors import StateError
@@ -18,8 +18,7 @@ from paceline.errors import StateError
 
 def make_coder(spec: Codec, dtype: torch.dtype, shapes: Sequence[Shape] = ()) -> Coder:
     """The coder for a spec; one that looks at whole tensors needs their shapes to encode."""
-    module, _, attribute = codec_record(spec.name).coder.partition(":")
-    kind: type[Coder] = getattr(importlib.import_module(module), attribute)
+    kind: type[Coder] = pkgutil.resolve_name(codec_record(spec.name).coder)
     return kind.from_spec(spec, dtype, shapes)
 
 
@@ -29,34 +28,66 @@ class Compressor:
     def __init__(self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
         self.numel = sum(math.prod(shape) for shape in shapes)
         self.coder = make_coder(spec, dtype, shapes)
-        self.feedback = ErrorFeedback(self.numel, dtype) if spec.uses_error_feedback else None
+        self.residual: Tensor | None = None
+        """Error feedback: what messages have omitted so far, which is added to the next one."""
+        if spec.uses_error_feedback:
+            self.residual = torch.zeros(self.numel, dtype=dtype)
 
     def encode(self, flat: Tensor) -> Payload:
         """Encodes a gradient and adds the residual to it in place.
 
         Raises NonFiniteGradient and then leaves the residual unchanged.
         """
-        if self.feedback is None:
+        if self.residual is None:
             return self.coder.encode(flat)
-        self.feedback.compensate(flat)
-        payload = self.coder.encode(flat)
-        residual = self.feedback.residual
-        self.coder.decode(payload, residual)
-        self.feedback.update(flat, residual)
+        payload = self.coder.encode(flat.add_(self.residual))
+        self.coder.decode(payload, self.residual)
+        torch.sub(flat, self.residual, out=self.residual)
         return payload
 
     def state(self) -> dict[str, Tensor]:
         """Named tensors (copies) from which another compressor continues bit for bit."""
         kept = self.coder.state()
-        if self.feedback is not None:
-            kept[RESIDUAL] = self.feedback.export()
+        if self.residual is not None:
+            kept[RESIDUAL] = self.residual.clone()
         return kept
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restores `state()`. Raises StateError for the state of another model or codec."""
         rest = dict(state)
-        if self.feedback is not None:
+        if self.residual is not None:
             if RESIDUAL not in rest:
                 raise StateError("the codec state has no residual")
-            self.feedback.load(rest.pop(RESIDUAL))
+            self.load_residual(rest.pop(RESIDUAL))
         self.coder.load_state(rest)
+
+    def load_residual(self, residual: Tensor) -> None:
+        """Restores a residual. Raises StateError if it belongs to another buffer."""
+        assert self.residual is not None
+        check_tensor(residual, self.residual, "the residual")
+        self.residual.copy_(residual)
+
+
+def reference_sum(parts: Sequence[tuple[Compressor, Tensor]]) -> Tensor:
+    """The sum of each worker's flat gradient after its compressor, in the order of the workers.
+
+    Real exchanges are compared with it, and simulated ones use it. Overwrites the gradients.
+    """
+    total = torch.zeros_like(parts[0][1])
+    if parts[0][0].coder.reduction != "low_rank":
+        decoded = torch.empty_like(total)
+        for compressor, flat in parts:
+            compressor.coder.decode(compressor.encode(flat), decoded)
+            total += decoded
+        return total
+    workers = []
+    for compressor, flat in parts:
+        assert isinstance(compressor.coder, PowerSgdCoder)
+        workers.append(compressor.coder.reduce(flat, compressor.residual))
+    for steps in zip(*workers, strict=True):
+        collective, first = steps[0]
+        tensors = [tensor for _, tensor in steps]
+        result = torch.stack(tensors).sum(0) if collective == "sum" else first.clone()
+        for tensor in tensors:
+            tensor.copy_(result)
+    return total.copy_(parts[0][1])

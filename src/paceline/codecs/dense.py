@@ -21,7 +21,7 @@ from paceline.codecs.base import (
     check_finite,
     check_payload_count,
 )
-from paceline.codecs.spec import Bf16, Fp16, Int8, OneBit
+from paceline.codecs.spec import Bf16, Fp16
 
 
 class CastCoder(Coder):
@@ -73,10 +73,6 @@ class ChunkedCoder(Coder):
     def __init__(self, dtype: torch.dtype, chunk: int) -> None:
         super().__init__(dtype)
         self.chunk = chunk
-
-    @classmethod
-    def from_spec(cls, spec: Int8 | OneBit, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
-        return cls(dtype, spec.chunk)
 
     def _chunks(self, numel: int) -> int:
         return -(-numel // self.chunk)

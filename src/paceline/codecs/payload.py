@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codecs.base import (
-    Payload,
-    Shape,
-    dtype_name,
-)
+from paceline.codecs.base import Payload, Shape, dtype_name
 from paceline.comm.flat_layout import as_memoryview
 from paceline.errors import WireError
 
@@ -36,12 +33,18 @@ def from_bytes(table: Any, body: Tensor) -> Payload:
     """
     if not isinstance(table, list | tuple):
         raise WireError("invalid payload: the table is not a list")
-    described = [_read_entry(entry) for entry in table]
-    total = sum(size for _, _, size in described)
+    parts = [_read_entry(entry) for entry in table]
+    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts)
     if total != body.numel():
         raise WireError(f"invalid payload: {total} bytes in a message of {body.numel()}")
+    return split_body(body, parts)
+
+
+def split_body(body: Tensor, parts: Iterable[tuple[torch.dtype, Shape]]) -> Payload:
+    """Returns tensors of these types and shapes from the start of a body."""
     payload, at = [], 0
-    for dtype, shape, size in described:
+    for dtype, shape in parts:
+        size = dtype.itemsize * math.prod(shape)
         part = body[at : at + size]
         if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
             part = part.clone()
@@ -50,7 +53,7 @@ def from_bytes(table: Any, body: Tensor) -> Payload:
     return payload
 
 
-def _read_entry(entry: Any) -> tuple[torch.dtype, Shape, int]:
+def _read_entry(entry: Any) -> tuple[torch.dtype, Shape]:
     if not isinstance(entry, list | tuple) or len(entry) != 3:
         raise WireError("invalid payload: an entry is not (type, shape, size)")
     name, shape, size = entry
@@ -63,4 +66,4 @@ def _read_entry(entry: Any) -> tuple[torch.dtype, Shape, int]:
     dtype: torch.dtype = WIRE_TYPES[name]
     if math.prod(shape) * dtype.itemsize != size:
         raise WireError(f"invalid payload: {tuple(shape)} {name} in {size} bytes")
-    return dtype, tuple(shape), size
+    return dtype, tuple(shape)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from paceline.codecs.base import (
     check_tensor,
     describe_tensor,
 )
-from paceline.codecs.error_feedback import ErrorFeedback
 from paceline.codecs.spec import PowerSgd
 from paceline.errors import StateError, UsageError, WireError
 
@@ -144,77 +143,46 @@ class PowerSgdCoder(Coder):
                 deterministic_matmul(part, q, out[start : start + size].view(shape))
             start += size
 
-    # ---- the sum over workers, in steps so that the first exchange can overlap ----
+    def reduce(
+        self, flat: Tensor, residual: Tensor | None
+    ) -> Iterator[tuple[Literal["sum", "broadcast"], Tensor]]:
+        """Replaces the gradient with an approximation of the sum over workers.
 
-    def compute_p(self, flat: Tensor) -> Tensor:
-        """The operand of the first sum: all that is sent uncompressed, then every M Qᵀ."""
+        Every yielded tensor must be replaced with its sum over all workers ("sum"), or with that
+        of the first worker ("broadcast"), before the generator resumes. The first sum consists of
+        all that is sent uncompressed, then every P = M Qᵀ; the second one of every Q = Pᵀ M.
+        """
+        if residual is not None:
+            flat.add_(residual)
         self._check_numel(flat)
         check_finite(flat)
-        parts = [flat[start:stop] for start, stop in self._plain]
-        parts += [m.project(flat).reshape(-1) for m in self._matrices]
-        return torch.cat(parts) if parts else flat.clone()
-
-    def p_matrices(self, first: Tensor) -> Tensor:
-        """Returns the part of the first sum that contains every P, for `orthogonalize`."""
-        return first[sum(stop - start for start, stop in self._plain) :]
-
-    def orthogonalize(self, first: Tensor) -> None:
-        for p in self._split(self.p_matrices(first), [m.p_shape for m in self._matrices]):
-            p.copy_(orthonormal(p))
-
-    def compute_q(self, flat: Tensor, first: Tensor) -> Tensor:
-        """The operand of the second sum: every Pᵀ M."""
-        ps = self._split(self.p_matrices(first), [m.p_shape for m in self._matrices])
-        return torch.cat(
-            [(p.t() @ m.of(flat)).view(-1) for m, p in zip(self._matrices, ps, strict=True)]
-        )
-
-    def update_residual(self, flat: Tensor, first: Tensor, own: Tensor, residual: Tensor) -> None:
-        """Writes into `residual` the part of the gradient that is not in the sum."""
-        residual.zero_()
-        for matrix, p, q in self._factors(first, own):
-            torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
-
-    def decompress(self, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Computes the sum from both exchanges; the second one is the next warm start."""
-        at = 0
-        for start, stop in self._plain:
-            out[start:stop].copy_(first[at : at + stop - start])
-            at += stop - start
-        for matrix, p, q in self._factors(first, second):
-            deterministic_matmul(p, q, matrix.of(out))
-            matrix.q = q.clone()
-
-    def finish(
-        self,
-        flat: Tensor,
-        first: Tensor,
-        all_sum: Callable[[Tensor], None],
-        from_first: Callable[[Tensor], None],
-        feedback: ErrorFeedback | None,
-    ) -> None:
-        """Completes the reduction after the first sum.
-
-        Factorizations differ in the last bits between processors and thread counts: all workers
-        take the first one's P, or their sums would drift apart.
-        """
+        plain = [flat[start:stop] for start, stop in self._plain]
+        projected = [m.project(flat).reshape(-1) for m in self._matrices]
+        first = torch.cat([*plain, *projected]) if self._segments else flat.clone()
+        yield "sum", first
         if not self._matrices:  # Everything was sent uncompressed: the first sum is complete.
             flat.copy_(first)
             return
-        self.orthogonalize(first)
-        from_first(self.p_matrices(first))
-        second = self.compute_q(flat, first)
-        if feedback is not None:
-            self.update_residual(flat, first, second, feedback.residual)
-        all_sum(second)
-        self.decompress(first, second, flat)
-
-    def _factors(
-        self, first: Tensor, second: Tensor
-    ) -> list[tuple[_MatrixFactors, Tensor, Tensor]]:
-        ps = self._split(self.p_matrices(first), [m.p_shape for m in self._matrices])
+        exact, factors = torch.split(first, [sum(map(len, plain)), sum(map(len, projected))])
+        ps = self._split(factors, [m.p_shape for m in self._matrices])
+        for p in ps:
+            p.copy_(orthonormal(p))
+        # Factorizations differ in the last bits between processors and thread counts: all workers
+        # take the first one's P, or their sums would drift apart.
+        yield "broadcast", factors
+        pairs = list(zip(self._matrices, ps, strict=True))
+        second = torch.cat([(p.t() @ m.of(flat)).view(-1) for m, p in pairs])
         qs = self._split(second, [tuple(m.q.shape) for m in self._matrices])
-        return list(zip(self._matrices, ps, qs, strict=True))
+        if residual is not None:  # What this worker's part of the sum omits.
+            residual.zero_()
+            for (matrix, p), q in zip(pairs, qs, strict=True):
+                torch.addmm(matrix.of(flat), p, q, alpha=-1, out=matrix.of(residual))
+        yield "sum", second
+        for target, part in zip(plain, torch.split(exact, [len(t) for t in plain]), strict=True):
+            target.copy_(part)
+        for (matrix, p), q in zip(pairs, qs, strict=True):
+            deterministic_matmul(p, q, matrix.of(flat))
+            matrix.q = q.clone()
 
     @staticmethod
     def _split(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:

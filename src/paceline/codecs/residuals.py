@@ -8,12 +8,13 @@ as `codec/<buffer>/<key>`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.base import RESIDUAL
+from paceline.codecs.compressor import Compressor
 
 
 class ResidualSlice(NamedTuple):
@@ -31,16 +32,8 @@ class ResidualSlice(NamedTuple):
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-class CodecState(Protocol):
-    """State of one flat buffer's codec, as copies."""
-
-    def state(self) -> dict[str, Tensor]: ...
-
-    def load_state(self, state: dict[str, Tensor]) -> None: ...
-
-
-CodecBuffers = Iterable[tuple[CodecState, Sequence[ResidualSlice]]]
-"""Flat buffers in a fixed order: the state of each, and which slices of parameters it holds."""
+CodecBuffers = Iterable[tuple[Compressor, Sequence[ResidualSlice]]]
+"""Flat buffers in a fixed order: their compressors, and the slices of parameters in each."""
 
 
 def export_residuals(buffers: CodecBuffers) -> dict[str, Tensor]:

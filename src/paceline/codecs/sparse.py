@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 import torch
@@ -16,10 +14,8 @@ from paceline.codecs.base import (
     Coder,
     Payload,
     ScratchBuffer,
-    Shape,
     check_payload_count,
 )
-from paceline.codecs.spec import Threshold, TopK
 from paceline.errors import WireError
 
 
@@ -47,9 +43,8 @@ class SparseCoder(Coder):
     def _check(self, payload: Payload, numel: int) -> None:
         count = payload[1].numel() if len(payload) == 2 else 0
         dense = count == 0 and payload[0].numel() == numel if payload else False
-        check_payload_count(
-            payload, (self.dtype, (numel if dense else count,)), (torch.int32, (count,))
-        )
+        values = (self.dtype, (numel if dense else count,))
+        check_payload_count(payload, values, (torch.int32, (count,)))
         if count:
             low, high = torch.aminmax(payload[1])
             if int(low) < 0 or int(high) >= numel:
@@ -80,10 +75,6 @@ class TopKCoder(SparseCoder):
         super().__init__(dtype)
         self.ratio = ratio
 
-    @classmethod
-    def from_spec(cls, spec: TopK, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
-        return cls(dtype, spec.ratio)
-
     def count(self, numel: int) -> int:
         return min(numel, max(1, round(self.ratio * numel)))
 
@@ -113,10 +104,6 @@ class ThresholdCoder(SparseCoder):
     def __init__(self, dtype: torch.dtype, limit: float) -> None:
         super().__init__(dtype)
         self.limit = limit
-
-    @classmethod
-    def from_spec(cls, spec: Threshold, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
-        return cls(dtype, spec.x)
 
     def _encode(self, flat: Tensor) -> Payload:
         return self._pack(flat, indices_at_least(flat, self.limit))

@@ -37,41 +37,54 @@ class Codec(Spec):
         raise NotImplementedError
 
 
+def count_elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
 @dataclass(frozen=True)
-class Fp16(Codec):
+class _HalfPrecision(Codec):
+    uses_error_feedback: ClassVar[bool] = False
+    suits_weights: ClassVar[bool] = True
+    short_type: ClassVar[str]
+
+    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
+        return 2.0 * count_elements(shapes)
+
+
+@dataclass(frozen=True)
+class Fp16(_HalfPrecision):
     """Half precision: 11 bits of precision, magnitudes up to 65504."""
 
     name: ClassVar[str] = "fp16"
-    uses_error_feedback: ClassVar[bool] = False
-    suits_weights: ClassVar[bool] = True
     short_type: ClassVar[str] = "float16"
-
-    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
-        return 2.0 * count_elements(shapes)
 
 
 @dataclass(frozen=True)
-class Bf16(Codec):
+class Bf16(_HalfPrecision):
     """bfloat16: 8 bits of precision, the range of float32."""
 
     name: ClassVar[str] = "bf16"
-    uses_error_feedback: ClassVar[bool] = False
-    suits_weights: ClassVar[bool] = True
     short_type: ClassVar[str] = "bfloat16"
-
-    def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
-        return 2.0 * count_elements(shapes)
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
-    """255 even steps between the largest magnitudes of each `chunk` elements."""
-
-    name: ClassVar[str] = "int8"
+class _Chunked(Codec):
     chunk: int = spec_field(int_field(1), 1024)
 
     def __post_init__(self) -> None:
-        _check_chunk(self.name, self.chunk)
+        # Multiples of 8: the packed bits of a chunk then begin at a whole byte.
+        if not MIN_CHUNK <= self.chunk <= MAX_CHUNK or self.chunk % 8:
+            raise SpecError(
+                f"{self.name}(chunk={self.chunk}): chunk must be a multiple of 8 from "
+                f"{MIN_CHUNK} to {MAX_CHUNK}"
+            )
+
+
+@dataclass(frozen=True)
+class Int8(_Chunked):
+    """255 even steps between the largest magnitudes of each `chunk` elements."""
+
+    name: ClassVar[str] = "int8"
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
         count = count_elements(shapes)
@@ -79,30 +92,14 @@ class Int8(Codec):
 
 
 @dataclass(frozen=True)
-class OneBit(Codec):
+class OneBit(_Chunked):
     """The sign of each element, and for each `chunk` the mean of either sign."""
 
     name: ClassVar[str] = "onebit"
-    chunk: int = spec_field(int_field(1), 1024)
-
-    def __post_init__(self) -> None:
-        _check_chunk(self.name, self.chunk)
 
     def encoded_bytes(self, shapes: Sequence[tuple[int, ...]], item_bytes: int) -> float:
         count = count_elements(shapes)
         return count / 8 + 2 * item_bytes * math.ceil(count / self.chunk)
-
-
-def count_elements(shapes: Sequence[tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def _check_chunk(word: str, chunk: int) -> None:
-    # Multiples of 8: the packed bits of a chunk then begin at a whole byte.
-    if not MIN_CHUNK <= chunk <= MAX_CHUNK or chunk % 8:
-        raise SpecError(
-            f"{word}(chunk={chunk}): chunk must be a multiple of 8 from {MIN_CHUNK} to {MAX_CHUNK}"
-        )
 
 
 def _ratio(value: Value, where: str) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from paceline.codecs.compressor import Compressor
 from paceline.codecs.residuals import ResidualSlice, export_residuals, import_residuals
 from paceline.codecs.spec import Codec
 from paceline.comm.compressed_allreduce import CompressedAllReduce
@@ -304,14 +305,14 @@ class GradientExchange:
         """Loads residuals; what belongs to another layout or codec starts anew."""
         import_residuals(self._codec_buffers(), stored)
 
-    def _codec_buffers(self) -> Iterator[tuple[CompressedAllReduce, list[ResidualSlice]]]:
-        for bucket, codec in zip(self.buckets, self._compressed, strict=False):
+    def _codec_buffers(self) -> Iterator[tuple[Compressor, list[ResidualSlice]]]:
+        for bucket, exchange in zip(self.buckets, self._compressed, strict=False):
             slices, offset = [], 0
             for name, parameter in bucket.parameters:
                 count = parameter.numel()
                 slices.append(ResidualSlice(name, parameter.shape, 0, count, offset))
                 offset += count
-            yield codec, slices
+            yield exchange.compressor, slices
 
     def close(self) -> None:
         for hook in self._hooks:

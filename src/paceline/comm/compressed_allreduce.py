@@ -7,16 +7,15 @@ residuals inside the hook, where checkpoints cannot save them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.codecs.base import Payload, Shape, check_finite
+from paceline.codecs.base import Shape, check_finite
 from paceline.codecs.compressor import Compressor
-from paceline.codecs.payload import from_bytes, to_bytes
+from paceline.codecs.payload import split_body
 from paceline.codecs.powersgd import PowerSgdCoder
 from paceline.codecs.spec import Codec
 from paceline.comm.flat_layout import as_byte_tensor
@@ -36,17 +35,21 @@ class CompressedAllReduce:
     def __init__(
         self, spec: Codec, shapes: Sequence[Shape], dtype: torch.dtype, group: CollectiveGroup
     ) -> None:
-        self._compressor = Compressor(spec, shapes, dtype)
-        self._flat: Tensor | None = None
-        reduction = _REDUCTIONS[self._compressor.coder.reduction]
-        self._reduction = reduction(self._compressor, group)
+        self.compressor = Compressor(spec, shapes, dtype)
+        """Its state may be read and loaded between two sums."""
+        self._group = group
+        self._work: dist.Work | None = None
+        reductions = {
+            "sum": self._reduce_sum,
+            "gather": self._reduce_gather,
+            "low_rank": self._reduce_low_rank,
+        }
+        self._reduce = reductions[self.compressor.coder.reduction]
+        self._steps: Iterator[None] | None = None
         self.bytes_before = 0
         """Bytes that this worker would have passed to the collectives without a codec."""
-
-    @property
-    def bytes_sent(self) -> int:
+        self.bytes_sent = 0
         """Bytes that this worker passed to the collectives (their traffic depends on the group)."""
-        return self._reduction.bytes_sent
 
     def run(self, flat: Tensor) -> None:
         """Replaces this worker's weighted gradient with the sum over all workers."""
@@ -55,62 +58,85 @@ class CompressedAllReduce:
 
     def begin(self, flat: Tensor) -> None:
         """Compresses and starts sending. Raises NonFiniteGradient before anything is sent."""
-        numel = self._compressor.numel
+        numel = self.compressor.numel
         if flat.shape != (numel,) or not flat.is_contiguous():
             raise UsageError(
                 f"compressed all-reduce: expected {numel} elements, got shape {tuple(flat.shape)}"
             )
-        if self._flat is not None:
+        if self._steps is not None:
             raise UsageError("compressed all-reduce: begin() was called twice; call finish() first")
-        self._reduction.begin(flat)
-        self._flat = flat
+        steps = self._reduce(flat)
+        next(steps)
+        self._steps = steps
         self.bytes_before += flat.numel() * flat.element_size()
 
     def finish(self) -> None:
         """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
-        if self._flat is None:
+        if self._steps is None:
             raise UsageError("compressed all-reduce: finish() was called before begin()")
-        flat, self._flat = self._flat, None
-        self._reduction.finish(flat)
+        steps, self._steps = self._steps, None
+        self._wait()
+        for _ in steps:
+            self._wait()
 
-    def state(self) -> dict[str, Tensor]:
-        """Returns copies of residual and warm start; must be called between two sums."""
-        return self._compressor.state()
+    # ---- reductions: each starts a collective, yields until it is complete, and so on --------
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continues from `state()` bit for bit; raises StateError for that of another model."""
-        self._compressor.load_state(state)
+    def _reduce_sum(self, flat: Tensor) -> Iterator[None]:
+        """Half-precision numbers, added by the all-reduce itself (Gloo supports fp16 and bf16)."""
+        (short,) = self.compressor.encode(flat)
+        self._start_sum(short)
+        yield
+        flat.copy_(short)
+        # The sum may exceed fp16's range although no part did; all workers detect it equally.
+        check_finite(flat)
 
+    def _reduce_gather(self, flat: Tensor) -> Iterator[None]:
+        """All workers receive every payload, and add them in the order of the ranks."""
+        coder = self.compressor.coder
+        payload = self.compressor.encode(flat)
+        dtypes = [t.dtype for t in payload]
+        shapes: list[list[Shape]] = [[tuple(t.shape) for t in payload]] * self._group.size
+        body = torch.cat([as_byte_tensor(t) for t in payload])
+        if not coder.fixed_size:
+            # The sizes come first; all workers then send as much as the largest payload.
+            counts = self._start_gather(torch.tensor([t.numel() for t in payload]))
+            yield
+            shapes = [[(n,) for n in one.tolist()] for one in counts]
+            items = torch.tensor([dtype.itemsize for dtype in dtypes])
+            largest = max(int((one * items).sum()) for one in counts)
+            body = torch.nn.functional.pad(body, (0, largest - body.numel()))
+        bodies = self._start_gather(body)
+        yield
+        for rank, (theirs, sizes) in enumerate(zip(bodies, shapes, strict=True)):
+            parts = split_body(theirs, zip(dtypes, sizes, strict=True))
+            if rank == 0:
+                coder.decode(parts, flat)
+            else:
+                coder.add(parts, flat)
 
-class _Reduction(ABC):
-    """Algorithm that sums payloads over a group."""
+    def _reduce_low_rank(self, flat: Tensor) -> Iterator[None]:
+        """PowerSGD: two sums of low-rank factors."""
+        coder = self.compressor.coder
+        assert isinstance(coder, PowerSgdCoder)
+        for collective, tensor in coder.reduce(flat, self.compressor.residual):
+            if collective == "sum":
+                self._start_sum(tensor)
+            else:
+                if self._group.rank == 0 and self._group.size > 1:
+                    self._count(tensor)
+                self._group.broadcast(tensor)
+            yield
 
-    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
-        self.compressor = compressor
-        self.group = group
-        self.bytes_sent = 0
-        self._work: dist.Work | None = None
-
-    @abstractmethod
-    def begin(self, flat: Tensor) -> None: ...
-
-    @abstractmethod
-    def finish(self, flat: Tensor) -> None: ...
-
-    def _sum(self, tensor: Tensor) -> None:
+    def _start_sum(self, tensor: Tensor) -> None:
         self._count(tensor)
-        self.group.all_reduce(tensor)
+        self._work = self._group.all_reduce_async(tensor)
 
-    def _begin_sum(self, tensor: Tensor) -> None:
-        self._count(tensor)
-        self._work = self.group.all_reduce_async(tensor)
-
-    def _begin_gather(self, mine: Tensor) -> list[Tensor]:
+    def _start_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all workers, all of one size; complete only after `_wait`."""
         self._count(mine)
-        if self.group.size == 1:
+        if self._group.size == 1:
             return [mine]
-        theirs = [torch.empty_like(mine) for _ in range(self.group.size)]
+        theirs = [torch.empty_like(mine) for _ in range(self._group.size)]
         self._work = dist.all_gather(theirs, mine, async_op=True)
         return theirs
 
@@ -121,109 +147,3 @@ class _Reduction(ABC):
 
     def _count(self, tensor: Tensor) -> None:
         self.bytes_sent += tensor.numel() * tensor.element_size()
-
-
-class _SumReduction(_Reduction):
-    """Half-precision numbers, added by the all-reduce itself (Gloo supports fp16 and bf16)."""
-
-    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
-        super().__init__(compressor, group)
-        self._short = torch.empty(0)
-
-    def begin(self, flat: Tensor) -> None:
-        (self._short,) = self.compressor.encode(flat)
-        self._begin_sum(self._short)
-
-    def finish(self, flat: Tensor) -> None:
-        self._wait()
-        flat.copy_(self._short)
-        # The sum may exceed fp16's range although no part did; all workers detect it equally.
-        check_finite(flat)
-
-
-class _GatherReduction(_Reduction):
-    """All workers receive every payload, and add them in the order of the ranks."""
-
-    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
-        super().__init__(compressor, group)
-        self._payload: Payload = []
-        self._gathered: list[Tensor] = []
-
-    def begin(self, flat: Tensor) -> None:
-        self._payload = self.compressor.encode(flat)
-        if self.compressor.coder.fixed_size:
-            self._gathered = self._begin_gather(_join(self._payload))
-        else:
-            counts = [t.numel() for t in self._payload]
-            self._gathered = self._begin_gather(torch.tensor(counts))
-
-    def finish(self, flat: Tensor) -> None:
-        coder = self.compressor.coder
-        payloads = self._receive()
-        coder.decode(payloads[0], flat)
-        for payload in payloads[1:]:
-            coder.add(payload, flat)
-        self._payload, self._gathered = [], []
-
-    def _receive(self) -> list[Payload]:
-        self._wait()
-        table, _ = to_bytes(self._payload)
-        if self.compressor.coder.fixed_size:
-            return [from_bytes(table, body) for body in self._gathered]
-        # The sizes came first; all workers now send as much as the largest payload.
-        tables = [_resize(table, counts.tolist()) for counts in self._gathered]
-        sizes = [sum(size for _, _, size in one) for one in tables]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine = _join(self._payload)
-        padded[: mine.numel()] = mine
-        bodies = self._begin_gather(padded)
-        self._wait()
-        return [
-            from_bytes(table, body[:size])
-            for table, body, size in zip(tables, bodies, sizes, strict=True)
-        ]
-
-
-class _LowRankReduction(_Reduction):
-    """PowerSGD: two sums of low-rank factors."""
-
-    def __init__(self, compressor: Compressor, group: CollectiveGroup) -> None:
-        super().__init__(compressor, group)
-        assert isinstance(compressor.coder, PowerSgdCoder)
-        self._coder = compressor.coder
-        self._first = torch.empty(0)
-
-    def begin(self, flat: Tensor) -> None:
-        if self.compressor.feedback is not None:
-            self.compressor.feedback.compensate(flat)
-        self._first = self._coder.compute_p(flat)
-        self._begin_sum(self._first)
-
-    def finish(self, flat: Tensor) -> None:
-        self._wait()
-        self._coder.finish(flat, self._first, self._sum, self._from_first, self.compressor.feedback)
-
-    def _from_first(self, tensor: Tensor) -> None:
-        if self.group.rank == 0 and self.group.size > 1:
-            self._count(tensor)
-        self.group.broadcast(tensor)
-
-
-_REDUCTIONS: dict[str, type[_Reduction]] = {
-    "sum": _SumReduction,
-    "gather": _GatherReduction,
-    "low_rank": _LowRankReduction,
-}
-
-
-def _join(payload: Payload) -> Tensor:
-    return torch.cat([as_byte_tensor(t) for t in payload])
-
-
-def _resize(table: list[list[object]], counts: list[int]) -> list[tuple[str, list[int], int]]:
-    """Returns the table of a payload with the same types and other lengths."""
-    sized = []
-    for (name, _, _), count in zip(table, counts, strict=True):
-        item = getattr(torch, str(name)).itemsize
-        sized.append((str(name), [count], count * item))
-    return sized

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.codecs.compressor import Compressor
-from paceline.codecs.reference import reference_sum
+from paceline.codecs.compressor import Compressor, reference_sum
 from paceline.codecs.spec import Codec
 from paceline.comm.buckets import plan_layout
 from paceline.protocol.messages import Lease
@@ -130,9 +129,9 @@ class _CompressedSum:
         self._names, self._residuals = layout, residuals
         for compressors, kept in zip(self._compressors, self._residuals, strict=True):
             for compressor, names, bucket in zip(compressors, layout, self._buckets, strict=True):
-                if compressor.feedback is not None and all(n in kept for n in names):
+                if compressor.residual is not None and all(n in kept for n in names):
                     flat = [kept[n].reshape(-1) for n in names]
-                    compressor.feedback.load(torch.cat(flat).to(bucket[0].dtype))
+                    compressor.load_residual(torch.cat(flat).to(bucket[0].dtype))
 
     def store_residuals(self) -> None:
         """Writes the unsent values back, for the next strategy."""
@@ -140,8 +139,8 @@ class _CompressedSum:
             for compressor, names, bucket in zip(
                 compressors, self._names, self._buckets, strict=True
             ):
-                if compressor.feedback is not None:
-                    parts = torch.split(compressor.feedback.residual, [p.numel() for p in bucket])
+                if compressor.residual is not None:
+                    parts = torch.split(compressor.residual, [p.numel() for p in bucket])
                     for name, parameter, part in zip(names, bucket, parts, strict=True):
                         kept[name] = part.view_as(parameter).clone()
 
