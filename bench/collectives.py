@@ -122,7 +122,7 @@ def measure(rank: int, p: int, folder: str, memory: str, rounds: int) -> None:
 
     at_root = rank == 0
     most = max(SIZES)
-    arena = SharedRegion.open(memory, list(range(p)), rank, aligned_size([most + 4096]), 60.0)
+    arena = SharedRegion(memory, list(range(p)), rank, aligned_size([most + 4096]), 60.0)
     for size in SIZES:
         x, y = torch.ones(size // 4), torch.empty(size // 4)
         count = size // 4 // p * p

@@ -93,7 +93,7 @@ def test_in_process_group_collectives() -> None:
         total = torch.tensor([float(group.rank + 1)])
         group.all_reduce(total)
         largest = torch.tensor([float(group.rank)])
-        group.all_reduce_max(largest)
+        group.all_reduce(largest, largest=True)
         sent = torch.tensor([float(group.rank)])
         group.broadcast(sent, 2)
         every = group.all_gather(torch.tensor([group.rank * 10.0]))

@@ -53,7 +53,7 @@ def sum_in(
     name: str, rank: int, size: int, counts: list[int], dtypes: list[Any], steps: int, told: Any
 ) -> None:
     nbytes = aligned_size([c * d.itemsize for c, d in zip(counts, dtypes, strict=True)])
-    arena = SharedRegion.open(name, range(size), rank, nbytes, TIMEOUT_S)
+    arena = SharedRegion(name, range(size), rank, nbytes, TIMEOUT_S)
     sums = SharedMemoryAllReduce(SharedMemoryGroup(arena, None, 1), counts, dtypes)
     found = []
     for step in range(steps):
@@ -105,7 +105,7 @@ def sum_across(names: list[str], rank: int, meeting: str, count: int, told: Any)
     leaders = dist.new_group([0, 2])
     mine = [0, 1] if rank < 2 else [2, 3]
     nbytes = aligned_size([8 * count])
-    arena = SharedRegion.open(names[rank // 2], mine, rank, nbytes, TIMEOUT_S)
+    arena = SharedRegion(names[rank // 2], mine, rank, nbytes, TIMEOUT_S)
     sums = SharedMemoryAllReduce(SharedMemoryGroup(arena, leaders, 2), [count], [torch.float64])
     found = []
     for step in range(6):
@@ -146,7 +146,7 @@ def test_sums_reach_over_machines_through_their_first_workers(
 
 
 def wait_in(name: str, rank: int, told: Any) -> None:
-    arena = SharedRegion.open(name, range(2), rank, 64, TIMEOUT_S)
+    arena = SharedRegion(name, range(2), rank, 64, TIMEOUT_S)
     told.put("here")
     if rank == 1:
         time.sleep(60)
@@ -180,7 +180,7 @@ def test_a_dead_member_is_named_long_before_the_deadline() -> None:
 
 def test_a_member_that_never_comes_is_named_at_the_deadline() -> None:
     name = create_segment(SharedRegion.size_for(2, 64))
-    arena = SharedRegion.open(name, [4, 7], 4, 64, 0.3)
+    arena = SharedRegion(name, [4, 7], 4, 64, 0.3)
     unlink_segment(name)
     with pytest.raises(PeerLost, match=r"worker 7 did not arrive within 0\.3 s"):
         arena.wait_for_all(0, 1)
@@ -189,7 +189,7 @@ def test_a_member_that_never_comes_is_named_at_the_deadline() -> None:
 def test_counters_may_pass_32_bits() -> None:
     """The futex compares the lower half of a word, which is 0 again after 2**32 - 1."""
     name = create_segment(SharedRegion.size_for(2, 64))
-    region, other = (SharedRegion.open(name, [0, 1], rank, 64, TIMEOUT_S) for rank in (0, 1))
+    region, other = (SharedRegion(name, [0, 1], rank, 64, TIMEOUT_S) for rank in (0, 1))
     unlink_segment(name)
     region._words.store(0, 2**32 - 2)
     assert region.increment(0) == 2**32 - 1

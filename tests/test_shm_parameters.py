@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.comm.shm import futex
 from paceline.comm.shm import parameters as boards
+from paceline.comm.shm import words
 from paceline.comm.shm.parameters import (
     MailboxSegment,
     SharedWeights,
@@ -155,7 +155,7 @@ def test_reader_that_hangs_is_waited_for_once(pair: Pair, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr(boards, "GRACE_S", 0.02)
-    monkeypatch.setattr(futex, "wait", wait)
+    monkeypatch.setattr(words, "futex_wait", wait)
     pair.lane.begin_reading()
     for version in (1, 2, 3):
         pair.update(version, 1.0)
@@ -172,7 +172,7 @@ def test_gradient_is_found_by_its_handle_until_taken(pair: Pair) -> None:
     assert pair.theirs.header_of(5) == b"about it"
     with pytest.raises(DeadlineExceeded, match="server 7: version 0 was not available"):
         pair.reader(0.2).copy_weights(0, pair.target)
-    pair.theirs.mark_consumed(5)
+    pair.theirs.consumed = 5
     assert pair.reader().copy_weights(0, pair.target) is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,12 @@ MAX_BENCHMARK_NUMEL = 1 << 20
 """Number of elements summed in the benchmark; larger models only increase the difference."""
 
 
+@dataclass(frozen=True)
 class BackendChoice:
     """The chosen backend and the reason."""
 
-    def __init__(self, shared: SharedMemoryGroup | None, why: str) -> None:
-        self.shared = shared
-        self.reason = why
+    shared: SharedMemoryGroup | None
+    reason: str
 
     @property
     def name(self) -> str:

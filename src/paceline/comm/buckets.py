@@ -67,8 +67,7 @@ class GradientBucket:
             start += parameter.numel()
         self.values = self.flat[:start]
         self.flags = self.flat[start:]
-        self.filled = [False] * len(parameters)
-        self.left = len(parameters)
+        self.reset()
 
     def reset(self) -> None:
         self.filled = [False] * len(self.parameters)
@@ -145,18 +144,16 @@ class GradientExchange:
         self._group = group
         self._on_bucket_ready = on_bucket_ready
         named = [[(n, by_name[n]) for n in names] for names in layout]
-        self._shared: SharedMemoryAllReduce | None = None
+        self.shared: SharedMemoryAllReduce | None = None
         if shared is not None:
             dtypes = [part[0][1].dtype for part in named]
             flags = [len(part) for part in named] if own_pieces else None
-            self._shared = SharedMemoryAllReduce(
+            self.shared = SharedMemoryAllReduce(
                 shared, [bucket_numel(part) for part in named], dtypes, flags
             )
         self._reduce_scatter = own_pieces
         self.buckets = [
-            GradientBucket(
-                part, self._shared.local_bucket(index) if self._shared is not None else None
-            )
+            GradientBucket(part, self.shared.local_bucket(index) if self.shared else None)
             for index, part in enumerate(named)
         ]
         self._compressed = [
@@ -166,13 +163,6 @@ class GradientExchange:
         ]
         self._in_backward = in_backward
         self._armed = False
-        self._weight = 0.0
-        self._measuring = False
-        self._own_square = 0.0
-        self._launched = 0
-        self._works: list[dist.Work | None] = []
-        self._timed = False
-        self._spans: list[list[int]] = []
         self.overlapped_us: int | None = None
         """Exchange of the last step that overlapped with backward; None if it was not timed."""
         self._hooks = [
@@ -191,13 +181,13 @@ class GradientExchange:
         `hidden_us`.
         """
         self._timed = timed
-        self._spans = []
+        self._spans: list[list[int]] = []
         self._armed = True
         self._measuring = measure
-        self._own_square = 0.0
+        self.local_grad_sq_norm = 0.0
         self._weight = weight
         self._launched = 0
-        self._works = []
+        self._works: list[dist.Work | None] = []
         self._callback_queued = False
         for bucket in self.buckets:
             bucket.reset()
@@ -213,10 +203,11 @@ class GradientExchange:
                 )
             if self._measuring:
                 assert parameter.grad is not None
-                self._own_square += float(parameter.grad.square().sum())
+                self.local_grad_sq_norm += float(parameter.grad.square().sum())
             bucket.fill(index, self._weight)
-            if bucket.left == 0:
-                self._launch_ready()
+            # All workers must start collectives in the same order, that of the layout.
+            while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
+                self._launch_next()
             if self._in_backward and not self._callback_queued:
                 self._callback_queued = True
                 engine = torch.autograd.Variable._execution_engine
@@ -224,19 +215,14 @@ class GradientExchange:
 
         return on_gradient
 
-    def _launch_ready(self) -> None:
-        # All workers must start collectives in the same order, that of the layout.
-        while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
-            self._launch_next()
-
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         bucket.finalize()
         if self._on_bucket_ready is not None:
             self._on_bucket_ready()
         self.uncompressed_bytes += bucket.flat.numel() * bucket.flat.element_size()
-        if self._shared is not None:
-            self._shared.mark_filled()
+        if self.shared is not None:
+            self.shared.mark_filled()
             self._works.append(None)
         elif self._compressed:
             # The flags must be exact, unlike the encoded gradients.
@@ -266,8 +252,8 @@ class GradientExchange:
         waits_from = time.perf_counter_ns()
         while self._launched < len(self.buckets):
             self._launch_next()
-        if self._shared is not None:
-            self._shared.finish()
+        if self.shared is not None:
+            self.shared.finish()
         for index, (bucket, work) in enumerate(zip(self.buckets, self._works, strict=True)):
             if work is not None:
                 work.wait()
@@ -277,18 +263,10 @@ class GradientExchange:
                 bucket.assign_gradients()
         self.overlapped_us = overlapped_ns(self._spans, waits_from) // 1000 if self._timed else None
 
-    @property
-    def shared(self) -> SharedMemoryAllReduce | None:
-        return self._shared
-
-    @property
-    def local_grad_sq_norm(self) -> float:
-        return self._own_square
-
     def grad_sq_norms(self) -> tuple[float, float]:
         """Returns the squared norms of the local gradient and of the sum of a measured step."""
         whole = sum(float(v.square().sum()) for bucket in self.buckets for v in bucket.views)
-        return self._own_square, whole
+        return self.local_grad_sq_norm, whole
 
     @property
     def bytes_sent(self) -> int:

@@ -86,14 +86,22 @@ class SharedMemoryGroup:
 class CollectiveGroup:
     """Collectives among workers; no-ops in a group of one."""
 
-    def __init__(self, rank: int, size: int, members: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        members: dist.ProcessGroup | None = None,
+        *,
+        store: CoordinatorStore | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """`members` is None for all workers, who meet at the `store`."""
         self.rank = rank
         self.size = size
         self._members = members
-        """None for all workers."""
-        self._timeout: datetime.timedelta | None = None
+        self._store = store
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
-        self._store: CoordinatorStore | None = None
         self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
 
     def new_subgroup(self, groups: tuple[tuple[int, ...], ...]) -> CollectiveGroup:
@@ -113,25 +121,18 @@ class CollectiveGroup:
         cls, store: StoreClient | None, *, rank: int, size: int, address: str, timeout_s: float
     ) -> CollectiveGroup:
         """Joins the other workers; Gloo listens on the address's interface, unauthenticated."""
-        if size > 1:
-            assert store is not None
-            os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
-            meeting = CoordinatorStore(store, timeout_s)
-            # torch keeps only the C++ object; without this reference the Python object would be
-            # deleted before the next group is created.
-            _LIVE_STORES.append(meeting)
-            dist.init_process_group(
-                "gloo",
-                store=meeting,
-                rank=rank,
-                world_size=size,
-                timeout=datetime.timedelta(seconds=timeout_s),
-            )
-        group = cls(rank, size)
-        group._timeout = datetime.timedelta(seconds=timeout_s)
-        if size > 1:
-            group._store = meeting
-        return group
+        if size == 1:
+            return cls(rank, size)
+        assert store is not None
+        os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
+        meeting = CoordinatorStore(store, timeout_s)
+        # torch keeps only the C++ object; without this reference the Python object would be
+        # deleted before the next group is created.
+        _LIVE_STORES.append(meeting)
+        dist.init_process_group(
+            "gloo", store=meeting, rank=rank, world_size=size, timeout=meeting.timeout
+        )
+        return cls(rank, size, store=meeting, timeout_s=timeout_s)
 
     def shared_memory(self, slot_bytes: int, use: str = "gradients") -> SharedMemoryGroup | str:
         """Returns memory shared with the workers of this machine, or the reason why there is none.
@@ -146,7 +147,7 @@ class CollectiveGroup:
 
     def _make_shared(self, slot_bytes: int) -> SharedMemoryGroup | str:
         store = self._store
-        if store is None or self._timeout is None:
+        if store is None:
             return "a part of the workers has no way to meet"
         prefix = f"shared/{len(self._shared)}"
         machines = self._all_gather_text(f"{prefix}/machine", shm_domain_id() or "")
@@ -167,9 +168,8 @@ class CollectiveGroup:
                     store.set(f"{prefix}/name/{self.rank}", name)
             name = store.get(f"{prefix}/name/{mine[0]}").decode()
             if name:
-                arena = SharedRegion.open(
-                    name, mine, self.rank, slot_bytes, self._timeout.total_seconds()
-                )
+                timeout_s = self._timeout.total_seconds()
+                arena = SharedRegion(name, mine, self.rank, slot_bytes, timeout_s)
             else:
                 why = f"worker {mine[0]} could not create it"
         except OSError as error:
@@ -192,28 +192,18 @@ class CollectiveGroup:
         self._store.set(f"{key}/{self.rank}", value)
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
 
-    def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Starts an in-place sum over all workers; call `wait()` on the result."""
+    def all_reduce_async(self, tensor: torch.Tensor, *, largest: bool = False) -> dist.Work | None:
+        """Starts an in-place sum (or maximum) over all workers; call `wait()` on the result."""
         if self.size == 1:
             return None
-        work: dist.Work = dist.all_reduce(tensor, group=self._members, async_op=True)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work: dist.Work = dist.all_reduce(tensor, op=op, group=self._members, async_op=True)
         return work
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self._members)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._members)
-
-    def all_reduce_max_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        if self.size == 1:
-            return None
-        work: dist.Work = dist.all_reduce(
-            tensor, op=dist.ReduceOp.MAX, group=self._members, async_op=True
-        )
-        return work
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
+        work = self.all_reduce_async(tensor, largest=largest)
+        if work is not None:
+            work.wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
@@ -221,11 +211,10 @@ class CollectiveGroup:
 
     def broadcast_any_layout(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Like `broadcast`, for a tensor of any layout."""
-        if self.size > 1:
-            flat = tensor.detach().contiguous()
-            dist.broadcast(flat, source, group=self._members)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat)
+        flat = tensor.detach().contiguous()
+        self.broadcast(flat, source)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all workers, all of one shape, by rank."""

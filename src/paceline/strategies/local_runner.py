@@ -129,7 +129,7 @@ def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:
         return
     mine = int(checksum(state)[:12], 16)
     pair = torch.tensor([mine, -mine], dtype=torch.int64)
-    group.all_reduce_max(pair)
+    group.all_reduce(pair, largest=True)
     if int(pair[0]) != -int(pair[1]):
         raise StateError(
             "the workers start from different weights; local steps require equal replicas"

@@ -268,7 +268,7 @@ def average_running_stats(
             start += buffer.numel()
     if counts:
         whole = torch.cat([c.detach().to(torch.int64).reshape(-1).cpu() for c in counts])
-        group.all_reduce_max(whole)
+        group.all_reduce(whole, largest=True)
         start = 0
         for buffer in counts:
             buffer.copy_(whole[start : start + buffer.numel()].reshape(buffer.shape))

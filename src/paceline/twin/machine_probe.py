@@ -141,7 +141,7 @@ def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
     from paceline.comm.shm.allreduce import SharedMemoryAllReduce
 
     torch.set_num_threads(1)
-    arena = SharedRegion.open(name, range(2), rank, aligned_size([4 * count]), TIMEOUT_S)
+    arena = SharedRegion(name, range(2), rank, aligned_size([4 * count]), TIMEOUT_S)
     sums = SharedMemoryAllReduce(SharedMemoryGroup(arena, None, 1), [count], [torch.float32])
     times = []
     for _ in range(WARM_UP + 2 * ROUNDS):

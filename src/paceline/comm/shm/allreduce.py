@@ -10,7 +10,6 @@ copy the result.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -48,21 +47,16 @@ class SharedRegion:
     """
 
     def __init__(
-        self,
-        memory: mmap.mmap,
-        members: Sequence[int],
-        rank: int,
-        slot_bytes: int,
-        timeout_s: float,
+        self, name: str, members: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
     ) -> None:
         self.members = list(members)
         """Ranks of the processes on this host, in order."""
         self.local_index = self.members.index(rank)
         """Index of this process among them."""
-        self._memory = memory
+        self._memory = open_segment(name, self.size_for(len(members), slot_bytes))
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
-        self._words = Words(memory, lines=len(self.members))
+        self._words = Words(self._memory, lines=len(self.members))
         self._words.store(self.local_index * WORDS_PER_LINE + PID_WORD, os.getpid())
         cores = len(os.sched_getaffinity(0))
         self._spin_reads = SPIN_READS if len(self.members) <= cores else 0
@@ -70,13 +64,6 @@ class SharedRegion:
     @staticmethod
     def size_for(members: int, slot_bytes: int) -> int:
         return round_up(members * CACHE_LINE) + members * round_up(slot_bytes)
-
-    @classmethod
-    def open(
-        cls, name: str, members: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
-    ) -> SharedRegion:
-        memory = open_segment(name, cls.size_for(len(members), slot_bytes))
-        return cls(memory, members, rank, slot_bytes, timeout_s)
 
     def slot_tensor(self, place: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns `count` elements at byte `offset` of a member's slot."""

@@ -29,7 +29,7 @@ from paceline.comm.shm.segment import (
     round_up,
     unlink_segment,
 )
-from paceline.comm.shm.words import Words
+from paceline.comm.shm.words import SharedWord, Words
 from paceline.errors import DeadlineExceeded, WireError
 
 HEADER_BYTES = 16384
@@ -38,72 +38,51 @@ GRACE_S, GRACE_BYTES_PER_S = 0.1, 1e9
 """Limit on how long an update waits for a reader: a stopped one must not stop the others."""
 MAX_COPY_ATTEMPTS = 4
 """Disturbed copies before the worker asks the server to send the weights."""
-
-_SEQUENCE, _VERSION, _NOTIFY, _PENDING, _APPLIED_US = range(5)
-_HANDLE, _HEADER_SIZE, _READING, _READS, _QUEUED_US, _CONSUMED = range(6)
+_CHANGES = _ACTIVE_READ = 2
+"""Words on which other processes sleep."""
 
 
 class SharedWeights:
     """A server's weights in memory that workers on its host map; only the server writes."""
 
+    sequence = SharedWord(0)
+    """Odd during an update; changes with each."""
+    version = SharedWord(1)
+    changes = SharedWord(_CHANGES)
+    """Workers that wait for a change sleep on this word."""
+    update_pending = SharedWord(3)
+    """1 if an update is in progress or waits for readers, else 0."""
+    applied_us = SharedWord(4)
+    """Time spent on updates so far."""
+
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
-        self._words = Words(memory)
+        self.words = Words(memory)
         self.weights = _tensor(memory, PAGE_BYTES, nbytes)
-
-    @property
-    def sequence(self) -> int:
-        """Odd during an update; changes with each."""
-        return self._words.load(_SEQUENCE)
-
-    @property
-    def version(self) -> int:
-        return self._words.load(_VERSION)
-
-    @property
-    def update_pending(self) -> bool:
-        """True if an update is in progress or waits for readers."""
-        return bool(self._words.load(_PENDING))
-
-    @property
-    def applied_us(self) -> int:
-        """Time spent on updates so far."""
-        return self._words.load(_APPLIED_US)
-
-    # ---- server -------------------------------------------------------------------------------
 
     def begin_update(self, mailboxes: Iterable[GradientMailbox]) -> None:
         """Waits briefly for workers that are copying, then marks the weights as changing."""
-        self._words.store(_PENDING, 1)
+        self.update_pending = 1
         for mailbox in mailboxes:
             mailbox.wait_for_reader()
-        self._words.add(_SEQUENCE)
+        self.sequence += 1
 
     def end_update(self, version: int, took_us: int) -> None:
         """Publishes the new version."""
-        words = self._words
-        words.store(_VERSION, version)
-        words.add(_APPLIED_US, took_us)
-        words.add(_SEQUENCE)
-        words.store(_PENDING, 0)
+        self.version = version
+        self.applied_us += took_us
+        self.sequence += 1
+        self.update_pending = 0
         self.notify()
 
     def reset(self) -> None:
         """Starts versions at 0 again, after other weights were loaded."""
-        self._words.store(_VERSION, 0)
+        self.version = 0
         self.notify()
 
     def notify(self) -> None:
         """Wakes the workers that wait for a change."""
-        self._words.add(_NOTIFY)
-        self._words.wake(_NOTIFY)
-
-    # ---- workers ------------------------------------------------------------------------------
-
-    def wait_for_change(
-        self, done: Callable[[], bool], *, deadline: float, alive: Callable[[], None]
-    ) -> bool:
-        """Waits for a condition, tested after each `notify`; returns False at the deadline."""
-        return self._words.wait(_NOTIFY, done, deadline=deadline, alive=alive)
+        self.changes += 1
+        self.words.wake(_CHANGES)
 
 
 class SharedWeightsOwner(SharedWeights):
@@ -142,9 +121,21 @@ def open_shared_weights(descriptor: dict[str, int], nbytes: int) -> SharedWeight
 class GradientMailbox:
     """A worker's gradient for one server, with its header and a few words."""
 
+    handle = SharedWord(0)
+    """Handle of the posted gradient; 0 if there is none."""
+    header_size = SharedWord(1)
+    active_read = SharedWord(_ACTIVE_READ)
+    """Number of the read in progress; 0 if there is none."""
+    reads = SharedWord(3)
+    """Number of times that weights were copied."""
+    queued_us = SharedWord(4)
+    """Total time that these copies waited for updates."""
+    consumed = SharedWord(5)
+    """Handle of the last push that the server no longer needs here."""
+
     def __init__(self, memory: mmap.mmap, *, server: int, servers: int, lo: int, hi: int) -> None:
         """Bytes `lo` to `hi` of the gradient are the server's."""
-        self._words = Words(memory, first_line=server)
+        self.words = Words(memory, first_line=server)
         start = round_up(servers * CACHE_LINE) + server * HEADER_BYTES
         self._header = memoryview(memory)[start : start + HEADER_BYTES]
         self.gradient = _tensor(memory, _gradient_offset(servers) + lo, hi - lo)
@@ -154,26 +145,6 @@ class GradientMailbox:
         self._stalled_read = 0
         """Read that the server no longer waits for; known to the server only."""
 
-    @property
-    def active_read(self) -> int:
-        """Number of the read in progress; 0 if there is none."""
-        return self._words.load(_READING)
-
-    @property
-    def consumed(self) -> int:
-        """Handle of the last push that the server no longer needs here."""
-        return self._words.load(_CONSUMED)
-
-    @property
-    def reads(self) -> int:
-        """Number of times that weights were copied."""
-        return self._words.load(_READS)
-
-    @property
-    def queued_us(self) -> int:
-        """Total time that these copies waited for updates."""
-        return self._words.load(_QUEUED_US)
-
     # ---- worker -------------------------------------------------------------------------------
 
     def post(self, handle: int, header: bytes) -> bool:
@@ -181,47 +152,36 @@ class GradientMailbox:
         if len(header) > HEADER_BYTES:
             return False
         self._header[: len(header)] = header
-        self._words.store(_HEADER_SIZE, len(header))
+        self.header_size = len(header)
         self.last_handle = handle
-        self._words.store(_HANDLE, handle)
+        self.handle = handle
         return True
 
     def clear(self) -> None:
         """Removes the gradient: handles start again with the next connection."""
-        self._words.store(_HANDLE, 0)
+        self.handle = 0
 
     def begin_reading(self) -> None:
         self._reads_started += 1
-        self._words.store(_READING, self._reads_started)
+        self.active_read = self._reads_started
 
     def end_reading(self) -> None:
-        self._words.store(_READING, 0)
-        self._words.wake(_READING)
-
-    def count_read(self, queued_us: int) -> None:
-        self._words.add(_READS)
-        self._words.add(_QUEUED_US, queued_us)
+        self.active_read = 0
+        self.words.wake(_ACTIVE_READ)
 
     # ---- server -------------------------------------------------------------------------------
 
     def header_of(self, handle: int) -> bytes | None:
         """Returns the header of the posted gradient, if it is the one of this push."""
-        if self._words.load(_HANDLE) != handle:
-            return None
-        return bytes(self._header[: self._words.load(_HEADER_SIZE)])
-
-    def mark_consumed(self, handle: int) -> None:
-        """Allows the worker to overwrite the gradient."""
-        self._words.store(_CONSUMED, handle)
+        return bytes(self._header[: self.header_size]) if self.handle == handle else None
 
     def wait_for_reader(self) -> None:
         """Waits for the copy in progress; for one that takes too long, only once."""
         if self._has_no_reader():
             return
-        grace_s = GRACE_S + self.gradient.numel() / GRACE_BYTES_PER_S
-        deadline = time.monotonic() + grace_s
-        if not self._words.wait(
-            _READING, self._has_no_reader, deadline=deadline, alive=lambda: None
+        deadline = time.monotonic() + GRACE_S + self.gradient.numel() / GRACE_BYTES_PER_S
+        if not self.words.wait(
+            _ACTIVE_READ, self._has_no_reader, deadline=deadline, alive=lambda: None
         ):
             self._stalled_read = self.active_read
 
@@ -301,7 +261,8 @@ class SharedWeightsReader:
                 mailbox.end_reading()
             if not changed:
                 queued_us = min(waited_us, shared.applied_us - applied_us)
-                mailbox.count_read(queued_us)
+                mailbox.reads += 1
+                mailbox.queued_us += queued_us
                 return version, queued_us
         return None
 
@@ -316,7 +277,7 @@ class SharedWeightsReader:
             )
 
         deadline = time.monotonic() + self._timeout_s
-        if not shared.wait_for_change(ready, deadline=deadline, alive=self._check_peer):
+        if not shared.words.wait(_CHANGES, ready, deadline=deadline, alive=self._check_peer):
             raise DeadlineExceeded(
                 f"{self._peer}: version {at_least} was not available within "
                 f"{self._timeout_s:g} s (now {shared.version})"

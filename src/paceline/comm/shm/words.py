@@ -2,23 +2,29 @@
 
 Each word has one writer and is read by others, so plain loads and stores suffice on x86-64 (see
 `shm_domain_id`). Words of different writers belong on different cache lines. A waiter sleeps in the
-kernel (futex) and uses no processor time. The futex compares the lower 32 bits of a word, which
-come first in memory because x86-64 is little-endian.
+kernel (Linux futex) and uses no processor time. The futex compares the lower 32 bits of a word,
+which come first in memory because x86-64 is little-endian.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from paceline.comm.shm import futex
 from paceline.comm.shm.segment import CACHE_LINE
 
 WORD_BYTES = 8
 WORDS_PER_LINE = CACHE_LINE // WORD_BYTES
 LIVENESS_CHECK_S = 0.1
 """Longest time that a dead process goes unnoticed by a waiter."""
+
+_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_ALL_WAITERS = 1 << 30
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Words:
@@ -27,7 +33,8 @@ class Words:
     def __init__(self, memory: mmap.mmap, *, first_line: int = 0, lines: int = 1) -> None:
         start = first_line * CACHE_LINE
         self._words = memoryview(memory)[start : start + lines * CACHE_LINE].cast("q")
-        self._address = futex.address_of(memory) + start
+        # The address is valid as long as the mapping exists.
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
 
     def load(self, index: int) -> int:
         return self._words[index]
@@ -43,7 +50,7 @@ class Words:
 
     def wake(self, index: int) -> None:
         """Wakes all that wait for this word."""
-        futex.wake(self._address + index * WORD_BYTES)
+        _call_futex(self._address + index * WORD_BYTES, _WAKE, _ALL_WAITERS, None)
 
     def wait_for(
         self,
@@ -91,4 +98,38 @@ class Words:
             if now >= deadline:
                 return False
             timeout_s = min(LIVENESS_CHECK_S, deadline - now)
-            futex.wait(self._address + index * WORD_BYTES, seen, timeout_s)
+            futex_wait(self._address + index * WORD_BYTES, seen, timeout_s)
+
+
+class SharedWord:
+    """A word as an attribute of an object with `words`; assigning to it wakes no waiter."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __get__(self, owner: Any, kind: type | None = None) -> int:
+        value: int = owner.words.load(self.index)
+        return value
+
+    def __set__(self, owner: Any, value: int) -> None:
+        owner.words.store(self.index, value)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def futex_wait(address: int, value: int, seconds: float) -> int:
+    """Sleeps while the word has the value, up to a limit; returns 0, or the errno that ended it."""
+    limit = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+    return _call_futex(address, _WAIT, value, limit)
+
+
+def _call_futex(address: int, operation: int, value: int, limit: object) -> int:
+    assert _LIBC is not None
+    place = ctypes.c_void_p(address)
+    # The kernel compares 32 bits without a sign.
+    word = ctypes.c_uint32(value & 0xFFFFFFFF)
+    if _LIBC.syscall(_FUTEX, place, operation, word, limit, None, 0) < 0:
+        return ctypes.get_errno()
+    return 0

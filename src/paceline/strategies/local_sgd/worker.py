@@ -46,7 +46,7 @@ class LocalSgdRunner(LocalStepsRunner):
 
     def _start_drift_check(self, drift: float) -> None:
         ballot = torch.tensor([drift], dtype=torch.float64)
-        self._vote = (ballot, self.context.group.all_reduce_max_async(ballot))
+        self._vote = (ballot, self.context.group.all_reduce_async(ballot, largest=True))
 
     def _finish_drift_check(self) -> float:
         if self._vote is None:

@@ -160,7 +160,7 @@ class SharedMemoryEndpoint:
         return PendingGradient(self.mailbox.gradient, missing, header.options, self)
 
     def consumed(self, handle: int) -> None:
-        self.mailbox.mark_consumed(handle)
+        self.mailbox.consumed = handle  # The worker may overwrite the gradient.
 
     def pop_counters(self) -> EndpointCounters:
         """Returns the worker's copies of weights as pulls, next to what passed the connection."""
