@@ -47,7 +47,7 @@ def horizon(schedule: Schedule, epochs: int | None = 10) -> RunHorizon:
 
 
 def history_of(samples: int, windows: list[ThroughputWindow], **changes: Any) -> History:
-    history = History(samples=samples, phase_samples={0: samples}, **changes)
+    history = History(samples=samples, phase_samples=Counter({0: samples}), **changes)
     for one in windows:
         history.throughput.append(one)
     return history

@@ -21,10 +21,9 @@ from paceline.protocol.clock import (
     KAsyncClock,
     Push,
     SspClock,
-    WorkerCounts,
 )
 from paceline.protocol.coordinator import Coordinator
-from paceline.protocol.history import EpochTotals, History
+from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
@@ -64,6 +63,7 @@ from paceline.protocol.run_spec import EmitEvent, EndRun, RunSpec
 from paceline.protocol.shard import SendWeights, ServerShard, StepOptimizer, SumGradients
 from paceline.protocol.shares import split_batch
 from paceline.protocol.switch_policy import RunHorizon
+from paceline.protocol.throughput import TrainTotals
 from paceline.specs.schedule import Constant
 from paceline.specs.stop_condition import parse_stop_condition
 from paceline.specs.strategy import Strategy
@@ -114,7 +114,7 @@ def test_ledger_gives_every_position_exactly_once(samples: int, moves: list[Any]
             take(worker, 5)
             acknowledge(worker)
     assert done == Counter(range(samples))
-    assert ledger.outstanding == sum(len(h) for h in held.values())
+    assert len(ledger._out) == sum(len(h) for h in held.values())
 
 
 def test_ledger_refuses_an_acknowledgement_that_comes_twice_or_from_another() -> None:
@@ -167,7 +167,7 @@ def test_bsp_waits_for_all_and_sums_in_the_order_of_workers() -> None:
 
 @given(st.lists(st.integers(0, 4), max_size=100))
 def test_lag_is_the_distance_to_the_slowest(advances: list[int]) -> None:
-    counts = WorkerCounts(5)
+    counts = AspClock(5)
     plain = [0] * 5
     for worker in advances:
         counts.advance(worker)
@@ -598,7 +598,7 @@ def test_history_survives_being_written_down() -> None:
         samples=9, updates=3, phase=1, epoch=2, rows=[EpochRow(epoch=1, val_loss=0.5)]
     )
     history.staleness.update([0, 1, 1])
-    history.tally = EpochTotals(samples=4, predictions=4, loss_sum=2.0, correct=3)
+    history.tally = TrainTotals(samples=4, predictions=4, loss_sum=2.0, correct=3)
     assert History.from_plain(history.to_plain()) == history
     assert history.tally.loss == 0.5
     assert ALL_WORKERS not in range(100)

@@ -34,9 +34,6 @@ class PrunedCoder(Coder):
     def from_spec(cls, spec: Pruned, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
         return cls(dtype)
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return numel * self.item
-
     def _encode(self, flat: Tensor) -> Payload:
         return [flat.masked_fill(flat.abs() < LIMIT, 0.0)]
 

@@ -81,7 +81,7 @@ RULES: dict[str, tuple[str, str]] = {
 # Files in which a pattern matches correct English.
 ALLOWED: dict[tuple[str, str], str] = {
     ("tools/lint_english.py", "*"): "the patterns themselves",
-    ("src/paceline/protocol/history.py", "told"): "a key of checkpoints",
+    ("src/paceline/protocol/throughput.py", "told"): "a key of checkpoints",
     ("src/paceline/launch/run.py", "story"): "the key `troubles` of run.json",
     ("src/paceline/launch/switch_search.py", "story"): "the key `troubles` of tuning.json",
     ("src/paceline/launch/compare_runs.py", "story"): "a parameter of the public function compare",

@@ -77,9 +77,12 @@ class Coder(ABC):
         self.decode(payload, decoded)
         out.add_(decoded)
 
-    @abstractmethod
     def max_payload_bytes(self, numel: int) -> int:
-        """Upper bound of the payload for this many elements: the buffer that a receiver needs."""
+        """Upper bound of the payload for this many elements: the buffer that a receiver needs.
+
+        By default, a payload is never larger than the gradient.
+        """
+        return numel * self.item
 
     @abstractmethod
     def _encode(self, flat: Tensor) -> Payload: ...

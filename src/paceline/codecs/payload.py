@@ -22,7 +22,7 @@ MAX_DIMS = 2
 
 def to_bytes(payload: Payload) -> tuple[list[list[Any]], list[memoryview]]:
     """Returns a table of type, shape and size for a message's head, and the memory of its body."""
-    table = [[dtype_name(t.dtype), list(t.shape), t.numel() * t.element_size()] for t in payload]
+    table = [[dtype_name(t.dtype), list(t.shape), t.nbytes] for t in payload]
     return table, [as_memoryview(t) for t in payload]
 
 

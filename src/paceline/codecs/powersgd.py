@@ -87,9 +87,6 @@ class PowerSgdCoder(Coder):
         else:
             self._segments.append((start, self.numel))
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return numel * self.item
-
     def _check_numel(self, flat: Tensor) -> None:
         if flat.numel() != self.numel:
             raise UsageError(

@@ -26,9 +26,6 @@ class SparseCoder(Coder):
     zeros for the other elements, so a payload is never larger than the gradient.
     """
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return numel * self.item
-
     def _pack(self, flat: Tensor, chosen: Tensor) -> Payload:
         values = flat.index_select(0, chosen)
         places = chosen.to(torch.int32)

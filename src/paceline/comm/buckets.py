@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def plan_layout(parameters: NamedParameters, bucket_bytes: int) -> list[list[str
             layout.append([])
             dtype = parameter.dtype
         layout[-1].append(name)
-        room -= parameter.numel() * parameter.element_size()
+        room -= parameter.nbytes
     return layout
 
 
@@ -60,13 +61,10 @@ class GradientBucket:
         if flat is None:
             flat = torch.zeros(bucket_numel(parameters), dtype=first.dtype, device=first.device)
         self.flat = flat
-        self.views = []
-        start = 0
-        for _, parameter in parameters:
-            self.views.append(self.flat[start : start + parameter.numel()].view_as(parameter))
-            start += parameter.numel()
-        self.values = self.flat[:start]
-        self.flags = self.flat[start:]
+        sizes = [p.numel() for _, p in parameters]
+        self.values, self.flags = torch.split(flat, [sum(sizes), len(sizes)])
+        parts = torch.split(self.values, sizes)
+        self.views = [part.view_as(p) for part, (_, p) in zip(parts, parameters, strict=True)]
         self.reset()
 
     def reset(self) -> None:
@@ -220,7 +218,7 @@ class GradientExchange:
         bucket.finalize()
         if self._on_bucket_ready is not None:
             self._on_bucket_ready()
-        self.uncompressed_bytes += bucket.flat.numel() * bucket.flat.element_size()
+        self.uncompressed_bytes += bucket.flat.nbytes
         if self.shared is not None:
             self.shared.mark_filled()
             self._works.append(None)
@@ -285,12 +283,14 @@ class GradientExchange:
 
     def _codec_buffers(self) -> Iterator[tuple[Compressor, list[ResidualSlice]]]:
         for bucket, exchange in zip(self.buckets, self._compressed, strict=False):
-            slices, offset = [], 0
-            for name, parameter in bucket.parameters:
-                count = parameter.numel()
-                slices.append(ResidualSlice(name, parameter.shape, 0, count, offset))
-                offset += count
-            yield exchange.compressor, slices
+            offsets = accumulate((p.numel() for _, p in bucket.parameters), initial=0)
+            yield (
+                exchange.compressor,
+                [
+                    ResidualSlice(name, p.shape, 0, p.numel(), offset)
+                    for (name, p), offset in zip(bucket.parameters, offsets, strict=False)
+                ],
+            )
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -68,7 +68,7 @@ class CompressedAllReduce:
         steps = self._reduce(flat)
         next(steps)
         self._steps = steps
-        self.bytes_before += flat.numel() * flat.element_size()
+        self.bytes_before += flat.nbytes
 
     def finish(self) -> None:
         """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
@@ -123,17 +123,17 @@ class CompressedAllReduce:
                 self._start_sum(tensor)
             else:
                 if self._group.rank == 0 and self._group.size > 1:
-                    self._count(tensor)
+                    self.bytes_sent += tensor.nbytes
                 self._group.broadcast(tensor)
             yield
 
     def _start_sum(self, tensor: Tensor) -> None:
-        self._count(tensor)
+        self.bytes_sent += tensor.nbytes
         self._work = self._group.all_reduce_async(tensor)
 
     def _start_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all workers, all of one size; complete only after `_wait`."""
-        self._count(mine)
+        self.bytes_sent += mine.nbytes
         if self._group.size == 1:
             return [mine]
         theirs = [torch.empty_like(mine) for _ in range(self._group.size)]
@@ -144,6 +144,3 @@ class CompressedAllReduce:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-    def _count(self, tensor: Tensor) -> None:
-        self.bytes_sent += tensor.numel() * tensor.element_size()

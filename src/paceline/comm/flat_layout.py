@@ -7,6 +7,7 @@ begin and end between parameters. The caller decides which (`strategies/optimize
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -51,13 +52,8 @@ class FlatLayout:
         self, parameters: list[torch.nn.Parameter], servers: int, *, elementwise: bool
     ) -> None:
         self.parameters = parameters
-        self.offsets: list[int] = []
-        position = 0
-        for parameter in parameters:
-            self.offsets.append(position)
-            size = parameter.numel() * parameter.element_size()
-            position += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        self.total_bytes = position
+        sizes = [-(-p.nbytes // ALIGN_BYTES) * ALIGN_BYTES for p in parameters]
+        *self.offsets, self.total_bytes = accumulate(sizes, initial=0)
         self.shards = self._cut(servers, elementwise)
 
     def _cut(self, servers: int, elementwise: bool) -> list[ShardLayout]:
@@ -80,7 +76,12 @@ class FlatLayout:
                     ParameterSlice(index, start, stop, offset + start * item, (stop - start) * item)
                 )
                 start = stop
-        return [_as_shard(slices) for slices in pieces]
+        return [
+            ShardLayout(s[0].offset, s[-1].offset + s[-1].nbytes, tuple(s))
+            if s
+            else ShardLayout(0, 0, ())
+            for s in pieces
+        ]
 
     def shapes_of(self, shard: ShardLayout) -> list[tuple[int, ...]]:
         """Shapes that cover a shard's bytes from end to end, the padding between them included.
@@ -88,13 +89,11 @@ class FlatLayout:
         A parameter that is entirely in the shard keeps its shape; a part of one is flat.
         """
         shapes: list[tuple[int, ...]] = []
-        if not shard.slices:
-            return shapes
-        for piece, after in zip(shard.slices, [*shard.slices[1:], None], strict=True):
+        ends = [*(after.offset for after in shard.slices[1:]), shard.hi]
+        for piece, end in zip(shard.slices, ends, strict=False):
             parameter = self.parameters[piece.parameter]
             whole = piece.stop - piece.start == parameter.numel()
             shapes.append(tuple(parameter.shape) if whole else (piece.stop - piece.start,))
-            end = shard.hi if after is None else after.offset
             gap = (end - piece.offset - piece.nbytes) // parameter.element_size()
             if gap:
                 shapes.append((gap,))
@@ -105,15 +104,7 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of a buffer, one per parameter, with its dtype and shape."""
-        found = []
-        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            size = parameter.numel() * parameter.element_size()
-            found.append(buffer[offset : offset + size].view(parameter.dtype).view_as(parameter))
-        return found
-
-
-def _as_shard(slices: list[ParameterSlice]) -> ShardLayout:
-    if not slices:
-        return ShardLayout(0, 0, ())
-    last = slices[-1]
-    return ShardLayout(slices[0].offset, last.offset + last.nbytes, tuple(slices))
+        return [
+            buffer[offset : offset + p.nbytes].view(p.dtype).view_as(p)
+            for p, offset in zip(self.parameters, self.offsets, strict=True)
+        ]

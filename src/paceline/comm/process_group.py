@@ -28,9 +28,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
         self._client.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        value = self._client.call("get", key, self._timeout_s)
-        assert isinstance(value, bytes)
-        return value
+        return bytes(self._client.call("get", key, self._timeout_s))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._client.call("add", key, amount))
@@ -44,9 +42,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._client.call("check", list(keys)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        value = self._client.call("compare_set", key, bytes(expected), bytes(desired))
-        assert isinstance(value, bytes)
-        return value
+        return bytes(self._client.call("compare_set", key, bytes(expected), bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
         return bool(self._client.call("delete", key))
@@ -240,7 +236,6 @@ class CollectiveGroup:
         self.irecv(tensor, rank, tag).wait()
 
     def barrier(self) -> None:
-        """Waits for all workers."""
         if self.size > 1:
             dist.barrier(group=self._members)
 

@@ -13,19 +13,16 @@ def broadcast_section(section: Section | None, group: CollectiveGroup, source: i
     if group.size == 1:
         assert section is not None
         return section
-    size = torch.zeros(1, dtype=torch.int64)
-    body = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         assert section is not None
         body = torch.frombuffer(bytearray(section.to_bytes()), dtype=torch.uint8)
-        size[0] = body.numel()
-    group.broadcast(size, source)
-    if group.rank != source:
-        body = torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(body, source)
-    if group.rank == source:
-        assert section is not None
+        group.broadcast(torch.tensor([body.numel()]), source)
+        group.broadcast(body, source)
         return section
+    size = torch.zeros(1, dtype=torch.int64)
+    group.broadcast(size, source)
+    body = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(body, source)
     return Section.from_bytes(body.numpy().tobytes())
 
 

@@ -8,6 +8,7 @@ they have the run's token (`protocol/handshake.py`).
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import socket
@@ -18,14 +19,7 @@ from typing import Any
 import msgpack
 
 from paceline.errors import DeadlineExceeded, PeerLost, WireError
-from paceline.protocol.handshake import (
-    MAGIC,
-    NONCE_BYTES,
-    VERSION,
-    Handshake,
-    Role,
-    check_format,
-)
+from paceline.protocol.handshake import MAGIC, NONCE_BYTES, VERSION, Handshake, Role, check_format
 
 HEADER = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 64 << 20
@@ -188,8 +182,6 @@ class Channel:
 
     def close(self) -> None:
         # shutdown wakes a thread blocked in recv; close alone does not.
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._sock.close()

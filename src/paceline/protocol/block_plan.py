@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from paceline.protocol.record import record
 
@@ -56,7 +57,6 @@ class EpochBlockPlan:
         self._deal: list[RowRange] = []
         for unit in self._order_units(layout, epoch):
             self._add(layout, unit)
-        self._close_window()
         self._close_deal()
         self.row_count = self._at
         self._starts = [window.lo for window in self.windows]
@@ -77,9 +77,7 @@ class EpochBlockPlan:
 
     def _add(self, layout: BlockLayout, blocks: list[int]) -> None:
         total = sum(layout.rows[block] for block in blocks)
-        fits = self._rows + total <= layout.window
-        if not fits:
-            self._close_window()
+        if self._rows + total > layout.window:
             self._close_deal()
         for block in blocks:
             if self._blocks and self._rows + layout.rows[block] > layout.window:
@@ -87,9 +85,7 @@ class EpochBlockPlan:
             self._blocks.append(block)
             self._rows += layout.rows[block]
         if total > layout.window:
-            # A unit larger than a window is assigned separately.
-            self._close_window()
-            self._close_deal()
+            self._close_deal()  # A unit larger than a window is assigned separately.
 
     def _close_window(self) -> None:
         if self._blocks:
@@ -99,6 +95,7 @@ class EpochBlockPlan:
             self._at, self._blocks, self._rows = hi, [], 0
 
     def _close_deal(self) -> None:
+        self._close_window()
         if self._deal:
             self.deals.append(tuple(self._deal))
             self._deal = []
@@ -123,12 +120,8 @@ class BlockDealer:
         while count:
             if not worker_queue:
                 self._refill(worker, worker_queue)
-            lo, hi = worker_queue.popleft()
-            cut = min(hi, lo + count)
-            if cut < hi:
-                worker_queue.appendleft((cut, hi))
-            taken.append((lo, cut))
-            count -= cut - lo
+            taken.append(_take_rows(worker_queue, count))
+            count -= taken[-1][1] - taken[-1][0]
         if taken and len(worker_queue) < 2 and self._fresh:
             # Assigned early, so that it can be prefetched.
             worker_queue.extend(self._fresh.popleft())
@@ -149,11 +142,7 @@ class BlockDealer:
 
     def remaining(self) -> list[RowRange]:
         """Returns all rows that were not taken yet, in order, as few ranges as possible."""
-        ranges = [row_range for deal in self._fresh for row_range in deal]
-        ranges += [
-            row_range for worker_queue in self._queues.values() for row_range in worker_queue
-        ]
-        return list(merge_ranges(sorted(ranges)))
+        return list(merge_ranges(sorted(chain(*self._fresh, *self._queues.values()))))
 
     def _refill(self, worker: int, worker_queue: deque[RowRange]) -> None:
         if self._fresh:
@@ -204,13 +193,18 @@ class RangeCutter:
     def cut(self, count: int) -> RowRanges:
         taken: list[RowRange] = []
         while count:
-            lo, hi = self._ranges.popleft()
-            stop = min(hi, lo + count)
-            if stop < hi:
-                self._ranges.appendleft((stop, hi))
-            taken.append((lo, stop))
-            count -= stop - lo
+            taken.append(_take_rows(self._ranges, count))
+            count -= taken[-1][1] - taken[-1][0]
         return tuple(taken)
+
+
+def _take_rows(queue: deque[RowRange], count: int) -> RowRange:
+    """Takes the first range of a queue, or its first `count` rows if it has more."""
+    lo, hi = queue.popleft()
+    stop = min(hi, lo + count)
+    if stop < hi:
+        queue.appendleft((stop, hi))
+    return lo, stop
 
 
 def splitmix64(value: int) -> int:

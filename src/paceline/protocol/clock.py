@@ -7,8 +7,8 @@ for each other. When no worker is active, `flush` releases what is still held ba
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paceline.protocol.record import record
 
@@ -28,108 +28,59 @@ class Push:
 
 @dataclass
 class ClockDecision:
-    """`updates`.
-
-    Lists of pushes, each applied as one update. `release`: workers that may proceed.
-    """
+    """Updates, each of which applies a list of pushes, and the workers that may proceed."""
 
     updates: list[list[Push]] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
 
 
-class Clock(Protocol):
-    synchronous: bool
+class Clock(ABC):
+    """Counts pushes per worker, with the minimum maintained in constant time."""
+
+    synchronous = False
     """True if workers are released together and share one global batch."""
-
-    def begin(self) -> None: ...
-
-    def on_push(self, push: Push, now: float) -> ClockDecision: ...
-
-    def flush(self) -> ClockDecision: ...
-
-    def lag(self, worker: int) -> int: ...
-
-
-class WorkerCounts:
-    """Pushes per worker, with the minimum maintained in constant time."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self.reset()
+        self.begin()
 
-    def reset(self) -> None:
-        self._count = [0] * self._workers
-        self._how_many = {0: self._workers}
-        self._low = 0
+    def begin(self) -> None:
+        """Starts a training interval."""
+        self._pushes = [0] * self._workers
+        self._workers_at = {0: self._workers}
+        self._fewest = 0
 
     def advance(self, worker: int) -> bool:
         """Counts a push; returns True if the minimum has increased."""
-        old = self._count[worker]
-        self._count[worker] = old + 1
-        self._how_many[old] -= 1
-        self._how_many[old + 1] = self._how_many.get(old + 1, 0) + 1
-        before = self._low
-        while not self._how_many[self._low]:
-            del self._how_many[self._low]
-            self._low += 1
-        return self._low > before
+        old = self._pushes[worker]
+        self._pushes[worker] = old + 1
+        self._workers_at[old] -= 1
+        self._workers_at[old + 1] = self._workers_at.get(old + 1, 0) + 1
+        before = self._fewest
+        while not self._workers_at[self._fewest]:
+            del self._workers_at[self._fewest]
+            self._fewest += 1
+        return self._fewest > before
 
     def lag(self, worker: int) -> int:
-        return self._count[worker] - self._low
+        return self._pushes[worker] - self._fewest
 
-    def slowest(self) -> list[int]:
-        return [w for w, count in enumerate(self._count) if count == self._low]
-
-
-class _CountingClock:
-    """Base class of clocks: counts pushes and holds nothing back."""
-
-    synchronous = False
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._counts = WorkerCounts(workers)
-
-    def begin(self) -> None:
-        self._counts.reset()
-
-    def lag(self, worker: int) -> int:
-        return self._counts.lag(worker)
+    @abstractmethod
+    def on_push(self, push: Push, now: float) -> ClockDecision: ...
 
     def flush(self) -> ClockDecision:
         return ClockDecision()
 
 
-class AspClock(_CountingClock):
+class AspClock(Clock):
     """Asynchronous (ASP): applies every gradient and releases its worker immediately."""
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
-        self._counts.advance(push.worker)
+        self.advance(push.worker)
         return ClockDecision(updates=[[push]], release=[push.worker])
 
 
-class BspClock(_CountingClock):
-    """Bulk synchronous (BSP): one update per round, with the gradients of all workers."""
-
-    synchronous = True
-
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers)
-        self._waiting: dict[int, Push] = {}
-
-    def on_push(self, push: Push, now: float) -> ClockDecision:
-        assert push.worker not in self._waiting, "a worker pushed twice in one round"
-        self._counts.advance(push.worker)
-        self._waiting[push.worker] = push
-        if len(self._waiting) < self._workers:
-            return ClockDecision()
-        # A fixed order of summation makes the weights independent of the order of arrival.
-        together = [self._waiting[w] for w in sorted(self._waiting)]
-        self._waiting = {}
-        return ClockDecision(updates=[together], release=[p.worker for p in together])
-
-
-class SspClock(_CountingClock):
+class SspClock(Clock):
     """Stale synchronous (SSP): a worker proceeds while its lag is at limit `bound`.
 
     With a bound of 0, no worker can proceed before all have pushed, so the gradients of a round are
@@ -144,20 +95,23 @@ class SspClock(_CountingClock):
         self._round: list[Push] = []
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
-        risen = self._counts.advance(push.worker)
+        risen = self.advance(push.worker)
         self._held.append(push.worker)
+        released: list[int] = []
         if self._bound == 0:
             self._round.append(push)
             return self.flush() if risen else ClockDecision()
-        if not risen:
+        if risen:
+            released = self._release_held()
+        elif self.lag(push.worker) <= self._bound:
             # The minimum is unchanged, so no waiting worker can be released; only this one may be.
-            if self.lag(push.worker) > self._bound:
-                return ClockDecision(updates=[[push]])
-            self._held.pop()
-            return ClockDecision(updates=[[push]], release=[push.worker])
+            released = [self._held.pop()]
+        return ClockDecision(updates=[[push]], release=released)
+
+    def _release_held(self) -> list[int]:
         released = [w for w in self._held if self.lag(w) <= self._bound]
         self._held = [w for w in self._held if self.lag(w) > self._bound]
-        return ClockDecision(updates=[[push]], release=released)
+        return released
 
     def flush(self) -> ClockDecision:
         pushes = sorted(self._round, key=lambda p: p.worker)
@@ -165,7 +119,7 @@ class SspClock(_CountingClock):
         return ClockDecision(updates=[[p] for p in pushes], release=released)
 
 
-class DsspClock(_CountingClock):
+class DsspClock(SspClock):
     """Dynamic SSP: the bound varies between `low` and `high` with the measured speeds.
 
     Beyond the low bound, the fastest worker is granted the number of extra steps after which its
@@ -173,40 +127,28 @@ class DsspClock(_CountingClock):
     """
 
     def __init__(self, workers: int, low: int, high: int) -> None:
-        super().__init__(workers)
-        self._low, self._high = low, high
-        self._extra = [0] * workers
+        super().__init__(workers, low)
+        self._high = high
         self._last = [0.0] * workers
         self._interval: list[float | None] = [None] * workers
-        self._pushes = [0] * workers
-        self._held: list[int] = []
 
     def begin(self) -> None:
         super().begin()
         self._extra = [0] * self._workers
-        # The time across an interruption of training is not a measure of speed.
-        self._pushes = [0] * self._workers
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
         worker = push.worker
-        risen = self._counts.advance(worker)
+        # The time across an interruption of training is not a measure of speed.
         if self._pushes[worker]:
             self._interval[worker] = now - self._last[worker]
         self._last[worker] = now
-        self._pushes[worker] += 1
-        released = []
-        if risen:
-            released = [w for w in self._held if self.lag(w) <= self._low]
-            self._held = [w for w in self._held if self.lag(w) > self._low]
-        if self._may_proceed(worker):
-            released.append(worker)
-        else:
-            self._held.append(worker)
+        released = self._release_held() if self.advance(worker) else []
+        (released if self._may_proceed(worker) else self._held).append(worker)
         return ClockDecision(updates=[[push]], release=released)
 
     def _may_proceed(self, worker: int) -> bool:
         lag = self.lag(worker)
-        if lag <= self._low:
+        if lag <= self._bound:
             self._extra[worker] = 0
             return True
         if lag > self._high:
@@ -214,47 +156,34 @@ class DsspClock(_CountingClock):
         if self._extra[worker] > 0:
             self._extra[worker] -= 1
             return True
-        if self._is_fastest(worker):
-            steps = self._grant(worker, self._high - lag + 1)
-            if steps > 0:
-                self._extra[worker] = steps - 1
-                return True
-        return False
-
-    def _is_fastest(self, worker: int) -> bool:
-        own_interval = self._interval[worker]
-        known = [i for i in self._interval if i is not None]
-        return own_interval is not None and own_interval <= min(known)
-
-    def _grant(self, worker: int, limit: int) -> int:
-        """Returns the number of extra steps, up to `limit`, with the shortest predicted wait."""
         interval = self._interval[worker]
-        assert interval is not None
-        pace = [
-            (self._last[s], i)
-            for s in self._counts.slowest()
-            if (i := self._interval[s]) is not None and i > 0
+        if interval is None or interval > min(i for i in self._interval if i is not None):
+            return False
+        steps = self._grant(self._last[worker], interval, self._high - lag + 1)
+        self._extra[worker] = max(0, steps - 1)
+        return steps > 0
+
+    def _grant(self, now: float, interval: float, limit: int) -> int:
+        """Returns the number of extra steps, up to `limit`, with the shortest predicted wait."""
+        slowest = [
+            (i, self._last[w])
+            for w, i in enumerate(self._interval)
+            if i is not None and i > 0 and self._pushes[w] == self._fewest
         ]
-        if not pace:
+        if not slowest:
             return 0
-        last, slow = max(pace, key=lambda pair: pair[1])
-        waits = []
-        for steps in range(limit + 1):
-            arrives = self._last[worker] + steps * interval
+        slow, last = max(slowest, key=lambda pair: pair[0])
+
+        def wait_after(steps: int) -> float:
+            arrives = now + steps * interval
             # The slowest worker's next predicted push, or the one before it.
-            behind = max(0.0, (arrives - last) / slow)
-            nearest = min(abs(last + (int(behind) + j) * slow - arrives) for j in (0, 1))
-            if int(behind) == 0:
-                nearest = abs(last + slow - arrives)
-            waits.append((nearest, steps))
-        return min(waits)[1]
+            pushes = int(max(0.0, (arrives - last) / slow))
+            return min(abs(last + k * slow - arrives) for k in (pushes, pushes + 1) if k)
 
-    def flush(self) -> ClockDecision:
-        released, self._held = sorted(self._held), []
-        return ClockDecision(release=released)
+        return min(range(limit + 1), key=wait_after)
 
 
-class KAsyncClock(_CountingClock):
+class KAsyncClock(Clock):
     """K-async: an update consists of the first `k` gradients; their workers then proceed."""
 
     def __init__(self, workers: int, k: int) -> None:
@@ -263,18 +192,32 @@ class KAsyncClock(_CountingClock):
         self._waiting: list[Push] = []
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
-        self._counts.advance(push.worker)
+        self.advance(push.worker)
         self._waiting.append(push)
         return self.flush() if len(self._waiting) >= self._k else ClockDecision()
 
     def flush(self) -> ClockDecision:
+        # A fixed order of summation makes the weights independent of the order of arrival.
         together, self._waiting = sorted(self._waiting, key=lambda p: p.worker), []
         if not together:
             return ClockDecision()
         return ClockDecision(updates=[together], release=[p.worker for p in together])
 
 
-class GbaClock(_CountingClock):
+class BspClock(KAsyncClock):
+    """Bulk synchronous (BSP): one update per round, with the gradients of all workers."""
+
+    synchronous = True
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, workers)
+
+    def on_push(self, push: Push, now: float) -> ClockDecision:
+        assert not self.lag(push.worker), "a worker pushed twice in one round"
+        return super().on_push(push, now)
+
+
+class GbaClock(Clock):
     """Global batch aggregation (GBA): workers never wait; an update covers one global batch."""
 
     def __init__(self, workers: int) -> None:
@@ -283,14 +226,12 @@ class GbaClock(_CountingClock):
         self._shares = 0.0
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
-        self._counts.advance(push.worker)
+        self.advance(push.worker)
         self._buffer.append(push)
         self._shares += push.share
-        verdict = ClockDecision(release=[push.worker])
         # Shares are rounded fractions: a full batch may sum up to slightly less than 1.
-        if self._shares >= 1 - 1e-9:
-            verdict.updates = self.flush().updates
-        return verdict
+        updates = self.flush().updates if self._shares >= 1 - 1e-9 else []
+        return ClockDecision(updates, release=[push.worker])
 
     def flush(self) -> ClockDecision:
         together, self._buffer, self._shares = self._buffer, [], 0.0

@@ -21,7 +21,7 @@ from paceline.protocol.messages import (
     TrainingResumed,
 )
 from paceline.protocol.pace import Pace
-from paceline.protocol.run_sequence import RunSequence
+from paceline.protocol.run_sequence import RunSequence, RunStopped
 from paceline.protocol.run_spec import Action
 from paceline.protocol.switch_policy import SwitchDecision
 
@@ -50,7 +50,9 @@ class Coordinator(RunSequence):
         elif isinstance(event, LossDiverged):
             self._on_diverging(event)
         elif isinstance(event, TrainingResumed):
-            self._on_resumed(event)
+            self._resumed[event.worker] = event.pause_s
+            if len(self._resumed) == self.plan.workers:
+                self._flush_switch()
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
             self._resume_if_all_answered()
@@ -120,19 +122,16 @@ class Coordinator(RunSequence):
             pace.stop_early()
 
     def _on_diverging(self, event: LossDiverged) -> None:
-        reason = self._describe_divergence(event)
+        loss = "NaN" if math.isnan(event.loss) else f"{event.loss:g}"
+        reason = (
+            f"diverged: the loss is {loss} at step {event.step} of worker {event.worker} "
+            f"({event.reason}): lower the learning rate, add warm-up or clip gradients"
+        )
         pace = self._pace
         if self._rollback_phase is None or pace is None or pace.drained:
             self._end("diverged", reason)
         elif self._decision is None or not self._decision.restore:
             self._apply_decision(self._roll_back(reason), pace)
-
-    def _describe_divergence(self, event: LossDiverged) -> str:
-        loss = "NaN" if math.isnan(event.loss) else f"{event.loss:g}"
-        return (
-            f"diverged: the loss is {loss} at step {event.step} of worker {event.worker} "
-            f"({event.reason}): lower the learning rate, add warm-up or clip gradients"
-        )
 
     def _resume_if_all_answered(self) -> None:
         if len(self._answers) == self.plan.workers and len(self._servers) == self.plan.servers:
@@ -145,8 +144,6 @@ class Coordinator(RunSequence):
             self._sequence.send(answers)
         except StopIteration:
             assert self._ended, "the run's sequence ended without an end"
-
-    def _on_resumed(self, event: TrainingResumed) -> None:
-        self._resumed[event.worker] = event.pause_s
-        if len(self._resumed) == self.plan.workers:
-            self._flush_switch()
+        except RunStopped as stop:
+            self._ended = True
+            self._actions.append(stop.end)

@@ -49,6 +49,8 @@ class Ledger:
         """
         self.samples = samples
         self.layout = layout
+        self.deals_rows = layout is not None
+        """True if leases contain row ranges; otherwise the epoch's order defines the rows."""
         self._next_id = 1
         self.begin_epoch(epoch, position, left)
 
@@ -61,25 +63,13 @@ class Ledger:
         if self.layout is not None:
             self._allotment = BlockDealer(EpochBlockPlan(self.layout, epoch), left)
         self.epoch = epoch
-        self._next = position
+        self.leased_up_to = position
+        """No position from this one on has been leased in this epoch."""
         self._out: dict[int, LeaseEntry] = {}
         self._returned: list[tuple[int, int]] = []
         self._done_after: dict[int, int] = {}
-        self._frontier = position
-
-    @property
-    def frontier(self) -> int:
+        self.frontier = position
         """All positions below this one are done."""
-        return self._frontier
-
-    @property
-    def leased_up_to(self) -> int:
-        """No position from this one on has been leased in this epoch."""
-        return self._next
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._out)
 
     def take(self, holder: int, count: int, limit: int) -> LeaseEntry | None:
         """Leases up to `count` positions below `limit`, returned ones first.
@@ -94,12 +84,12 @@ class Ledger:
                 heapq.heappush(self._returned, (cut, hi))
             return self._lease(holder, lo, cut)
         last = limit if limit < self.samples else self.samples
-        lo = self._next
+        lo = self.leased_up_to
         if lo >= last:
             return None
         hi = lo + count
-        self._next = hi if hi < last else last
-        return self._lease(holder, lo, self._next)
+        self.leased_up_to = hi if hi < last else last
+        return self._lease(holder, lo, self.leased_up_to)
 
     def _lease(self, holder: int, lo: int, hi: int) -> LeaseEntry:
         entry = LeaseEntry(self._next_id, holder, lo, hi)
@@ -112,12 +102,12 @@ class Ledger:
         entry = self._drop(lease_id, holder)
         if self._drawn:
             self._drawn.pop(lease_id, None)
-        if entry.lo != self._frontier:
+        if entry.lo != self.frontier:
             self._done_after[entry.lo] = entry.hi
             return entry
-        self._frontier = entry.hi
-        while self._frontier in self._done_after:
-            self._frontier = self._done_after.pop(self._frontier)
+        self.frontier = entry.hi
+        while self.frontier in self._done_after:
+            self.frontier = self._done_after.pop(self.frontier)
         return entry
 
     def return_lease(self, lease_id: int, holder: int) -> None:
@@ -135,11 +125,6 @@ class Ledger:
             self._allotment.drop_worker(holder)
 
     # ---- data that is read in blocks ----------------------------------------------------------
-
-    @property
-    def deals_rows(self) -> bool:
-        """True if leases contain row ranges; otherwise the epoch's order defines the rows."""
-        return self._allotment is not None
 
     def draw_rows(self, lease_id: int, worker: int, count: int) -> RowRanges:
         """Returns the rows of `count` positions of a lease, for one worker."""

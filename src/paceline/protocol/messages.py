@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from paceline.errors import WireError
 from paceline.protocol.block_plan import BlockLayout, RowRanges
@@ -17,12 +17,19 @@ from paceline.protocol.record import record
 Plain = dict[str, Any]
 
 
+@dataclass_transform(frozen_default=True)
 @record
 class Message:
-    """Base of all messages: those of control connections are subclassed here directly."""
+    """Base of all messages, which become dataclasses; this module defines the control messages.
+
+    As with `record`, only the type checker enforces that they are immutable.
+    """
 
     row_types: ClassVar[dict[str, Any]] = {}
     """Fields that hold a sequence of records or named tuples, and the type of one of them."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(unsafe_hash=True)(cls)
 
 
 @record
@@ -52,7 +59,6 @@ class Lease:
 # ---- coordinator to worker -------------------------------------------------------------------
 
 
-@record
 class PlannedSteps(Message):
     """Work planned ahead: the global batches of [start, stop), each split across all workers."""
 
@@ -67,7 +73,6 @@ class PlannedSteps(Message):
     ahead: RowRanges = ()
 
 
-@record
 class LeaseGranted(Message):
     """Reply to a push: minimum version to pull, the next lease, and the staleness of the push."""
 
@@ -76,7 +81,6 @@ class LeaseGranted(Message):
     staleness: int
 
 
-@record
 class EnterPhase(Message):
     """Start this phase's strategy from the exported state."""
 
@@ -92,19 +96,16 @@ class EnterPhase(Message):
     """Restore that copy instead of the current state, because the trial failed."""
 
 
-@record
 class Quiesce(Message):
     """No work is in flight: export the state after servers have applied `version`."""
 
     version: int
 
 
-@record
 class Evaluate(Message):
     split: str
 
 
-@record
 class SaveCheckpoint(Message):
     """Write a checkpoint of the exported state, including the coordinator's state."""
 
@@ -112,12 +113,10 @@ class SaveCheckpoint(Message):
     coordinator_state: Plain
 
 
-@record
 class EpochEnd(Message):
     epoch: int
 
 
-@record
 class FinishRun(Message):
     save_model: bool
 
@@ -125,7 +124,6 @@ class FinishRun(Message):
 # ---- worker to coordinator -------------------------------------------------------------------
 
 
-@record
 class WorkerReady(Message):
     """A worker is ready; the fields must be equal on all workers."""
 
@@ -143,7 +141,6 @@ class WorkerReady(Message):
     """Maximum gradient norm, if the script sets it instead of the job."""
 
 
-@record
 class StepStats(Message):
     """Sums over the steps since the last report; `loss` is None if the loop does not log it."""
 
@@ -161,7 +158,6 @@ class StepStats(Message):
     """Periodically: local samples, squared norm of the local gradient, all samples, of the mean."""
 
 
-@record
 class StepsApplied(Message):
     """All planned work up to `position` of the epoch is applied on this worker."""
 
@@ -172,7 +168,6 @@ class StepsApplied(Message):
     measured: StepStats
 
 
-@record
 class GradientPushed(Message):
     """A gradient, computed on version `base`, is being sent to every shard under this handle."""
 
@@ -185,12 +180,10 @@ class GradientPushed(Message):
     measured: StepStats
 
 
-@record
 class PhaseEntered(Message):
     worker: int
 
 
-@record
 class TrainingResumed(Message):
     """The first forward pass after a switch starts; the pause excludes drain and evaluation."""
 
@@ -198,14 +191,12 @@ class TrainingResumed(Message):
     pause_s: float
 
 
-@record
 class Quiesced(Message):
     worker: int
     checksum: str
     lr: float
 
 
-@record
 class Evaluated(Message):
     worker: int
     loss_sum: float | None
@@ -215,13 +206,11 @@ class Evaluated(Message):
     """Number of predictions; more than samples for text."""
 
 
-@record
 class CheckpointWritten(Message):
     worker: int
     path: str
 
 
-@record
 class EpochEndReply(Message):
     """Reply to EpochEnd: whether this worker's loop requests another epoch."""
 
@@ -229,7 +218,6 @@ class EpochEndReply(Message):
     more: bool
 
 
-@record
 class WorkerFinished(Message):
     """The last message of a worker, with its totals."""
 
@@ -237,7 +225,6 @@ class WorkerFinished(Message):
     totals: Plain
 
 
-@record
 class LossDiverged(Message):
     worker: int
     step: int
@@ -245,7 +232,6 @@ class LossDiverged(Message):
     reason: str
 
 
-@record
 class Heartbeat(Message):
     """Status of a worker, sent every second by a separate thread."""
 
@@ -256,7 +242,6 @@ class Heartbeat(Message):
     """Incremented whenever the worker enters another phase."""
 
 
-@record
 class TelemetryForwarded(Message):
     """A telemetry event as written to the run folder, for live monitoring."""
 
@@ -264,7 +249,6 @@ class TelemetryForwarded(Message):
     event: Plain
 
 
-@record
 class ProcessFailing(Message):
     """A process is about to exit because of an exception.
 
@@ -277,18 +261,15 @@ class ProcessFailing(Message):
     blame: str
 
 
-# ---- access to a run folder on another machine
-# ----------------------------------------------------
+# ---- access to a run folder on another machine -----------------------------------------------
 
 
-@record
 class EventLine(Message):
     """A line for the sender's event file."""
 
     line: str
 
 
-@record
 class FileChunk(Message):
     """The next bytes of a checkpoint file (`NAME/FILE`) or of the model (`model`)."""
 
@@ -296,7 +277,6 @@ class FileChunk(Message):
     data: bytes
 
 
-@record
 class FilesComplete(Message):
     """A checkpoint or the model has been sent completely and can be committed."""
 
@@ -304,7 +284,6 @@ class FilesComplete(Message):
     keep: int
 
 
-@record
 class FileRequest(Message):
     """Requests a chunk of a file of the checkpoint that the run starts from."""
 
@@ -312,18 +291,15 @@ class FileRequest(Message):
     offset: int
 
 
-@record
 class FileResponse(Message):
     data: bytes
     size: int
 
 
-@record
 class RunClockRequest(Message):
     pass
 
 
-@record
 class RunClockResponse(Message):
     """Seconds since the start of the run, by the supervisor's clock."""
 
@@ -333,14 +309,12 @@ class RunClockResponse(Message):
 # ---- servers ---------------------------------------------------------------------------------
 
 
-@record
 class ServerReady(Message):
     server: int
     host: str
     port: int
 
 
-@record
 class GradientRef(Message):
     """A gradient of an update and its weight in the sum."""
 
@@ -349,7 +323,6 @@ class GradientRef(Message):
     weight: float
 
 
-@record
 class ApplyUpdate(Message):
     """Apply the parts as `version`; `clip` is the maximum norm of the whole gradient."""
 
@@ -361,7 +334,6 @@ class ApplyUpdate(Message):
     clip: float | None
 
 
-@record
 class ShardSqNorm(Message):
     """A shard's part of the squared norm of an update, for clipping."""
 
@@ -370,13 +342,11 @@ class ShardSqNorm(Message):
     square: float
 
 
-@record
 class ClipFactor(Message):
     version: int
     factor: float
 
 
-@record
 class StopServer(Message):
     pass
 

@@ -8,19 +8,14 @@ workers' reports into further work. The coordinator controls the time in between
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import Counter
 from itertools import pairwise
-from typing import Protocol
 
 from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
-from paceline.protocol.messages import (
-    Message,
-    PlannedSteps,
-    StepsApplied,
-    StepStats,
-)
+from paceline.protocol.messages import Message, PlannedSteps, StepsApplied, StepStats
 from paceline.protocol.record import record
 from paceline.protocol.shares import split_batch
 from paceline.specs.strategy import WorkerGroups
@@ -61,27 +56,36 @@ class PaceContext:
     groups: WorkerGroups = ()
 
 
-class Pace(Protocol):
+class Pace(ABC):
     """Interface between the coordinator and the active strategy."""
 
-    drained: bool
-    drain_s: float
-    version: int
-    """Version that servers must have applied before the state can be exported."""
+    def __init__(self, context: PaceContext) -> None:
+        self._workers, self._batch = context.workers, context.batch
+        self._ledger, self._history = context.ledger, context.history
+        self._first_idle: float | None = None
+        self.version = 0
+        """Version that servers must have applied before the state can be exported."""
+        self.drained = True
+        self.drain_s = 0.0
 
+    @abstractmethod
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         """Assigns the epoch's positions up to `stop`."""
-        ...
 
+    @abstractmethod
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]: ...
 
+    @abstractmethod
     def stop_early(self) -> None:
         """Assigns only the rest of the current global batch, then drains."""
-        ...
 
     def exclude_worker(self, worker: int) -> None:
-        """Excludes a worker from further work, if the strategy supports it."""
-        ...
+        """Excludes a worker from further work, if a slow one blocks the others."""
+        return
+
+    def _set_drained(self, now: float) -> None:
+        self.drained = True
+        self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
 
 
 class SpeedBalancer:
@@ -109,10 +113,8 @@ class SpeedBalancer:
         return tuple(max(1, round(1000 * s / max(known))) for s in known)
 
 
-class PlannedPace:
+class PlannedPace(Pace):
     """Splits every global batch across all workers; blocks of batches are planned ahead."""
-
-    version = 0
 
     def __init__(
         self,
@@ -122,15 +124,10 @@ class PlannedPace:
         balance: bool = False,
     ) -> None:
         """Creates a pace; `weights` set the shares of a batch, `balance` uses measured speeds."""
+        super().__init__(context)
         self._balance = SpeedBalancer(context.workers) if balance else None
-        self._workers = context.workers
-        self._batch = context.batch
-        self._ledger = context.ledger
-        self._history = context.history
         self._weights = weights
         self._excluded: set[int] = set()
-        self.drained = True
-        self.drain_s = 0.0
 
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         start = self._ledger.frontier
@@ -142,7 +139,7 @@ class PlannedPace:
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
         self._began = (now, start)
-        self._first_idle: float | None = None
+        self._first_idle = None
         self._planned = start
         self.drained = False
         return self._plan()
@@ -193,18 +190,14 @@ class PlannedPace:
         if len(self._excluded) + 1 < self._workers:
             self._excluded.add(worker)
 
-    def _advance_worker(self, worker: int, position: int) -> None:
-        before = self._at[worker]
-        self._at[worker] = position
-        self._workers_at[before] -= 1
-        if not self._workers_at[before]:
-            del self._workers_at[before]
-        self._workers_at[position] += 1
-
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
         if not isinstance(report, StepsApplied):
             raise AssertionError(f"unexpected {type(report).__name__} with planned work")
-        self._advance_worker(report.worker, report.position)
+        before, self._at[report.worker] = self._at[report.worker], report.position
+        self._workers_at[before] -= 1
+        if not self._workers_at[before]:
+            del self._workers_at[before]
+        self._workers_at[report.position] += 1
         if self._balance is not None:
             self._balance.update(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
@@ -219,8 +212,7 @@ class PlannedPace:
         while self._blocks and self._blocks[0].hi <= slowest:
             self._ledger.acknowledge(self._blocks.pop(0).id, ALL_WORKERS)
         if slowest == self._stop:
-            self.drained = True
-            self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
+            self._set_drained(now)
             return []
         began, start = self._began
         if now > began:

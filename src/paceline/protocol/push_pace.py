@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from paceline.protocol.clock import Clock, Push
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry
@@ -18,7 +17,7 @@ from paceline.protocol.messages import (
     Message,
     ShardSqNorm,
 )
-from paceline.protocol.pace import OutgoingMessage, PaceContext, Send, SendToServers
+from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send, SendToServers
 from paceline.protocol.shares import split_batch
 
 
@@ -37,7 +36,7 @@ class PushRules:
     """True if a unit computes ahead and holds two leases at a time."""
 
 
-class PushPace:
+class PushPace(Pace):
     """Answers every push with an order to the shards and the next lease.
 
     Workers push in units: individually, or as a group represented by its first worker.
@@ -45,38 +44,27 @@ class PushPace:
 
     def __init__(self, rules: PushRules, clock: Clock, context: PaceContext) -> None:
         """Creates a pace; `clock` counts units: the groups of the context, or single workers."""
-        workers, batch = context.workers, context.batch
-        self._push_units = context.groups or tuple((w,) for w in range(workers))
+        super().__init__(context)
+        self._rules = rules
+        self._clock = clock
+        self._push_units = context.groups or tuple((w,) for w in range(context.workers))
         self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
-        self._workers = workers
-        self._servers = rules.servers
-        self._batch = batch
-        self._ledger = context.ledger
-        self._history = context.history
-        self._lr_scale = rules.lr_scale
-        self._gradient_weight = rules.gradient_weight
-        self._leases_per_unit = 2 if rules.overlap else 1
         # A single gradient is clipped by its worker, which has all of it.
         self._clip = context.clip if rules.aggregates else None
-        self._clock = clock
-        cuts = split_batch(batch, workers)
+        cuts = split_batch(context.batch, context.workers)
         self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._push_units]
-        # A unit that computes ahead holds two leases at a time.
         self._leases: dict[tuple[int, int], Lease] = {}
         self._arrived: dict[int, dict[int, GradientPushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * len(self._push_units)
-        self.version = 0
-        self.drained = True
-        self.drain_s = 0.0
 
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         self._stop = stop
-        self._first_idle: float | None = None
+        self._first_idle = None
         self.drained = False
         self._clock.begin()
         units = list(range(len(self._push_units)))
-        return self._grant_or_drain(units * self._leases_per_unit, now)
+        return self._grant_or_drain(units * (2 if self._rules.overlap else 1), now)
 
     def _grant_or_drain(self, units: list[int], now: float) -> list[OutgoingMessage]:
         """Grants leases; if no worker is active, releases what the clock holds back."""
@@ -84,8 +72,7 @@ class PushPace:
         while not self._leases:
             verdict = self._clock.flush()
             if not verdict.updates and not verdict.release:
-                self.drained = True
-                self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
+                self._set_drained(now)
                 break
             orders.extend(self._update(pushes) for pushes in verdict.updates)
             orders.extend(self._grant(verdict.release, now))
@@ -97,7 +84,7 @@ class PushPace:
         if self._clock.synchronous and units:
             entry = self._ledger.take(ALL_WORKERS, self._batch, self._stop)
             if entry is not None:
-                orders.extend(self._lease_to_unit(entry, tuple(range(self._workers))))
+                orders.extend(self._lease(entry, tuple(range(self._workers))))
         elif not self._clock.synchronous:
             history = self._history
             for unit in units:
@@ -106,11 +93,7 @@ class PushPace:
                     lag = self._clock.lag(unit)
                     if lag > history.max_lag:
                         history.max_lag = lag
-                    members = self._push_units[unit]
-                    if len(members) == 1 and not self._ledger.deals_rows:
-                        orders.append(self._lease_to_one(entry, members[0], unit))
-                    else:
-                        orders.extend(self._lease_to_unit(entry, members))
+                    orders.extend(self._lease(entry, self._push_units[unit]))
         if units and not orders and self._first_idle is None:
             self._first_idle = now
         return orders
@@ -121,29 +104,17 @@ class PushPace:
         remainder = self._stop - self._ledger.leased_up_to - share
         return share + remainder if 0 < remainder < share // 2 else share
 
-    def _lease_to_one(self, entry: LeaseEntry, worker: int, unit: int) -> OutgoingMessage:
-        """Leases an entry of the ledger to a single worker."""
-        lease = Lease(entry.id, self._ledger.epoch, entry.lo, entry.hi, entry.lo, entry.hi)
-        self._leases[worker, entry.id] = lease
-        return Send(worker, LeaseGranted(self.version, lease, self._last_staleness[unit]))
-
-    def _lease_to_unit(self, entry: LeaseEntry, members: tuple[int, ...]) -> list[OutgoingMessage]:
-        """Splits an entry of the ledger across the workers of a group."""
+    def _lease(self, entry: LeaseEntry, members: tuple[int, ...]) -> list[OutgoingMessage]:
+        """Splits an entry of the ledger across the workers of a unit."""
         orders: list[OutgoingMessage] = []
-        cuts = split_batch(entry.hi - entry.lo, len(members))
-        for worker, (lo, hi) in zip(members, pairwise(cuts), strict=True):
-            pieces = self._ledger.draw_rows(entry.id, worker, hi - lo)
-            lease = Lease(
-                entry.id,
-                self._ledger.epoch,
-                entry.lo,
-                entry.hi,
-                entry.lo + lo,
-                entry.lo + hi,
-                pieces,
-                self._ledger.lookahead(worker),
-            )
-            self._leases[worker, lease.id] = lease
+        ledger, start, stop = self._ledger, entry.lo, entry.hi
+        cuts = split_batch(stop - start, len(members)) if len(members) > 1 else [0, stop - start]
+        for worker, lo, hi in zip(members, cuts, cuts[1:], strict=False):
+            lease = Lease(entry.id, ledger.epoch, start, stop, start + lo, start + hi)
+            if ledger.deals_rows:
+                pieces = ledger.draw_rows(entry.id, worker, hi - lo)
+                lease = replace(lease, row_ranges=pieces, next_ranges=ledger.lookahead(worker))
+            self._leases[worker, entry.id] = lease
             staleness = self._last_staleness[self._unit_of[worker]]
             orders.append(Send(worker, LeaseGranted(self.version, lease, staleness)))
         return orders
@@ -152,19 +123,12 @@ class PushPace:
         ahead = -(-self._ledger.leased_up_to // self._batch) * self._batch
         self._stop = min(self._stop, ahead)
 
-    def exclude_worker(self, worker: int) -> None:
-        return  # A slow worker does not block the others.
-
     def _share_of_batch(self, lo: int, hi: int) -> float:
         """Returns the fraction of the global batch; a lease may span two batches.
 
         The last batch of an epoch may be short; its samples then weigh more, as in the mean of a
         single process.
         """
-        start = lo - lo % self._batch
-        stop = min(start + self._batch, self._ledger.samples)
-        if hi <= stop:
-            return (hi - lo) / (stop - start)
         share = 0.0
         while lo < hi:
             start = lo - lo % self._batch
@@ -205,44 +169,34 @@ class PushPace:
         return orders
 
     def _update(self, pushes: list[Push]) -> OutgoingMessage:
-        if len(pushes) == 1 and pushes[0].samples and not self._clock.synchronous:
-            return self._single_push_update(pushes[0])
-        samples = sum(p.samples for p in pushes)
-        used = [p for p in pushes if p.samples]
-        stale = [self.version - p.base for p in used]
-        for push, staleness in zip(used, stale, strict=True):
-            self._last_staleness[push.worker] = staleness
-            self._history.staleness[staleness] += 1
+        history, rules = self._history, self._rules
+        single = len(pushes) == 1
+        samples = pushes[0].samples if single else sum([p.samples for p in pushes])
+        most_stale, parts = 0, []
+        for push in pushes:
+            if push.samples:
+                staleness = self.version - push.base
+                self._last_staleness[push.worker] = staleness
+                history.staleness[staleness] += 1
+                if staleness > most_stale:
+                    most_stale = staleness
+                weight = rules.gradient_weight(staleness)
+                if not single:
+                    weight = weight * push.samples / samples
+                parts.append(GradientRef(self._push_units[push.worker][0], push.handle, weight))
         self.version += 1
-        self._history.updates += 1
-        self._history.add_samples(samples)
-        decay = [self._gradient_weight(s) for s in stale]
-        parts = tuple(
-            GradientRef(self._push_units[p.worker][0], p.handle, d * p.samples / samples)
-            for p, d in zip(used, decay, strict=True)
-        )
+        history.updates += 1
+        history.add_samples(samples)
         # In rounds, the shares belong to one batch and sum up to 1 regardless of rounding.
-        share = 1.0 if self._clock.synchronous else sum(p.share for p in pushes)
-        scale = self._lr_scale(share, max(stale))
-        return SendToServers(self._servers, ApplyUpdate(self.version, parts, scale, self._clip))
-
-    def _single_push_update(self, push: Push) -> OutgoingMessage:
-        """Like `_update` for a single gradient, the common case of asynchronous servers."""
-        staleness = self.version - push.base
-        self._last_staleness[push.worker] = staleness
-        self._history.staleness[staleness] += 1
-        self.version += 1
-        self._history.updates += 1
-        self._history.add_samples(push.samples)
-        weight = self._gradient_weight(staleness)
-        part = GradientRef(self._push_units[push.worker][0], push.handle, weight)
-        scale = self._lr_scale(push.share, staleness)
-        return SendToServers(self._servers, ApplyUpdate(self.version, (part,), scale, self._clip))
+        share = pushes[0].share if single else sum([p.share for p in pushes])
+        scale = rules.lr_scale(1.0 if self._clock.synchronous else share, most_stale)
+        update = ApplyUpdate(self.version, tuple(parts), scale, self._clip)
+        return SendToServers(rules.servers, update)
 
     def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:
         squares = self._squares.setdefault(report.version, {})
         squares[report.server] = report.square
-        if len(squares) < self._servers:
+        if len(squares) < self._rules.servers:
             return []
         del self._squares[report.version]
         assert self._clip is not None
@@ -250,4 +204,4 @@ class PushPace:
         norm = sum(squares[s] for s in sorted(squares)) ** 0.5
         # The same formula as torch.nn.utils.clip_grad_norm_.
         factor = min(1.0, self._clip / (norm + 1e-6))
-        return [SendToServers(self._servers, ClipFactor(report.version, factor))]
+        return [SendToServers(self._rules.servers, ClipFactor(report.version, factor))]

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import SpecError
 from paceline.protocol.block_plan import layout_fingerprint
-from paceline.protocol.history import BlockProgress, CoordinatorMemory, EpochTotals, History
+from paceline.protocol.history import CoordinatorMemory, History
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
@@ -41,8 +41,9 @@ from paceline.protocol.run_spec import (
     PolicyFactory,
     RunSpec,
 )
-from paceline.protocol.switch_policy import NeverSwitch, RunHorizon, SwitchDecision, SwitchPolicy
-from paceline.specs.strategy import Strategy, WorkerGroups
+from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
+from paceline.protocol.throughput import TrainTotals
+from paceline.specs.strategy import Strategy
 from paceline.telemetry.events import (
     CheckpointSaved,
     DecisionRow,
@@ -62,6 +63,14 @@ MAX_DECISIONS = 500
 """Beyond this many, decisions to stay are no longer recorded."""
 
 _Script = Generator[None, list[Any], None]
+
+
+class RunStopped(Exception):
+    """Ends the run early; raised in its sequence. The arguments are those of `EndRun`."""
+
+    def __init__(self, status: str, error: str, *, usage: bool = False) -> None:
+        super().__init__(error)
+        self.end = EndRun(status, error, usage)
 
 
 class RunSequence:
@@ -86,8 +95,7 @@ class RunSequence:
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than before.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
-        nothing_left: BlockProgress = {"layout": None, "left": ()}
-        before = (memory.get("shards") if memory else None) or nothing_left
+        before = (memory.get("shards") if memory else None) or {"layout": None, "left": ()}
         self._layout_before: str | None = before["layout"]
         self._left = tuple((int(lo), int(hi)) for lo, hi in before["left"])
         self.members = Membership(plan.workers, now)
@@ -103,7 +111,7 @@ class RunSequence:
         self._last_step: dict[int, int] = {}
         self._pace: Pace | None = None
         self._resumed: dict[int, float] = {}
-        self._policy: SwitchPolicy = NeverSwitch()
+        self._policy: SwitchPolicy
         self._probed: tuple[float, ...] = ()
         self._batch = 0
         self._decision: SwitchDecision | None = None
@@ -146,44 +154,28 @@ class RunSequence:
         ready: WorkerReady = facts[0]
         for other in facts[1:]:
             if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
-                self._end(
+                raise RunStopped(
                     "failed",
                     f"worker {other.worker} has {other.samples} samples in batches of "
                     f"{other.batch}, but worker 0 has {ready.samples} in batches of {ready.batch}; "
                     "all workers must have the same data and batch size",
                 )
-                return
         history = self.history
         self._probed = tuple(f.speed for f in facts)
         self._batch = ready.batch
+        horizon = RunHorizon(
+            workers=self.plan.workers,
+            samples_per_epoch=ready.samples,
+            epochs=ready.epochs,
+            batch=ready.batch,
+            schedule=self.plan.schedule,
+        )
         try:
-            policy = self._policy = self._make_policy(
-                self.plan.strategy,
-                RunHorizon(
-                    workers=self.plan.workers,
-                    samples_per_epoch=ready.samples,
-                    epochs=ready.epochs,
-                    batch=ready.batch,
-                    schedule=self.plan.schedule,
-                ),
-            )
+            policy = self._policy = self._make_policy(self.plan.strategy, horizon)
         except SpecError as error:
-            self._end("failed", str(error), usage=True)
-            return
+            raise RunStopped("failed", str(error), usage=True) from None
         position = history.samples - history.epoch * ready.samples
-        if not 0 <= position <= ready.samples:
-            self._end(
-                "failed",
-                f"the checkpoint was saved after {history.samples} samples in {history.epoch} "
-                f"epochs, which does not match {ready.samples} samples per epoch: "
-                "the data has changed",
-                usage=True,
-            )
-            return
-        why = self._resume_error(ready, position)
-        if why is not None:
-            self._end("failed", why, usage=True)
-            return
+        self._check_position(ready, position)
         ledger = Ledger(
             ready.samples,
             epoch=history.epoch,
@@ -202,18 +194,22 @@ class RunSequence:
             stop = self.plan.next_stop(
                 history, ready, ledger.frontier, policy.next_stop(history), last_saved
             )
-            yield from self._train(ledger, stop)
+            yield from self._train(stop)
             epoch_ended = ledger.frontier == ready.samples
+            assert self._pace is not None
             replies: list[Quiesced] = yield from self._ask_all_workers(
-                Quiesce(self._pace_version()), Quiesced
+                Quiesce(self._pace.version), Quiesced
             )
             giving_up = self._decision is not None and self._decision.restore
-            if not giving_up and not self._check_replicas(replies):
-                return
+            different = [r.worker for r in replies if r.checksum != replies[0].checksum]
+            if different and not giving_up:
+                raise RunStopped(
+                    "failed",
+                    f"replicas have diverged: worker {different[0]} and worker 0 hold different "
+                    f"weights after {history.samples} samples",
+                )
             if epoch_ended:
                 yield from self._close_epoch(ready, replies[0].lr)
-                if self._ended:
-                    return
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
             if self._decision is not None and self._decision.restore:
@@ -231,14 +227,12 @@ class RunSequence:
                     EpochEnd(history.epoch - 1), EpochEndReply
                 )
                 if len({w.more for w in replies_to_end}) > 1:
-                    self._end(
+                    raise RunStopped(
                         "failed",
                         "training loops disagree: some workers finished, others requested "
                         "another epoch",
                     )
-                    return
                 if not replies_to_end[0].more:
-                    reason = "the loop ended"
                     break
             decision = self._decision or self._record(policy.decide(history))
             self._decision = None
@@ -246,27 +240,18 @@ class RunSequence:
                 yield from self._enter(ready, ledger, decision)
         yield from self._finish(ready)
 
-    def _train(self, ledger: Ledger, stop: int) -> _Script:
+    def _train(self, stop: int) -> _Script:
         assert self._pace is not None
         began = self._now
         history = self.history
-        history.throughput.begin(
-            self.plan.workers,
-            history.phase,
-            self._now,
-            self._idle_workers(),
-            least=WINDOW_BATCHES * self._batch,
-        )
+        idle = self._strategy().idle_workers(self.plan.workers) | history.excluded_workers
+        least = WINDOW_BATCHES * self._batch
+        history.throughput.begin(self.plan.workers, history.phase, self._now, idle, least)
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
             yield
         history.throughput.end(self._now)
         history.train_seconds += self._now - began
-
-    def _idle_workers(self) -> frozenset[int]:
-        """Returns workers that are idle in the active strategy, or excluded as stragglers."""
-        idle = self._strategy().idle_workers(self.plan.workers)
-        return idle | frozenset(self.history.excluded_workers)
 
     def _enter(
         self, ready: WorkerReady, ledger: Ledger, decision: SwitchDecision | None
@@ -282,7 +267,9 @@ class RunSequence:
         strategy = self._strategy()
         needed = strategy.servers_for(self.plan.workers)
         servers = tuple(self._servers[i] for i in range(needed))
-        groups = self._divide(strategy)
+        windows = history.throughput.windows
+        speeds = windows[-1].speeds if windows else self._probed
+        groups = strategy.worker_groups(self.plan.workers, speeds)
         keep, restore = False, False
         if decision is not None:
             keep, restore = decision.snapshot, decision.restore and self._rollback_phase is not None
@@ -302,15 +289,16 @@ class RunSequence:
         )
         if decision is not None:
             self._resumed = {}
-            row = SwitchRow(
-                samples=history.samples,
-                before=str(before),
-                after=str(strategy),
-                drain_s=round(drain_s, 6),
-                cause=decision.cause,
-                reason=decision.reason,
+            history.switches.append(
+                SwitchRow(
+                    samples=history.samples,
+                    before=str(before),
+                    after=str(strategy),
+                    drain_s=round(drain_s, 6),
+                    cause=decision.cause,
+                    reason=decision.reason,
+                )
             )
-            history.switches.append(row)
         self._emit(
             StrategyStarted(
                 t=self._event_time,
@@ -319,11 +307,6 @@ class RunSequence:
                 lr=strategy.lr_description(self.plan.workers),
             )
         )
-
-    def _divide(self, strategy: Strategy) -> WorkerGroups:
-        windows = self.history.throughput.windows
-        speeds = windows[-1].speeds if windows else self._probed
-        return strategy.worker_groups(self.plan.workers, speeds)
 
     def _close_epoch(self, ready: WorkerReady, lr: float) -> _Script:
         history = self.history
@@ -341,7 +324,7 @@ class RunSequence:
             val_loss=val_loss,
             val_acc=val_acc,
         )
-        history.tally = EpochTotals()
+        history.tally = TrainTotals()
         history.rows.append(row)
         self._emit(EpochEnded(t=self._event_time, row=row))
         if row.val_loss is not None and not math.isfinite(row.val_loss):
@@ -352,8 +335,8 @@ class RunSequence:
                 "lower the learning rate, add warm-up or clip gradients"
             )
             if self._rollback_phase is None:
-                self._end("diverged", reason)
-            elif self._decision is None or not self._decision.restore:
+                raise RunStopped("diverged", reason)
+            if self._decision is None or not self._decision.restore:
                 self._decision = self._record(self._roll_back(reason))
 
     def _evaluate(
@@ -369,16 +352,25 @@ class RunSequence:
         right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None
 
-    def _resume_error(self, ready: WorkerReady, position: int) -> str | None:
-        """Returns an error if a mid-epoch checkpoint has another block layout."""
-        now = layout_fingerprint(ready.layout) if ready.layout is not None else None
-        if not position or now == self._layout_before:
-            return None
-        return (
-            f"the checkpoint was saved mid-epoch, after {position} samples of it, "
-            "with another division of the data; resume with the same files, --shard, --shuffle and "
-            "--memory"
-        )
+    def _check_position(self, ready: WorkerReady, position: int) -> None:
+        """Raises RunStopped if the data differs from that of the checkpoint."""
+        if not 0 <= position <= ready.samples:
+            raise RunStopped(
+                "failed",
+                f"the checkpoint was saved after {self.history.samples} samples in "
+                f"{self.history.epoch} epochs, which does not match {ready.samples} samples per "
+                "epoch: the data has changed",
+                usage=True,
+            )
+        layout = layout_fingerprint(ready.layout) if ready.layout is not None else None
+        if position and layout != self._layout_before:
+            raise RunStopped(
+                "failed",
+                f"the checkpoint was saved mid-epoch, after {position} samples of it, "
+                "with another division of the data; resume with the same files, --shard, "
+                "--shuffle and --memory",
+                usage=True,
+            )
 
     def _save(self, ledger: Ledger) -> _Script:
         name = f"{self.history.samples:012d}"
@@ -405,21 +397,8 @@ class RunSequence:
         self._flush_switch()
         self._end("done", None)
 
-    def _check_replicas(self, replies: list[Quiesced]) -> bool:
-        different = [r.worker for r in replies if r.checksum != replies[0].checksum]
-        if different:
-            self._end(
-                "failed",
-                f"replicas have diverged: worker {different[0]} and worker 0 hold different "
-                f"weights after {self.history.samples} samples",
-            )
-        return not different
-
     def _strategy(self) -> Strategy:
         return self.plan.strategy.phases[self.history.phase]
-
-    def _pace_version(self) -> int:
-        return self._pace.version if self._pace is not None else 0
 
     def _ask_all_workers(
         self, question: Message, answer: type[Message]

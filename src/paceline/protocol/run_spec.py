@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,9 +13,7 @@ from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy
 from paceline.specs.schedule import Constant, Schedule
 from paceline.specs.stop_condition import StopCondition
 from paceline.specs.strategy import Strategy
-from paceline.telemetry.events import (
-    Event,
-)
+from paceline.telemetry.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +66,15 @@ class RunSpec:
 
     def stop_reason(self, history: History, ready: WorkerReady) -> str | None:
         """Returns the reason why the run ends after this epoch, or None if it continues."""
-        if self.until is not None and self.until.is_met(history.value_of(self.until.metric)):
-            return f"until {self.until}"
+        rows = history.rows
+        if self.until is not None:
+            latest = rows[-1].value(self.until.metric) if rows else None
+            if self.until.is_met(latest):
+                return f"until {self.until}"
         if self.patience is not None:
-            best = history.best_row_index("val_loss", lower_is_better=True)
-            if best is not None and len(history.rows) - 1 - best >= self.patience:
+            losses = [(r.val_loss, i) for i, r in enumerate(rows) if r.val_loss is not None]
+            known = [pair for pair in losses if not math.isnan(pair[0])]
+            if known and len(rows) - 1 - min(known)[1] >= self.patience:
                 return f"no improvement in val_loss for {self.patience} epochs"
         if ready.epochs is not None and not self.custom_loop and history.epoch >= ready.epochs:
             return f"{ready.epochs} epochs"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 
 def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
     """Returns offsets 0 = o[0] <= ... <= o[workers] = count that split a batch into shares.
@@ -20,7 +22,4 @@ def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None
         by_remainder = sorted(range(workers), key=lambda i: (sizes[i] - exact[i], i))
         for i in by_remainder[:left]:
             sizes[i] += 1
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return offsets
+    return list(accumulate(sizes, initial=0))

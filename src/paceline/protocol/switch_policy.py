@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,27 +55,18 @@ class RunHorizon:
 class SwitchPolicy(Protocol):
     def next_stop(self, history: History) -> int | None:
         """Returns the sample count of the next decision, if it is known in advance."""
-        ...
 
     def decide(self, history: History) -> SwitchDecision | None:
         """Returns a decision if the phase should change now."""
-        ...
-
-
-class NeverSwitch:
-    """Uses one strategy for the whole run."""
-
-    def next_stop(self, history: History) -> int | None:
-        return None
-
-    def decide(self, history: History) -> SwitchDecision | None:
-        return None
 
 
 class SwitchAtPoints:
-    """Starts phase k at points[k-1] samples; passing several points at once skips phases."""
+    """Starts phase k at points[k-1] samples; passing several points at once skips phases.
 
-    def __init__(self, points: list[int], names: list[str]) -> None:
+    Without points, the first strategy is used for the whole run.
+    """
+
+    def __init__(self, points: Sequence[int] = (), names: Sequence[str] = ()) -> None:
         self._points = points
         self._names = names
 

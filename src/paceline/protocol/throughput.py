@@ -12,6 +12,37 @@ KEEP_WINDOWS = 256
 KEEP_OF_PHASE = 8
 
 
+@dataclass
+class TrainTotals:
+    """Sums over the training steps of an epoch or of a window."""
+
+    samples: int = 0
+    predictions: int = 0
+    loss_sum: float = 0.0
+    correct: int = 0
+    told: bool = True
+    classes: bool = True
+
+    def add(self, measured: StepStats) -> None:
+        self.samples += measured.samples
+        self.predictions += measured.predictions
+        self.correct += measured.correct or 0
+        self.classes = self.classes and (measured.correct is not None or not measured.samples)
+        if measured.loss_sum is None:
+            self.told = False
+        else:
+            self.loss_sum += measured.loss_sum
+
+    @property
+    def loss(self) -> float | None:
+        return self.loss_sum / self.samples if self.samples and self.told else None
+
+    @property
+    def accuracy(self) -> float | None:
+        known = self.predictions and self.told and self.classes
+        return self.correct / self.predictions if known else None
+
+
 @dataclass(frozen=True)
 class ThroughputWindow:
     """Statistics of about one second of training with one strategy."""
@@ -72,7 +103,7 @@ class ThroughputMonitor:
         self._spent_s = 0.0
         self._workers, self._phase = 0, -1
         self._idle: frozenset[int] = frozenset()
-        self._silent = self._least = self._total = 0
+        self._silent = self._least = 0
 
     def begin(
         self, workers: int, phase: int, now: float, idle: frozenset[int], least: int = 0
@@ -110,8 +141,7 @@ class ThroughputMonitor:
         self._samples = [0] * self._workers
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
-        self._loss, self._told = 0.0, True
-        self._total = 0
+        self._totals = TrainTotals()
         self._count_silent()
 
     def add(self, worker: int, measured: StepStats, now: float) -> bool:
@@ -119,26 +149,21 @@ class ThroughputMonitor:
         if self._began is None:
             return False
         self._samples[worker] += measured.samples
-        self._total += measured.samples
+        self._totals.add(measured)
         if measured.busy_s > 0:
             if not self._busy[worker] and worker not in self._idle:
                 self._silent -= 1
             self._busy[worker] += measured.busy_s
         self._comm[worker] += measured.comm_s
-        if measured.loss_sum is None:
-            self._told = False
-        else:
-            self._loss += measured.loss_sum
-        if now - self._began < WINDOW_S or self._silent or self._total < self._least:
+        if now - self._began < WINDOW_S or self._silent or self._totals.samples < self._least:
             return False
-        total = self._total
         self.append(
             ThroughputWindow(
                 phase=self._phase,
                 began=self._began,
                 ended=now,
-                samples=total,
-                loss=self._loss / total if total and self._told else None,
+                samples=self._totals.samples,
+                loss=self._totals.loss,
                 speeds=tuple(
                     s / b if b else 0.0 for s, b in zip(self._samples, self._busy, strict=True)
                 ),

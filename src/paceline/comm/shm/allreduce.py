@@ -143,10 +143,9 @@ class SharedMemoryAllReduce:
         if flags is not None:
             counts = [count - flag for count, flag in zip(counts, flags, strict=True)]
         self._pieces = [_cut(count, len(places))[region.local_index] for count in counts]
-        self._updated = region.value(region.local_index, UPDATED)
         # The region may have been used before: its counters continue.
-        self._filled, self._summed = (region.value(region.local_index, w) for w in (FILLED, SUMMED))
-        self._ready, self._taken = region.value(0, READY), region.value(region.local_index, TAKEN)
+        self._filled = region.value(region.local_index, FILLED)
+        self._ready = region.value(0, READY)
 
     def local_bucket(self, bucket: int) -> torch.Tensor:
         """Returns the memory for this worker's gradients of a bucket, and later for their sum."""
@@ -169,11 +168,9 @@ class SharedMemoryAllReduce:
 
     def finish_update(self) -> None:
         """Marks this member's ranges as updated, and waits for all members."""
-        self._updated = self._region.increment(UPDATED)
-        self._region.wait_for_all(UPDATED, self._updated)
+        self._region.wait_for_all(UPDATED, self._region.increment(UPDATED))
 
     def mark_filled(self) -> None:
-        """Marks the next bucket as filled."""
         self._filled = self._region.increment(FILLED)
 
     def finish(self) -> None:
@@ -182,12 +179,11 @@ class SharedMemoryAllReduce:
         for bucket, slots in enumerate(self._slots):
             region.wait_for_all(FILLED, self._filled - (buckets - 1 - bucket))
             self._add_piece(bucket, slots)
-            self._summed = region.increment(SUMMED)
-        if self._flags is not None:
-            return
-        region.wait_for_all(SUMMED, self._summed)
-        if self._machines > 1:
-            self._exchange_machines()
+            region.increment(SUMMED)
+        if self._flags is None:
+            region.wait_for_all(SUMMED, region.value(region.local_index, SUMMED))
+            if self._machines > 1:
+                self._exchange_machines()
 
     def _add_piece(self, bucket: int, slots: list[torch.Tensor]) -> None:
         piece = self._pieces[bucket]
@@ -212,10 +208,10 @@ class SharedMemoryAllReduce:
                 self._ready += 1
                 region.wait_for(0, READY, self._ready)
                 slots[region.local_index].copy_(slots[0])
-            self._taken = region.increment(TAKEN)
+            taken = region.increment(TAKEN)
         if region.local_index == 0:
             # Its next gradients would overwrite sums that others still copy.
-            region.wait_for_all(TAKEN, self._taken)
+            region.wait_for_all(TAKEN, taken)
 
 
 def _cut(count: int, parts: int) -> list[slice]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 from paceline.protocol.messages import Message, Plain, message_from_wire
-from paceline.protocol.record import record
 
 Options = dict[str, Any]
 """Plain options of an optimizer's parameter group, for example `lr`."""
@@ -39,7 +38,6 @@ class SlotEntry(NamedTuple):
     nbytes: int
 
 
-@record
 class DataMessage(Message):
     """Base of everything that crosses a connection between a worker and a server."""
 
@@ -47,7 +45,6 @@ class DataMessage(Message):
 # ---- worker to server -------------------------------------------------------------------------
 
 
-@record
 class PushHeader(DataMessage):
     """Description of one gradient: the only message that also travels through a mailbox."""
 
@@ -60,14 +57,12 @@ class PushHeader(DataMessage):
     """Options of the optimizer's parameter groups for this update."""
 
 
-@record
 class PushGradient(PushHeader):
     """A gradient in the body; compressed if there is a payload table."""
 
     payload: PayloadTable | None
 
 
-@record
 class PushShared(PushHeader):
     """A gradient in the worker's mailbox, announced here because the order will not suffice."""
 
@@ -75,7 +70,6 @@ class PushShared(PushHeader):
     """True if it stays unchanged until its update is applied; otherwise copy it now."""
 
 
-@record
 class Pull(DataMessage):
     """Request for weights of at least a version, that include the push `after`, if given."""
 
@@ -85,7 +79,6 @@ class Pull(DataMessage):
     """Never compress the weights."""
 
 
-@record
 class LoadShard(DataMessage):
     """Replace the shard's state. Body: weights, then slots."""
 
@@ -100,14 +93,12 @@ class LoadShard(DataMessage):
     codec: str | None
 
 
-@record
 class ExportSlots(DataMessage):
     """Request for the optimizer state of at least a version."""
 
     at_least: int
 
 
-@record
 class OfferMemory(DataMessage):
     """A worker's shared memory: bytes `lo` to `hi` of the gradient in it are for this server."""
 
@@ -124,7 +115,6 @@ class OfferMemory(DataMessage):
 # ---- server to worker -------------------------------------------------------------------------
 
 
-@record
 class Weights(DataMessage):
     """Weights in the body; compressed if there is a payload table."""
 
@@ -134,12 +124,10 @@ class Weights(DataMessage):
     """Time that the pull waited for updates in progress."""
 
 
-@record
 class Loaded(DataMessage):
     """The shard's state was replaced."""
 
 
-@record
 class Slots(DataMessage):
     """Optimizer state in the body."""
 
@@ -148,7 +136,6 @@ class Slots(DataMessage):
     slots: tuple[SlotEntry, ...]
 
 
-@record
 class MemoryReply(DataMessage):
     """Answer to `OfferMemory`: where the server's weights are, or why it declines."""
 
@@ -156,7 +143,6 @@ class MemoryReply(DataMessage):
     reason: str
 
 
-@record
 class Failed(DataMessage):
     """The server cannot serve this worker any longer; the connection is closed after it."""
 
