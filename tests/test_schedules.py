@@ -62,7 +62,7 @@ def test_a_lease_that_is_handed_out_twice_is_found(monkeypatch: pytest.MonkeyPat
     def careless(self: Ledger, holder: int, count: int, limit: int) -> object:
         entry = usual(self, holder, count, limit)
         if entry is not None and entry.hi - entry.lo > 1:
-            self._next -= 1
+            self.leased_up_to -= 1
         return entry
 
     monkeypatch.setattr(Ledger, "take", careless)

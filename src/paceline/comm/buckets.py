@@ -131,11 +131,7 @@ class GradientExchange:
         shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
     ) -> None:
-        """Creates the exchange.
-
-        With `own_pieces`, each worker receives the sums of its slices only (see
-        `SharedMemoryAllReduce`), and no `grad` is the sum.
-        """
+        """With `own_pieces`, workers receive the sums of their slices only; no `grad` is a sum."""
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout belongs to another model")
@@ -175,8 +171,7 @@ class GradientExchange:
     def begin(self, weight: float, *, measure: bool = False, timed: bool = False) -> None:
         """Starts a step; its gradients are multiplied by `weight`.
 
-        `measure` enables the squared norms of the local gradient and of the sum, `timed` enables
-        `hidden_us`.
+        `measure` enables the squared norms of local gradient and sum, `timed` `overlapped_us`.
         """
         self._timed = timed
         self._spans: list[list[int]] = []

@@ -46,15 +46,8 @@ class CompressedAllReduce:
         }
         self._reduce = reductions[self.compressor.coder.reduction]
         self._steps: Iterator[None] | None = None
-        self.bytes_before = 0
-        """Bytes that this worker would have passed to the collectives without a codec."""
         self.bytes_sent = 0
         """Bytes that this worker passed to the collectives (their traffic depends on the group)."""
-
-    def run(self, flat: Tensor) -> None:
-        """Replaces this worker's weighted gradient with the sum over all workers."""
-        self.begin(flat)
-        self.finish()
 
     def begin(self, flat: Tensor) -> None:
         """Compresses and starts sending. Raises NonFiniteGradient before anything is sent."""
@@ -68,7 +61,6 @@ class CompressedAllReduce:
         steps = self._reduce(flat)
         next(steps)
         self._steps = steps
-        self.bytes_before += flat.nbytes
 
     def finish(self) -> None:
         """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
@@ -96,7 +88,7 @@ class CompressedAllReduce:
         payload = self.compressor.encode(flat)
         dtypes = [t.dtype for t in payload]
         shapes: list[list[Shape]] = [[tuple(t.shape) for t in payload]] * self._group.size
-        body = torch.cat([as_byte_tensor(t) for t in payload])
+        body = [as_byte_tensor(t) for t in payload]
         if not coder.fixed_size:
             # The sizes come first; all workers then send as much as the largest payload.
             counts = self._start_gather(torch.tensor([t.numel() for t in payload]))
@@ -104,8 +96,8 @@ class CompressedAllReduce:
             shapes = [[(n,) for n in one.tolist()] for one in counts]
             items = torch.tensor([dtype.itemsize for dtype in dtypes])
             largest = max(int((one * items).sum()) for one in counts)
-            body = torch.nn.functional.pad(body, (0, largest - body.numel()))
-        bodies = self._start_gather(body)
+            body.append(torch.zeros(largest - sum(map(len, body)), dtype=torch.uint8))
+        bodies = self._start_gather(torch.cat(body))
         yield
         for rank, (theirs, sizes) in enumerate(zip(bodies, shapes, strict=True)):
             parts = split_body(theirs, zip(dtypes, sizes, strict=True))

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.errors import PeerLost
 
-TIMEOUT_S = 300.0
-
 
 class _Rendezvous:
     """Exchange of tensors between the members of a group, one collective at a time."""
@@ -66,7 +64,7 @@ class InProcessGroup(CollectiveGroup):
         self._rendezvous = meetings.setdefault(ranks, _Rendezvous(ranks, timeout_s))
 
     @classmethod
-    def create(cls, size: int, timeout_s: float = TIMEOUT_S) -> list[InProcessGroup]:
+    def create(cls, size: int, timeout_s: float) -> list[InProcessGroup]:
         """One group with `size` members, in rank order."""
         meetings: dict[tuple[int, ...], _Rendezvous] = {}
         return [cls(rank, tuple(range(size)), timeout_s, meetings) for rank in range(size)]

@@ -43,10 +43,7 @@ class Ledger:
         layout: BlockLayout | None = None,
         left: Sequence[RowRange] | None = None,
     ) -> None:
-        """Creates a ledger.
-
-        `layout`: blocks of the data; `left`: remaining rows of a resumed epoch.
-        """
+        """`layout`: blocks of the data; `left`: remaining rows of a resumed epoch."""
         self.samples = samples
         self.layout = layout
         self.deals_rows = layout is not None
@@ -72,10 +69,7 @@ class Ledger:
         """All positions below this one are done."""
 
     def take(self, holder: int, count: int, limit: int) -> LeaseEntry | None:
-        """Leases up to `count` positions below `limit`, returned ones first.
-
-        None if none are left.
-        """
+        """Leases up to `count` positions below `limit`, returned ones first; None without any."""
         assert count > 0
         if self._returned and self._returned[0][0] < limit:
             lo, hi = heapq.heappop(self._returned)

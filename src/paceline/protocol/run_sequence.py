@@ -85,10 +85,7 @@ class RunSequence:
         policies: PolicyFactory,
         memory: CoordinatorMemory | None = None,
     ) -> None:
-        """Creates a run.
-
-        `paces` and `policies` come from the registry, `memory` from a checkpoint.
-        """
+        """`paces` and `policies` come from the registry, `memory` from a checkpoint."""
         self.plan = plan
         self._make_pace = paces
         self._make_policy = policies

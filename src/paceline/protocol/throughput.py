@@ -78,11 +78,9 @@ class GradientNoiseScale:
             return
         signal = (big * big_sq - small * small_sq) / (big - small)
         noise = (small_sq - big_sq) / (1 / small - 1 / big)
-        if self._signal is None:
-            self._signal, self._noise = signal, noise
-        else:
-            self._signal = self.MEMORY * self._signal + (1 - self.MEMORY) * signal
-            self._noise = self.MEMORY * self._noise + (1 - self.MEMORY) * noise
+        keep = 0.0 if self._signal is None else self.MEMORY
+        self._signal = keep * (self._signal or 0.0) + (1 - keep) * signal
+        self._noise = keep * self._noise + (1 - keep) * noise
 
     @property
     def scale(self) -> float | None:
@@ -100,10 +98,7 @@ class ThroughputMonitor:
         self._by_phase: dict[int, deque[ThroughputWindow]] = {}
         self.noise = GradientNoiseScale()
         self._began: float | None = None
-        self._spent_s = 0.0
         self._workers, self._phase = 0, -1
-        self._idle: frozenset[int] = frozenset()
-        self._silent = self._least = 0
 
     def begin(
         self, workers: int, phase: int, now: float, idle: frozenset[int], least: int = 0
@@ -113,14 +108,13 @@ class ThroughputMonitor:
         `idle` workers receive no work and are not waited for. A window covers at least `least`
         samples, because a second is too short for long steps.
         """
-        self._least = least
+        self._least, self._idle = least, idle
         if self._began is None or phase != self._phase or workers != self._workers:
             self._workers, self._phase = workers, phase
             self._open(now)
         else:
             self._began = now - self._spent_s
-        self._idle = idle
-        self._count_silent()
+            self._count_silent()
 
     def exclude(self, worker: int) -> None:
         self._idle |= {worker}
@@ -199,7 +193,7 @@ def find_straggler(windows: list[ThroughputWindow], consecutive: int) -> int | N
     """
     if len(windows) < consecutive:
         return None
-    suspects: set[int] | None = None
+    suspects = set(range(len(windows[-1].speeds)))
     for window in windows[-consecutive:]:
         # A speed of 0 was not measured, because the worker has no work.
         known = [s for s in window.speeds if s > 0]
@@ -207,8 +201,5 @@ def find_straggler(windows: list[ThroughputWindow], consecutive: int) -> int | N
         deviation = (sum((s - mean) ** 2 for s in known) / len(known)) ** 0.5
         # With two workers, the slower is exactly at mean minus deviation; rounding must not decide.
         limit = min((mean - deviation) * (1 + 1e-9), 0.8 * mean)
-        slow = {w for w, s in enumerate(window.speeds) if 0 < s <= limit}
-        suspects = slow if suspects is None else suspects & slow
-    if not suspects:
-        return None
-    return min(suspects, key=lambda w: windows[-1].speeds[w])
+        suspects &= {w for w, s in enumerate(window.speeds) if 0 < s <= limit}
+    return min(suspects, key=lambda w: windows[-1].speeds[w], default=None)

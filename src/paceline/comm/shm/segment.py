@@ -44,10 +44,7 @@ def shm_domain_id() -> str | None:
 
 
 def create_segment(nbytes: int) -> str:
-    """Creates a segment of zeros that only this user can open; raises OSError if it does not fit.
-
-    Returns its name.
-    """
+    """Creates zeros that only this user can open; returns the name. Raises OSError without room."""
     name = f"paceline-{secrets.token_hex(16)}"
     handle = os.open(SHM_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
