@@ -20,9 +20,7 @@ from paceline.plan.cost_model import Workload
 from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import TimeOnlyBackend
-from paceline.twin.machines import SimulatedMachines
 from paceline.twin.simulator import Simulator
-from paceline.twin.timeline import Timeline
 
 SHARE, STEPS = 32, 10
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 5000, 10_000)
@@ -58,13 +56,7 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
         evaluated={},
         slots=1,
     )
-    timeline = Timeline()
-    fleet = SimulatedMachines(
-        pool, workers, work, timeline, seed=0, servers=spec.servers_for(workers)
-    )
-    world = Simulator(
-        RunSpec(strategy=spec, workers=workers), fleet, work, TimeOnlyBackend(), timeline
-    )
+    world = Simulator(RunSpec(strategy=spec, workers=workers), pool, work, TimeOnlyBackend())
     began = time.perf_counter()
     world.run()
     history = world.coordinator.history
@@ -72,9 +64,9 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
     idle = sum(p["wait"] + p["comm_exposed"] for p in phases)
     return {
         "samples_per_s": history.samples / history.train_seconds,
-        "not_computing": idle / (timeline.now * workers),
+        "not_computing": idle / (world.timeline.now * workers),
         "real_s": time.perf_counter() - began,
-        "events": timeline.events,
+        "events": world.timeline.events,
     }
 
 
@@ -96,20 +88,13 @@ def play_million() -> None:
         slots=1,
     )
     began = time.perf_counter()
-    timeline = Timeline()
-    fleet = SimulatedMachines(pool, workers, work, timeline, seed=0, servers=1)
-    world = Simulator(
-        RunSpec(strategy=parse_strategy("ps"), workers=workers),
-        fleet,
-        work,
-        TimeOnlyBackend(),
-        timeline,
-    )
+    plan = RunSpec(strategy=parse_strategy("ps"), workers=workers)
+    world = Simulator(plan, pool, work, TimeOnlyBackend())
     world.run()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{world.coordinator.history.updates:,} updates on {workers:,} machines: "
-        f"{time.perf_counter() - began:.1f} s, {timeline.events:,} events, {memory:.0f} MB"
+        f"{time.perf_counter() - began:.1f} s, {world.timeline.events:,} events, {memory:.0f} MB"
     )
 
 

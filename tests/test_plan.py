@@ -19,11 +19,13 @@ from paceline.plan.estimate import Estimate, estimate
 from paceline.plan.explanation import plan_to_json
 from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.search import OBJECTIVES, candidates, parse_objective, search
+from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.model_parallel_cost import StageHost
 from paceline.strategies.pipeline.cost import bubble_fraction, estimate_pipeline
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.registry import parse_strategy
-from paceline.twin.fit_published import simulated_seconds
+from paceline.twin.backend import TimeOnlyBackend
+from paceline.twin.simulator import Simulator
 
 WORK = Workload(
     model="made-up",
@@ -193,8 +195,11 @@ def test_estimates_agree_with_the_twin(strategy: str, slow: float) -> None:
     machines = PoolArrays(pool, WORK)
     chosen = np.arange(len(pool.hosts))
     added = estimate(machines, chosen, parse_strategy(strategy)).seconds
-    played = simulated_seconds(pool, WORK, strategy)
-    assert added == pytest.approx(played, rel=0.10)
+    spec = parse_strategy(strategy)
+    plan = RunSpec(strategy=spec, workers=len(pool.slots))
+    simulator = Simulator(plan, pool, WORK, TimeOnlyBackend())
+    simulator.run()
+    assert added == pytest.approx(simulator.timeline.now, rel=0.10)
 
 
 def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:

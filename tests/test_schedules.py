@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import fault_schedules
+from fault_schedules import FaultCase, Violation, draw_case, run_case, run_cases
 from paceline.protocol.clock import Push, SspClock
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.push_pace import PushPace
-from paceline.twin import faults
-from paceline.twin.faults import FaultCase, Violation, draw_case, run_case, run_cases
 
 CHUNKS, EACH = 10, 250
 
@@ -37,7 +37,7 @@ def test_nothing_passes_a_connection_after_a_lost_message() -> None:
 
 
 def test_a_bound_that_is_overstepped_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "STRATEGIES", ("ps(sync=ssp(2))",))
+    monkeypatch.setattr(fault_schedules, "STRATEGIES", ("ps(sync=ssp(2))",))
     monkeypatch.setattr(
         SspClock, "__init__", lambda self, n, bound: _init(self, n, bound + 1), raising=True
     )

@@ -40,8 +40,7 @@ from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
 from paceline.twin.clusters import apply_what_if, read_cluster
-from paceline.twin.fit_published import simulated_seconds
-from paceline.twin.machines import JitterSource, SimulatedMachines, share_evenly
+from paceline.twin.machines import JitterSource, share_evenly
 from paceline.twin.run import TwinOptions, run_twin
 from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import FifoResource, SharedCores, Timeline
@@ -111,15 +110,15 @@ def play(
     """A virtual run without a folder; the world tells what came of it."""
     spec = parse_strategy(strategy)
     workers = 1 if spec.name == "single" else len(pool.slots)
-    timeline = Timeline()
     slowdowns = (parse_slowdown("slow", slow, workers),) if slow else ()
-    servers = spec.servers_for(workers)
-    fleet = SimulatedMachines(
-        pool, workers, work, timeline, seed=seed, slowdowns=slowdowns, servers=servers
-    )
-    plan = RunSpec(strategy=spec, workers=workers, clip=clip)
     world = Simulator(
-        plan, fleet, work, weights or TimeOnlyBackend(), timeline, splits=tuple(work.evaluated)
+        RunSpec(strategy=spec, workers=workers, clip=clip),
+        pool,
+        work,
+        weights or TimeOnlyBackend(),
+        seed=seed,
+        slowdowns=slowdowns,
+        splits=tuple(work.evaluated),
     )
     world.run()
     return world
@@ -457,7 +456,7 @@ def test_the_published_switches_are_predicted(
     work = with_measured_gradient_size(work, pool.hosts[0])
     rows = ["allreduce", "ps", *(f"switch(allreduce, ps, at={p}%)" for p in (25, 50, 75))]
     for row, known, most in zip(rows, seconds, (0.01, 0.01, 0.03, 0.03, 0.03), strict=True):
-        played = simulated_seconds(pool, work, row) * epochs / 4
+        played = play(row, pool, work).timeline.now * epochs / 4
         assert abs(played / known - 1) < most, row
 
 

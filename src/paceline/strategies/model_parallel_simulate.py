@@ -59,7 +59,7 @@ class ModelParallelSimulation(LockstepSimulation):
             for first in range(0, len(busy), parts)
         ]
         ends = began + np.repeat(durations, parts)
-        self.simulator.clocks.add_all("wait", ends - self.free - busy)
+        self.simulator.clocks["wait"] += ends - self.free - busy
         return ends, busy
 
     def _equivalent_samples(self, samples: Floats) -> Floats:

@@ -12,26 +12,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.protocol.messages import (
-    Lease,
-    LeaseGranted,
-    Message,
-    PlannedSteps,
-    StepsApplied,
-    StepStats,
-)
+from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats
 from paceline.protocol.shares import split_batch
 from paceline.twin.backend import StepOutcome
 from paceline.twin.machines import Floats
+from paceline.twin.simulation import StrategySimulation
 from paceline.twin.simulator import Simulator
-from paceline.twin.timeline import Callback
 
 REPORT_S = 0.5
 """Interval between a worker's reports, as in real runs."""
 MAX_CACHED_SPLITS = 64
 
 
-class LockstepSimulation(ABC):
+class LockstepSimulation(StrategySimulation, ABC):
     """All workers of a planned strategy at once."""
 
     def __init__(
@@ -45,7 +38,6 @@ class LockstepSimulation(ABC):
         """Bytes that each worker contributes to it."""
         self.free = np.zeros(self.workers)
         """Time at which each worker can start its next step."""
-        self.bytes_sent = self.bytes_before = 0.0
         self._plans: deque[PlannedSteps] = deque()
         self._running = False
         self._copies: dict[int, int] = {}
@@ -74,8 +66,8 @@ class LockstepSimulation(ABC):
             return
         last = float(arrived.max())
         clocks = self.simulator.clocks
-        clocks.add_all("wait", last - arrived)
-        clocks.add_all("comm_exposed", exchange_s)
+        clocks["wait"] += last - arrived
+        clocks["comm_exposed"] += exchange_s
         # A worker that arrives early waits inside the collective and cannot distinguish the two.
         self._comm += last - arrived + exchange_s
         self.count_exchange()
@@ -85,7 +77,7 @@ class LockstepSimulation(ABC):
         """Adds every worker's optimizer step, for one of `parts` parts of the model."""
         update = self.simulator.fleet.update / parts
         self.free = self.free + update
-        self.simulator.clocks.add_all("optimizer", update)
+        self.simulator.clocks["optimizer"] += update
 
     def count_exchange(self) -> None:
         self.bytes_sent += self.exchange_bytes * self.workers
@@ -109,18 +101,6 @@ class LockstepSimulation(ABC):
             self.free = np.maximum(self.free, now)
             self._reported = now
             self._schedule_step()
-
-    def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None:
-        raise AssertionError("a lease for one worker under a planned strategy")
-
-    def on_order(self, message: Message, now: float) -> None:
-        raise AssertionError("an order to servers under a planned strategy")
-
-    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
-        then(now)
-
-    def close(self) -> None:
-        return
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -153,10 +133,10 @@ class LockstepSimulation(ABC):
         self._samples += shares.astype(np.int64)
         self._busy += busy
         clocks = simulator.clocks
-        clocks.add_all("forward", busy / 3)
-        clocks.add_all("backward", busy * 2 / 3)
+        clocks["forward"] += busy / 3
+        clocks["backward"] += busy * 2 / 3
         if late is not None:
-            clocks.add_all("comm_exposed", late)
+            clocks["comm_exposed"] += late
         simulator.joint_steps += 1
         self._start = stop
         self._continue(plan, stop)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.cluster.pool import Jitter, Pool
 from paceline.plan.cost_model import StepTime, Workload, step_time_on
+from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.twin.timeline import Callback, SharedCores, Timeline
 
@@ -77,16 +78,14 @@ class SimulatedMachines:
     def __init__(
         self,
         pool: Pool,
-        workers: int,
+        plan: RunSpec,
         work: Workload,
         timeline: Timeline,
         *,
         seed: int,
-        slowdowns: tuple[InjectedSlowdown, ...] = (),
-        servers: int = 0,
+        slowdowns: tuple[InjectedSlowdown, ...],
     ) -> None:
-        self.pool = pool
-        self.hosts = pool.slots[:workers]
+        self.hosts = pool.slots[: plan.workers]
         self.links = [pool.link_of(h) for h in self.hosts]
         self.latency = [link.latency_s for link in self.links]
         self.compute: list[StepTime] = [step_time_on(h, work, pool) for h in self.hosts]
@@ -99,21 +98,16 @@ class SimulatedMachines:
         placed: dict[str, list[int]] = {}
         for worker, host in enumerate(self.hosts):
             placed.setdefault(host.host, []).append(worker)
-        together = {
-            name: len(ranks) + sum(1 for s in range(servers) if s % workers in ranks)
-            for name, ranks in placed.items()
-        }
-        shared = {
-            h.host: SharedCores(timeline, h.cores, together[h.host])
-            for h in {id(h): h for h in self.hosts}.values()
-        }
+        shared: dict[str, SharedCores] = {}
+        self._crowds: list[tuple[int, list[int]]] = []
+        for name, ranks in placed.items():
+            cores = self.hosts[ranks[0]].cores
+            servers = sum(s % plan.workers in ranks for s in range(plan.servers))
+            shared[name] = SharedCores(timeline, cores, len(ranks) + servers)
+            if len(ranks) > cores:
+                self._crowds.append((cores, ranks))
         self.cores = [shared[h.host] for h in self.hosts]
         """Cores of each worker's machine."""
-        self._crowds = [
-            (self.hosts[ranks[0]].cores, ranks)
-            for ranks in placed.values()
-            if len(ranks) > self.hosts[ranks[0]].cores
-        ]
         self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
 
     def work_s(self, worker: int, samples: int, now: float) -> float:

@@ -13,12 +13,12 @@ from paceline.protocol.messages import (
     GradientPushed,
     LeaseGranted,
     Message,
-    PlannedSteps,
     ShardSqNorm,
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
 from paceline.twin.backend import StepOutcome
+from paceline.twin.simulation import StrategySimulation
 from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Callback, FifoResource
 
@@ -64,7 +64,7 @@ class PushPullRules:
     """An update combines several gradients."""
 
 
-class PushPullSimulation:
+class PushPullSimulation(StrategySimulation):
     """Workers and servers of one phase; all servers act as one shard with their joint capacity.
 
     An update is applied once its order and its gradients have arrived and the update before it is
@@ -76,7 +76,6 @@ class PushPullSimulation:
         self.fleet = simulator.fleet
         self.rules = rules
         self.workers = [SimulatedWorker() for _ in range(simulator.plan.workers)]
-        self.bytes_sent = self.bytes_before = 0.0
         self._shard = ServerShard()
         self._server_bytes_per_s = simulator.server_bytes_per_s(rules.servers)
         self._link_bytes_per_s = [link.bytes_per_s for link in self.fleet.links]
@@ -102,9 +101,6 @@ class PushPullSimulation:
         """Callbacks by the version that they wait for."""
         self._fetching: dict[tuple[int, int], Callback] = {}
         """Pulls that follow the update made of a worker's own gradient."""
-
-    def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None:
-        raise AssertionError("planned steps under a parameter server")
 
     # ---- workers ------------------------------------------------------------------------------
 
@@ -417,9 +413,10 @@ class PushPullSimulation:
     def close(self) -> None:
         clocks = self.simulator.clocks
         for worker, state in enumerate(self.workers):
-            clocks.add("wait", worker, state.wait_s)
-            clocks.add("comm_exposed", worker, state.comm_s)
-            clocks.computed(worker, state.busy_s)
+            clocks["wait"][worker] += state.wait_s
+            clocks["comm_exposed"][worker] += state.comm_s
+            clocks["forward"][worker] += state.busy_s / 3
+            clocks["backward"][worker] += state.busy_s * 2 / 3
 
     # ---- links --------------------------------------------------------------------------------
 

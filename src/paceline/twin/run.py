@@ -33,9 +33,7 @@ from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
 from paceline.twin.backend import TimeOnlyBackend, WeightsBackend
-from paceline.twin.machines import SimulatedMachines
 from paceline.twin.simulator import Simulator
-from paceline.twin.timeline import Timeline
 
 DEPTHS = ("learn", "cost")
 PROGRESS_INTERVAL_S = 0.5
@@ -130,22 +128,13 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     writer = EventWriter(folder.events("run"))
     event_log = EventLog(writer, options.show)
     event_log.started(strategy=str(strategy), workers=workers, servers=plan.servers)
-    timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-    fleet = SimulatedMachines(
-        options.pool,
-        workers,
-        work,
-        timeline,
-        seed=resolved.seed,
-        slowdowns=slowdowns,
-        servers=plan.servers,
-    )
     simulator = Simulator(
         plan,
-        fleet,
+        options.pool,
         work,
         weights,
-        timeline,
+        seed=resolved.seed,
+        slowdowns=slowdowns,
         note=event_log.record,
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
@@ -153,8 +142,9 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     )
     _show_progress(simulator, options.show)
     end = simulator.run()
-    outcome = RunOutcome(end.status, end.error, timeline.now, simulator.coordinator, end.usage)
-    event_log.ended(end.status, end.error, timeline.now)
+    seconds = simulator.timeline.now
+    outcome = RunOutcome(end.status, end.error, seconds, simulator.coordinator, end.usage)
+    event_log.ended(end.status, end.error, seconds)
     writer.close()
     result = make_result(config, outcome, folder, virtual=True)
     write_json(folder.result, result)

@@ -8,13 +8,12 @@ the weights backend. The active strategy's simulate facet simulates all of its w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from paceline.cluster.pool import Pool
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory
@@ -42,6 +41,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
+from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_pace, make_switch_policy, simulation
 from paceline.telemetry.events import PHASES, Event
@@ -54,95 +54,50 @@ DETECT_S = 1.0
 """Time until a dead worker is noticed, as by its process or its heartbeat in a real run."""
 
 
-class MessageDelivery(Protocol):
-    """Decides when messages arrive; calls `callback` on arrival. Used to inject faults.
-
-    Without one, every message arrives when it is due.
-    """
-
-    def to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
-        """From a worker to the coordinator."""
-        ...
-
-    def to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
-        """From the coordinator to a worker."""
-        ...
-
-    def to_servers(self, at_s: float, callback: Callback) -> None:
-        """From the coordinator to the servers."""
-        ...
-
-    def push(self, worker: int, at_s: float, gradient: Callback, notification: Callback) -> None:
-        """Delivers a gradient to the servers and its notification to the coordinator."""
-        ...
-
-
-@dataclass
-class PhaseTotals:
-    """Virtual seconds per worker and time category."""
-
-    workers: int
-    seconds: dict[str, Floats] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.seconds = {name: np.zeros(self.workers) for name in PHASES}
-
-    def add(self, phase: str, worker: int, seconds: float) -> None:
-        self.seconds[phase][worker] += seconds
-
-    def add_all(self, phase: str, seconds: Floats | float) -> None:
-        self.seconds[phase] += seconds
-
-    def computed(self, worker: int, seconds: float) -> None:
-        self.seconds["forward"][worker] += seconds / 3
-        self.seconds["backward"][worker] += seconds * 2 / 3
-
-
 class Simulator:
     """Runs a plan to its end. Deterministic: the same inputs give the same events."""
 
     def __init__(
         self,
         plan: RunSpec,
-        fleet: SimulatedMachines,
+        pool: Pool,
         work: Workload,
         weights: WeightsBackend,
-        timeline: Timeline,
         *,
+        seed: int = 0,
+        slowdowns: tuple[InjectedSlowdown, ...] = (),
         note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
         memory: CoordinatorMemory | None = None,
         splits: tuple[str, ...] = (),
-        delivery: MessageDelivery | None = None,
     ) -> None:
-        self.plan = plan
-        self.fleet = fleet
-        self.pool = fleet.pool
-        self.work = work
-        self.weights = weights
-        self.timeline = timeline
+        self.plan, self.pool, self.work, self.weights = plan, pool, work, weights
+        self.timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
+        self.fleet = SimulatedMachines(
+            pool, plan, work, self.timeline, seed=seed, slowdowns=slowdowns
+        )
         self.coordinator = Coordinator(
             plan,
-            now=timeline.now,
+            now=self.timeline.now,
             paces=make_pace,
             policies=make_switch_policy,
             memory=memory,
         )
-        self.clocks = PhaseTotals(plan.workers)
+        self.clocks: dict[str, Floats] = {name: np.zeros(plan.workers) for name in PHASES}
+        """Virtual seconds of each worker, by time category."""
         self.steps = [0] * plan.workers
         """Steps of each worker on its individual leases."""
         self.joint_steps = 0
         """Steps that all workers took together."""
         self.end: EndRun | None = None
         self.state_bytes = work.bytes * (1 + work.slots)
-        self._delivery = delivery
         self._note = note
         self._model_path = model_path
         self._splits = splits
         self._control = FifoResource()
-        self._control_s = self.pool.control_ms / 1e3
-        self._simulation: StrategySimulation | None = None
-        self._active_strategy: Strategy = plan.strategy
+        self._control_s = pool.control_ms / 1e3
+        self._simulation = StrategySimulation()
+        self._active_strategy: Strategy | None = None
         self._entering: set[int] = set()
         self._diverged_workers: set[int] = set()
         """Workers that have reported a diverging loss under the active strategy."""
@@ -157,17 +112,17 @@ class Simulator:
         self._evaluate_s = 0.0
 
     def run(self) -> EndRun:
-        work, speeds = self.work, self._speeds()
+        work, now = self.work, self.timeline.now
         for server in range(self.plan.servers):
-            self.send(0, ServerReady(server, "virtual", 1), self.timeline.now)
-        for worker in range(self.plan.workers):
-            ready = WorkerReady(
-                worker, work.samples, work.batch, work.epochs, self._splits, speeds[worker]
-            )
-            self.send(worker, ready, self.timeline.now)
+            self.send(0, ServerReady(server, "virtual", 1), now)
+        share = max(1, work.batch // self.plan.workers)
+        for worker, cost in enumerate(self.fleet.compute):
+            speed = share / max(cost.step_s(share), 1e-12)
+            ready = WorkerReady(worker, work.samples, work.batch, work.epochs, self._splits, speed)
+            self.send(worker, ready, now)
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
-                self._plan_death(worker, host.fails_at_s)
+                self.timeline.schedule(host.fails_at_s, partial(self._die, worker))
         try:
             if not self.timeline.run():
                 raise AssertionError(
@@ -179,22 +134,18 @@ class Simulator:
             self.weights.close()
         return self.end
 
-    def _speeds(self) -> list[float]:
-        share = max(1, self.work.batch // self.plan.workers)
-        return [share / max(c.step_s(share), 1e-12) for c in self.fleet.compute]
+    def _die(self, worker: int, now: float) -> None:
+        self.dead.add(worker)
+        host, step = self.fleet.hosts[worker].host, self.steps_of(worker)
+        self.fail_later(f"worker {worker} ({host}) died at step {step}", now)
 
-    def _plan_death(self, worker: int, at_s: float) -> None:
-        def die(now: float) -> None:
-            self.dead.add(worker)
-            step = self.steps_of(worker)
-            error = f"worker {worker} ({self.fleet.hosts[worker].host}) died at step {step}"
+    def fail_later(self, error: str, now: float) -> None:
+        """Ends the run with an error, when the coordinator notices it."""
 
-            def notice(later: float) -> None:
-                self.execute(self.coordinator.stop("failed", error), later)
+        def notice(later: float) -> None:
+            self.execute(self.coordinator.stop("failed", error), later)
 
-            self.timeline.schedule(now + DETECT_S, notice)
-
-        self.timeline.schedule(at_s, die)
+        self.timeline.schedule(now + DETECT_S, notice)
 
     def steps_of(self, worker: int) -> int:
         return self.steps[worker] + self.joint_steps
@@ -203,32 +154,36 @@ class Simulator:
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
         """Sends from a worker to the coordinator, which handles one message at a time."""
-        if worker in self.dead:
-            return
-        arrives = at_s + self.fleet.latency[worker]
-        if self._delivery is None:
-            self.timeline.schedule(arrives, lambda now: self.deliver_to_coordinator(message, now))
-        else:
-            self._delivery.to_coordinator(
-                worker, arrives, lambda now: self.deliver_to_coordinator(message, now)
-            )
+        if worker not in self.dead:
+            arrives = at_s + self.fleet.latency[worker]
+            self.deliver_to_coordinator(worker, arrives, partial(self.handle, message))
 
     def send_push(self, worker: int, message: Message, at_s: float, gradient: Callback) -> None:
-        """Delivers a gradient to the servers and its notification to the coordinator."""
-        if worker in self.dead:
-            return
-        arrives = at_s + self.fleet.latency[worker]
-        if self._delivery is not None:
-            self._delivery.push(
-                worker, arrives, gradient, lambda now: self.deliver_to_coordinator(message, now)
-            )
-            return
+        """Sends a gradient to the servers and its notification to the coordinator."""
+        if worker not in self.dead:
+            arrives = at_s + self.fleet.latency[worker]
+            self.deliver_push(worker, arrives, gradient, partial(self.handle, message))
 
+    # Fault schedules override the following four: by default, messages arrive when they are due.
+
+    def deliver_to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
+        self.timeline.schedule(at_s, callback)
+
+    def deliver_push(
+        self, worker: int, at_s: float, gradient: Callback, notification: Callback
+    ) -> None:
         def both(now: float) -> None:
             gradient(now)
-            self.deliver_to_coordinator(message, now)
+            notification(now)
 
-        self.timeline.schedule(arrives, both)
+        self.timeline.schedule(at_s, both)
+
+    def deliver_to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
+        """Calls back immediately, with a time that is ahead of the timeline by one latency."""
+        callback(at_s)
+
+    def deliver_to_servers(self, at_s: float, callback: Callback) -> None:
+        callback(at_s)
 
     def report_divergence(
         self, worker: int, outcome: StepOutcome, lease: Lease, at_s: float
@@ -240,7 +195,8 @@ class Simulator:
             message = LossDiverged(worker, self.steps_of(worker), loss, outcome.diverged or "")
             self.send(worker, message, at_s)
 
-    def deliver_to_coordinator(self, message: Message, now: float) -> None:
+    def handle(self, message: Message, now: float) -> None:
+        """Lets the coordinator handle a message that has arrived."""
         handled_at = self._control.reserve(now, self._control_s)
         actions = self.coordinator.handle(message, handled_at)
         if actions:
@@ -251,22 +207,13 @@ class Simulator:
     def execute(self, actions: list[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Send):
-                worker, message = action.worker, action.message
+                worker = action.worker
                 arrives = now + self.fleet.latency[worker]
-                if self._delivery is None:
-                    self._deliver_to_worker(worker, message, arrives)
-                else:
-                    self._delivery.to_worker(
-                        worker, arrives, partial(self._deliver_to_worker, worker, message)
-                    )
+                self.deliver_to_worker(
+                    worker, arrives, partial(self._receive, worker, action.message)
+                )
             elif isinstance(action, SendToServers):
-                assert self._simulation is not None
-                if self._delivery is None:
-                    self._simulation.on_order(action.message, now)
-                else:
-                    self._delivery.to_servers(
-                        now, partial(self._simulation.on_order, action.message)
-                    )
+                self.deliver_to_servers(now, partial(self._simulation.on_order, action.message))
             elif isinstance(action, EmitEvent):
                 self._note(action.event)
             else:
@@ -274,16 +221,13 @@ class Simulator:
                 self.end = action
                 self.timeline.stop()
 
-    def _deliver_to_worker(self, worker: int, message: Message, now: float) -> None:
-        """Delivers a message at `now`, which may be ahead of the timeline by one latency."""
+    def _receive(self, worker: int, message: Message, now: float) -> None:
         if isinstance(message, LeaseGranted):
             if self._entered_at:
                 self._resumed(worker, now)
-            assert self._simulation is not None
             self._simulation.on_lease(worker, message, now)
         elif isinstance(message, PlannedSteps):
             self._resumed(worker, now)
-            assert self._simulation is not None
             self._simulation.on_steps(worker, message, now)
         elif isinstance(message, EnterPhase):
             self._enter(worker, message, now)
@@ -313,26 +257,24 @@ class Simulator:
         self._diverged_workers.clear()
         strategy = self.plan.strategy.phases[message.phase]
         began = now
-        if self._simulation is not None:
+        if self._active_strategy is not None:
             now += self._handover_s(self._active_strategy, strategy)
             self._close_simulation()
         self._simulation = simulation(strategy).simulation(strategy, self, message.groups)
         self._active_strategy = strategy
         self.weights.enter(strategy, message.groups, keep=message.snapshot, restore=message.restore)
         if message.switching:
-            self.clocks.add_all("switch", now - began)
+            self.clocks["switch"] += now - began
         for each in range(self.plan.workers):
             self.send(each, PhaseEntered(each), now)
 
     def _handover_s(self, before: Strategy, after: Strategy) -> float:
         """All workers fetch the state from the old servers; one sends it to the new ones."""
         seconds, workers = 0.0, self.plan.workers
-        if old := before.servers_for(workers):
-            bandwidth = self.server_bytes_per_s(old)
-            seconds += max(self.fleet.latency) + self.state_bytes * workers / bandwidth
-        if new := after.servers_for(workers):
-            bandwidth = self.server_bytes_per_s(new)
-            seconds += max(self.fleet.latency) + self.state_bytes / bandwidth
+        for strategy, copies in ((before, workers), (after, 1)):
+            if servers := strategy.servers_for(workers):
+                bandwidth = self.server_bytes_per_s(servers)
+                seconds += max(self.fleet.latency) + self.state_bytes * copies / bandwidth
         return seconds
 
     def server_bytes_per_s(self, servers: int) -> float:
@@ -341,18 +283,15 @@ class Simulator:
         return servers * min(link.bytes_per_s for link in links)
 
     def _close_simulation(self) -> None:
-        if self._simulation is not None:
-            self._sent += self._simulation.bytes_sent
-            self._before += self._simulation.bytes_before
-            self._simulation.close()
-            self._simulation = None
+        self._sent += self._simulation.bytes_sent
+        self._before += self._simulation.bytes_before
+        self._simulation.close()
+        self._simulation = StrategySimulation()
 
     def _quiesce(self, worker: int, message: Quiesce, now: float) -> None:
-        assert self._simulation is not None
-
         def settled(at_s: float) -> None:
             self._settle_s[worker] = at_s - now
-            self.clocks.add("comm_exposed", worker, at_s - now)
+            self.clocks["comm_exposed"][worker] += at_s - now
             if not self._answered:
                 self._lr = self.weights.settle()
             self._answered = (self._answered + 1) % self.plan.workers
@@ -368,7 +307,7 @@ class Simulator:
     def _evaluate(self, worker: int, split: str, now: float) -> None:
         share = self.work.evaluated.get(split, 0) / self.plan.workers
         seconds = FORWARD_FRACTION * share * self.fleet.compute[worker].per_sample_s
-        self.clocks.add("eval", worker, seconds)
+        self.clocks["eval"][worker] += seconds
         if worker == 0:
             self._evaluate_s += seconds
         # All workers hold the same weights, so worker 0 evaluates for all of them.
@@ -383,7 +322,7 @@ class Simulator:
         self.send(worker, WorkerFinished(worker, self._totals(worker, now)), now)
 
     def _totals(self, worker: int, now: float) -> dict[str, object]:
-        phases = {name: float(s[worker]) for name, s in self.clocks.seconds.items()}
+        phases = {name: float(s[worker]) for name, s in self.clocks.items()}
         # Between two requests of the coordinator, a worker waits for the other workers.
         phases["wait"] += max(0.0, now - sum(phases.values()))
         stages = dict.fromkeys(("start", "read", "prepare", "save"), 0.0)

@@ -22,7 +22,7 @@ class SingleSimulation(LockstepSimulation):
         update_s = float(self.simulator.fleet.update[0])
         self.free = ends.copy()
         self.free[0] += update_s
-        self.simulator.clocks.add("optimizer", 0, update_s)
+        self.simulator.clocks["optimizer"][0] += update_s
 
 
 class SingleSimulate(SimulateFacet[Single]):

@@ -1,7 +1,7 @@
 """Fault injection for the protocol: seeded delays, duplicates, losses and crashes.
 
-    python -m paceline.twin.faults --count 20000 --seed 7      run many; shrinks a failing one
-    python -m paceline.twin.faults "strategy=ps workers=3 ..." replay one
+    python tests/fault_schedules.py --count 20000 --seed 7      run many; shrinks a failing one
+    python tests/fault_schedules.py "strategy=ps workers=3 ..." replay one
 
 A message may be delayed, duplicated or lost (then its connection is broken and the run fails);
 machines crash. A failed run is resumed from its last checkpoint, on the machines available then.
@@ -19,7 +19,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from fault_invariants import InvariantChecker, SampleAudit, Violation
 from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
@@ -29,11 +31,8 @@ from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, parse_strategy
-from paceline.twin.fault_delivery import UnreliableDelivery
-from paceline.twin.invariants import InvariantChecker, SampleAudit, Violation
-from paceline.twin.machines import SimulatedMachines
-from paceline.twin.simulator import DETECT_S, Simulator
-from paceline.twin.timeline import Timeline
+from paceline.twin.simulator import Simulator
+from paceline.twin.timeline import Callback
 
 FAULTS = ("delay", "repeat", "lose", "die")
 MAX_FAILURES = 6
@@ -126,6 +125,61 @@ class FaultCase:
         return self.batch >= self.workers and self.spec.servers_for(self.workers) <= self.workers
 
 
+class FaultySimulator(Simulator):
+    """Delays, repeats or loses messages; each connection keeps its order."""
+
+    LATE, TWICE, LOST = 0.3, 0.1, 0.004
+
+    def __init__(
+        self, *args: Any, rng: random.Random, faults: Sequence[str], **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._rng, self._faults = rng, faults
+        self._last: dict[object, float] = {}
+        self._broken: set[int] = set()
+        """Workers whose control connection is broken."""
+
+    def deliver_to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
+        if self._loses(worker):
+            return
+        self._deliver(("up", worker), at_s, callback)
+        if "repeat" in self._faults and self._rng.random() < self.TWICE:
+            self._deliver(("up", worker), at_s + self._rng.expovariate(2.0), callback)
+
+    def deliver_to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
+        if not self._loses(worker):
+            self._deliver(("down", worker), at_s, callback)
+
+    def deliver_to_servers(self, at_s: float, callback: Callback) -> None:
+        self._deliver("order", at_s, callback)
+        if "repeat" in self._faults and self._rng.random() < self.TWICE:
+            self._deliver("order", at_s + self._rng.expovariate(2.0), callback)
+
+    def deliver_push(
+        self, worker: int, at_s: float, gradient: Callback, notification: Callback
+    ) -> None:
+        self._deliver(("push", worker), at_s, gradient)
+        self.deliver_to_coordinator(worker, at_s, notification)
+
+    def _loses(self, worker: int) -> bool:
+        """A lost message means a broken connection: nothing passes it afterwards."""
+        if worker in self._broken:
+            return True
+        if "lose" in self._faults and self._rng.random() < self.LOST:
+            self._broken.add(worker)
+            self.fail_later(f"worker {worker} was lost", self.timeline.now)
+            return True
+        return False
+
+    def _deliver(self, connection: object, at_s: float, callback: Callback) -> None:
+        if "delay" in self._faults and self._rng.random() < self.LATE:
+            at_s += self._rng.expovariate(3.0)
+        # Bytes of one connection do not overtake each other.
+        at_s = max(at_s, self._last.get(connection, 0.0))
+        self._last[connection] = at_s
+        self.timeline.schedule(at_s, callback)
+
+
 def draw_case(seed: int) -> FaultCase:
     """Generates the case of a seed: sizes, strategy and kinds of faults."""
     rng = random.Random(seed)
@@ -212,29 +266,16 @@ def run_until_failure(
             )
         )
     pool = Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.5))
-    timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-    fleet = SimulatedMachines(
-        pool, workers, work, timeline, seed=rng.randrange(2**31), servers=spec.servers_for(workers)
-    )
     audit = SampleAudit(seen)
-
-    def lose(worker: int) -> None:
-        def notice(now: float) -> None:
-            simulator.execute(
-                simulator.coordinator.stop("failed", f"worker {worker} was lost"), now
-            )
-
-        timeline.schedule(timeline.now + DETECT_S, notice)
-
     plan = RunSpec(
         strategy=spec,
         workers=workers,
         clip=1.0 if case.clip else None,
         checkpoint_samples=case.every or None,
     )
-    delivery = UnreliableDelivery(timeline, rng, faults, lose)
-    simulator = Simulator(
-        plan, fleet, work, audit, timeline, memory=copy.deepcopy(memory), delivery=delivery
+    seed = rng.randrange(2**31)
+    simulator = FaultySimulator(
+        plan, pool, work, audit, seed=seed, memory=copy.deepcopy(memory), rng=rng, faults=faults
     )
     InvariantChecker(simulator, spec)
     end = simulator.run()
@@ -309,13 +350,13 @@ def run_cases(seeds: range) -> tuple[int, int]:
         failures, why = try_case(case)
         if why is not None:
             smallest, violation = shrink(case)
-            raise Violation(f'{violation}\nreplay: python -m paceline.twin.faults "{smallest}"')
+            raise Violation(f'{violation}\nreplay: python tests/fault_schedules.py "{smallest}"')
         survived += failures
     return len(seeds), survived
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.twin.faults")
+    parser = argparse.ArgumentParser(prog="python tests/fault_schedules.py")
     parser.add_argument("line", nargs="?", help="a case to replay")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
