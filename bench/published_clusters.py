@@ -21,8 +21,8 @@ from paceline.cluster.pool import Host, Jitter, Pool, StepCost
 from paceline.plan.cost_model import Workload
 from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.registry import parse_strategy
-from paceline.twin.backend import TimeOnlyBackend
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightsBackend
 
 CLUSTERS = Path(__file__).parents[1] / "src" / "paceline" / "cluster" / "examples"
 ROUNDS = 12
@@ -72,7 +72,7 @@ STUDIES = (
 def simulated_seconds(pool: Pool, work: Workload, strategy: str) -> float:
     """Returns the virtual seconds of a run, simulating time only."""
     plan = RunSpec(strategy=parse_strategy(strategy), workers=len(pool.slots))
-    simulator = Simulator(plan, pool, work, TimeOnlyBackend())
+    simulator = Simulator(plan, pool, work, WeightsBackend())
     simulator.run()
     return simulator.timeline.now
 

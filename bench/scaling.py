@@ -19,8 +19,8 @@ from paceline.cluster.pool import Host, Link, Pool
 from paceline.plan.cost_model import Workload
 from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.registry import parse_strategy
-from paceline.twin.backend import TimeOnlyBackend
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightsBackend
 
 SHARE, STEPS = 32, 10
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 5000, 10_000)
@@ -56,7 +56,7 @@ def play(strategy: str, collective: str, workers: int) -> dict[str, float] | Non
         evaluated={},
         slots=1,
     )
-    world = Simulator(RunSpec(strategy=spec, workers=workers), pool, work, TimeOnlyBackend())
+    world = Simulator(RunSpec(strategy=spec, workers=workers), pool, work, WeightsBackend())
     began = time.perf_counter()
     world.run()
     history = world.coordinator.history
@@ -89,7 +89,7 @@ def play_million() -> None:
     )
     began = time.perf_counter()
     plan = RunSpec(strategy=parse_strategy("ps"), workers=workers)
-    world = Simulator(plan, pool, work, TimeOnlyBackend())
+    world = Simulator(plan, pool, work, WeightsBackend())
     world.run()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

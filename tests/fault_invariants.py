@@ -10,8 +10,8 @@ from typing import Any, cast
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.strategy import Strategy
-from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import NOTHING, StepOutcome, WeightsBackend, WeightUpdates
 
 MAX_EVENTS = 100_000
 
@@ -20,7 +20,7 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
-class SampleAudit(TimeOnlyBackend):
+class SampleAudit(WeightsBackend, WeightUpdates):
     """Counts which samples were computed, and keeps what a checkpoint would contain."""
 
     uses_leases = True
@@ -31,6 +31,9 @@ class SampleAudit(TimeOnlyBackend):
         """Samples in each gradient that was computed but not applied yet."""
         self.applied = 0
         self.saved: tuple[CoordinatorMemory, Counter[tuple[int, int]]] | None = None
+
+    def enter(self, *args: Any, **settings: Any) -> WeightUpdates:
+        return self
 
     def _count(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         for lease in leases:

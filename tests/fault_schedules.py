@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fault_invariants import InvariantChecker, SampleAudit, Violation
@@ -26,6 +27,7 @@ from paceline.cluster.pool import Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
 from paceline.protocol.history import CoordinatorMemory
+from paceline.protocol.messages import Message
 from paceline.protocol.run_spec import RunSpec
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.specs.schedule import Constant
@@ -139,27 +141,28 @@ class FaultySimulator(Simulator):
         self._broken: set[int] = set()
         """Workers whose control connection is broken."""
 
-    def deliver_to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
-        if self._loses(worker):
+    def send(self, worker: int, message: Message, at_s: float) -> None:
+        if worker in self.dead or self._loses(worker):
             return
-        self._deliver(("up", worker), at_s, callback)
+        arrives, handle = at_s + self.fleet.latency[worker], partial(self.handle, message)
+        self._deliver(("up", worker), arrives, handle)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
-            self._deliver(("up", worker), at_s + self._rng.expovariate(2.0), callback)
+            self._deliver(("up", worker), arrives + self._rng.expovariate(2.0), handle)
 
-    def deliver_to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
+    def send_push(self, worker: int, message: Message, at_s: float, gradient: Callback) -> None:
+        if worker not in self.dead:
+            self._deliver(("push", worker), at_s + self.fleet.latency[worker], gradient)
+            self.send(worker, message, at_s)
+
+    def receive(self, worker: int, message: Message, now: float) -> None:
         if not self._loses(worker):
-            self._deliver(("down", worker), at_s, callback)
+            self._deliver(("down", worker), now, partial(super().receive, worker, message))
 
-    def deliver_to_servers(self, at_s: float, callback: Callback) -> None:
-        self._deliver("order", at_s, callback)
+    def order(self, message: Message, now: float) -> None:
+        obey = partial(self.simulation.on_order, message)
+        self._deliver("order", now, obey)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
-            self._deliver("order", at_s + self._rng.expovariate(2.0), callback)
-
-    def deliver_push(
-        self, worker: int, at_s: float, gradient: Callback, notification: Callback
-    ) -> None:
-        self._deliver(("push", worker), at_s, gradient)
-        self.deliver_to_coordinator(worker, at_s, notification)
+            self._deliver("order", now + self._rng.expovariate(2.0), obey)
 
     def _loses(self, worker: int) -> bool:
         """A lost message means a broken connection: nothing passes it afterwards."""

@@ -24,8 +24,8 @@ from paceline.strategies.model_parallel_cost import StageHost
 from paceline.strategies.pipeline.cost import bubble_fraction, estimate_pipeline
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.registry import parse_strategy
-from paceline.twin.backend import TimeOnlyBackend
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightsBackend
 
 WORK = Workload(
     model="made-up",
@@ -197,7 +197,7 @@ def test_estimates_agree_with_the_twin(strategy: str, slow: float) -> None:
     added = estimate(machines, chosen, parse_strategy(strategy)).seconds
     spec = parse_strategy(strategy)
     plan = RunSpec(strategy=spec, workers=len(pool.slots))
-    simulator = Simulator(plan, pool, WORK, TimeOnlyBackend())
+    simulator = Simulator(plan, pool, WORK, WeightsBackend())
     simulator.run()
     assert added == pytest.approx(simulator.timeline.now, rel=0.10)
 

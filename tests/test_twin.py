@@ -38,12 +38,12 @@ from paceline.protocol.messages import Lease
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy
-from paceline.twin.backend import NOTHING, StepOutcome, TimeOnlyBackend
 from paceline.twin.clusters import apply_what_if, read_cluster
 from paceline.twin.machines import JitterSource, share_evenly
 from paceline.twin.run import TwinOptions, run_twin
 from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import FifoResource, SharedCores, Timeline
+from paceline.twin.updates import NOTHING, StepOutcome, WeightsBackend, WeightUpdates
 from paceline.twin.workload import workload_of_job
 
 EVERY_STRATEGY = [
@@ -102,7 +102,7 @@ def play(
     pool: Pool,
     work: Workload = WORK,
     *,
-    weights: TimeOnlyBackend | None = None,
+    weights: WeightsBackend | None = None,
     seed: int = 0,
     clip: float | None = None,
     slow: str | None = None,
@@ -115,7 +115,7 @@ def play(
         RunSpec(strategy=spec, workers=workers, clip=clip),
         pool,
         work,
-        weights or TimeOnlyBackend(),
+        weights or WeightsBackend(),
         seed=seed,
         slowdowns=slowdowns,
         splits=tuple(work.evaluated),
@@ -129,13 +129,16 @@ def unequal(count: int = 4, **changes: Any) -> Pool:
     return Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.2), **changes)
 
 
-class Watching(TimeOnlyBackend):
+class Watching(WeightsBackend, WeightUpdates):
     """Counts which positions were computed."""
 
     uses_leases = True
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[int, int]] = Counter()
+
+    def enter(self, *args: Any, **settings: Any) -> WeightUpdates:
+        return self
 
     def _see(self, leases: Sequence[Lease]) -> None:
         for lease in leases:

@@ -32,19 +32,19 @@ class LocalStepsSimulation(LockstepSimulation):
         self._steps_since_sync += 1
         if self._is_due():
             self._steps_since_sync = 0
-            self.simulator.weights.average_replicas()
+            self.simulator.updates.average_replicas()
             self.wait_for_all(self.free, self.exchange_s)
 
     def _is_due(self) -> bool:
         if self._steps_between_syncs is None:
-            return self.simulator.weights.is_average_due()
+            return self.simulator.updates.is_average_due()
         return self._steps_since_sync >= self._steps_between_syncs
 
     def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
         """A quiesce averages the replicas, if they took steps since the last average."""
         if worker == 0 and self._steps_since_sync:
             self._steps_since_sync = 0
-            self.simulator.weights.average_replicas()
+            self.simulator.updates.average_replicas()
             self.count_exchange()
             now += self.exchange_s
         then(now)

@@ -18,15 +18,16 @@ from paceline.codecs.spec import Codec
 from paceline.comm.buckets import plan_layout
 from paceline.protocol.messages import Lease
 from paceline.strategies.runner import NORMS_EVERY, step_optimizer
-from paceline.twin.backend import StepOutcome
-from paceline.twin.updates import EMPTY, LockstepUpdates
+from paceline.twin.updates import EMPTY, StepOutcome, WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
 
 
-class ExactUpdate(LockstepUpdates):
+class ExactUpdate(WeightUpdates):
     """All workers compute on the same weights; their weighted sum is one update."""
+
+    uses_leases = True
 
     def __init__(
         self, backend: GradientBackend, *, codec: Codec | None = None, bucket_bytes: int = 0
@@ -80,9 +81,6 @@ class ExactUpdate(LockstepUpdates):
         step_optimizer(self._replica)
         self._steps += 1
         return outcomes
-
-    def sync(self) -> None:
-        return
 
     def export(self) -> None:
         if self._coded is not None:

@@ -8,7 +8,7 @@ state and BatchNorm statistics.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from paceline.accuracy import count_correct
 from paceline.job import Job
 from paceline.protocol.divergence import DivergenceDetector
-from paceline.protocol.messages import ApplyUpdate, Lease, StepStats
+from paceline.protocol.messages import Lease, StepStats
 from paceline.specs.strategy import Strategy
 from paceline.state import (
     Section,
@@ -31,9 +31,8 @@ from paceline.state import (
 )
 from paceline.strategies.registry import simulation
 from paceline.strategies.runner import LossOf, Replica
-from paceline.twin.backend import StepOutcome
 from paceline.twin.simulation import Groups
-from paceline.twin.updates import LockstepUpdates, PushPullUpdates, WeightUpdates
+from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 from paceline.worker.batch_loader import BatchLoader
 from paceline.worker.evaluation import evaluate_shard
 from paceline.worker.job_builder import (
@@ -111,10 +110,8 @@ class PerWorkerState:
             buffer.copy_(value)
 
 
-class GradientBackend:
+class GradientBackend(WeightsBackend):
     """A weights backend that trains the model."""
-
-    uses_leases = True
 
     def __init__(
         self, job: Job, tables: JobData, workers: int, *, checkpoints: Path, keep: int = 2
@@ -132,7 +129,7 @@ class GradientBackend:
         self._losses = [DivergenceDetector() for _ in range(workers)]
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
         """Codec residuals per worker and parameter; kept across a switch."""
-        self._updates: WeightUpdates | None = None
+        self._updates = WeightUpdates()
         self._fallback: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
         model.train()
@@ -172,10 +169,11 @@ class GradientBackend:
 
     # ---- weights backend ----------------------------------------------------------------------
 
-    def enter(self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool) -> None:
-        if self._updates is not None:
-            self._updates.export()
-            self._updates.close()
+    def enter(
+        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool
+    ) -> WeightUpdates:
+        self._updates.export()
+        self._updates.close()
         if restore and self._fallback is not None:
             self.load(self._fallback)
         self._fallback = None
@@ -184,52 +182,13 @@ class GradientBackend:
                 state_from_model(self.replica.model, self.replica.optimizer)
             )
         self._updates = simulation(strategy).updates(strategy, self, groups)
+        return self._updates
 
     def load(self, section: Section) -> None:
         load_into_model(section, self.replica.model, self.replica.optimizer)
         self.per_worker.copy_to_all()
 
-    @property
-    def _lockstep(self) -> LockstepUpdates:
-        assert isinstance(self._updates, LockstepUpdates)
-        return self._updates
-
-    @property
-    def _push_pull(self) -> PushPullUpdates:
-        assert isinstance(self._updates, PushPullUpdates)
-        return self._updates
-
-    def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        return self._lockstep.step(leases)
-
-    def is_average_due(self) -> bool:
-        return self._lockstep.is_average_due()
-
-    def average_replicas(self) -> None:
-        self._lockstep.average_replicas()
-
-    def pull(self, worker: int) -> None:
-        self._push_pull.pull(worker)
-
-    def compute(self, worker: int, lease: Lease) -> StepOutcome:
-        return self._push_pull.compute(worker, lease)
-
-    def push(self, worker: int, lease: Lease, handle: int) -> None:
-        self._push_pull.push(worker, lease, handle)
-
-    def push_group(
-        self, members: Sequence[int], leases: Sequence[Lease], handle: int
-    ) -> list[StepOutcome]:
-        return self._push_pull.push_group(members, leases, handle)
-
-    def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        return self._push_pull.grad_sq_norm(order)
-
-    def apply(self, order: ApplyUpdate, factor: float) -> None:
-        self._push_pull.apply(order, factor)
-
     def settle(self) -> float:
-        assert self._updates is not None
         self._updates.sync()
         self.per_worker.average()
         return float(self.replica.optimizer.param_groups[0]["lr"])
@@ -239,7 +198,6 @@ class GradientBackend:
         return evaluate_shard(self.replica.model, self._loss_of, table, device=self._device)
 
     def save(self, name: str, memory: Mapping[str, Any]) -> str:
-        assert self._updates is not None
         self._updates.export()
         shared = state_from_model(self.replica.model, self.replica.optimizer)
         shared.plain["coordinator"] = memory
@@ -263,8 +221,7 @@ class GradientBackend:
             torch.set_rng_state(self.per_worker.rng[0])
 
     def close(self) -> None:
-        if self._updates is not None:
-            self._updates.close()
+        self._updates.close()
 
     def save_model(self, path: Path) -> None:
         save_weights(self.replica.model, path)

@@ -14,10 +14,10 @@ import numpy as np
 
 from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats
 from paceline.protocol.shares import split_batch
-from paceline.twin.backend import StepOutcome
 from paceline.twin.machines import Floats
 from paceline.twin.simulation import StrategySimulation
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import StepOutcome
 
 REPORT_S = 0.5
 """Interval between a worker's reports, as in real runs."""
@@ -119,12 +119,12 @@ class LockstepSimulation(StrategySimulation, ABC):
         if late is not None:
             ends = ends + late
         leases: list[Lease] = []
-        if simulator.weights.uses_leases:
+        if simulator.updates.uses_leases:
             leases = [
                 Lease(0, plan.epoch, start, stop, start + lo, start + hi)
                 for lo, hi in pairwise(cuts)
             ]
-        outcomes = simulator.weights.step(leases)
+        outcomes = simulator.updates.step(leases)
         self.finish_step(ends, busy)
         self._outcomes.append(outcomes)
         for worker, outcome in enumerate(outcomes):

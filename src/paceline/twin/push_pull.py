@@ -17,10 +17,10 @@ from paceline.protocol.messages import (
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
-from paceline.twin.backend import StepOutcome
 from paceline.twin.simulation import StrategySimulation
 from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Callback, FifoResource
+from paceline.twin.updates import EMPTY, StepOutcome
 
 
 @dataclass(slots=True)
@@ -49,6 +49,20 @@ class SimulatedWorker:
     def add_wait(self, until: float) -> None:
         if self.idle_since is not None:
             self.wait_s += max(0.0, until - self.idle_since)
+
+
+@dataclass(slots=True)
+class PendingPush:
+    """A lease on its way from the coordinator to the push of its gradient."""
+
+    worker: int
+    granted: LeaseGranted
+    base: int
+    """Version of the weights that the gradient is computed with."""
+    outcome: StepOutcome = EMPTY
+    busy_s: float = 0.0
+    computed_s: float = 0.0
+    """Time at which the gradient is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,187 +123,130 @@ class PushPullSimulation(StrategySimulation):
         if state.busy:
             state.queue.append(granted)
         else:
-            self._begin(worker, state, granted, now)
+            self._begin(worker, granted, now)
 
-    def _begin(
-        self, worker: int, state: SimulatedWorker, granted: LeaseGranted, now: float
-    ) -> None:
+    def _begin(self, worker: int, granted: LeaseGranted, now: float) -> None:
+        state, push = self.workers[worker], PendingPush(worker, granted, granted.version)
         state.busy = True
         state.add_wait(now)
         if not granted.lease.samples:
-            self._report_push(worker, granted, now, now, StepOutcome(0, 0.0, 0))
+            push.computed_s = now
+            self._finish(push, now)
         elif state.in_flight:
             # An exchange is in progress: compute with the weights that the worker has.
-            self._compute(worker, granted, now)
+            self._compute(push, now)
         else:
-            self._pull(worker, state, granted, now)
+            self._pull(push, now)
 
-    def _pull(self, worker: int, state: SimulatedWorker, granted: LeaseGranted, now: float) -> None:
+    def _pull(self, push: PendingPush, now: float) -> None:
         """Pulls weights of at least the lease's version, then computes."""
+        worker = push.worker
+        state = self.workers[worker]
+
+        def answer(at_s: float) -> None:
+            arrive = self.answer_pull(worker, at_s)
+            state.base = self.version
+            self.fleet.cores[worker].run(arrive, self.pull_own_s, taken)
 
         def taken(ended: float) -> None:
             state.comm_s += ended - now
-            self._compute(worker, granted, ended)
+            self._compute(push, ended)
 
-        def answer(at_s: float) -> None:
-            arrive = self.answer_pull(worker, state, at_s)
-            cores = self.fleet.cores[worker]
-            if cores.crowded:
-                cores.run(arrive, self.pull_own_s, taken)
-            else:
-                taken(arrive + self.pull_own_s)
+        self.when_applied(push.granted.version, now + self.latency[worker], answer)
 
-        self.when_applied(granted.version, now + self.latency[worker], answer)
-
-    def answer_pull(self, worker: int, state: SimulatedWorker, at_s: float) -> float:
-        """Serves a pull at `at_s`; returns when the weights arrive at the worker."""
+    def answer_pull(self, worker: int, at_s: float) -> float:
+        """Serves a pull of `version` at `at_s`; returns when the weights arrive at the worker."""
         self._apply_until(at_s)
-        state.base = self.version
-        self.simulator.weights.pull(worker)
+        self.simulator.updates.pull(worker)
         sent = self.transfer(self.outbound, worker, at_s, self.rules.pull_bytes)
         return sent + self.latency[worker]
 
-    def _compute(self, worker: int, granted: LeaseGranted, now: float) -> None:
-        lease = granted.lease
-        epoch = lease.epoch + lease.start / self.simulator.work.samples
-        # With overlap, newer weights may arrive meanwhile; the gradient uses the current ones.
+    def _compute(self, push: PendingPush, now: float) -> None:
+        worker, lease = push.worker, push.granted.lease
         state = self.workers[worker]
-        early = self.simulator.weights.compute(worker, lease) if self.rules.overlap else None
+        epoch = lease.epoch + lease.start / self.simulator.work.samples
+        push.base = state.base
+        if self.rules.overlap:
+            # Newer weights may arrive meanwhile; the gradient uses the current ones.
+            push.outcome = self.simulator.updates.compute(worker, lease)
 
         def computed(ended: float) -> None:
             late = self.fleet.delay(worker, epoch)
-            busy_s = ended - now
-            state.busy_s += busy_s
+            push.busy_s = ended - now
+            state.busy_s += push.busy_s
             state.comm_s += late
-            if early is None:
-                then = partial(self._push, worker, granted, busy_s)
-            else:
-                then = partial(self._await_background_pull, worker, granted, busy_s, early)
-            self.simulator.timeline.schedule(ended + late, then)
+            then = self._await_background_pull if self.rules.overlap else self._push
+            self.simulator.timeline.schedule(ended + late, partial(then, push))
 
         self.fleet.compute_one(worker, lease.hi - lease.lo, now, epoch, computed)
 
-    def _await_background_pull(
-        self, worker: int, granted: LeaseGranted, busy_s: float, outcome: StepOutcome, now: float
-    ) -> None:
+    def _await_background_pull(self, push: PendingPush, now: float) -> None:
         """With overlap, the previous exchange must have ended before the next push."""
-        state = self.workers[worker]
-        if state.in_flight and state.landing is None:
-            state.blocked = lambda at_s: self._await_background_pull(
-                worker, granted, busy_s, outcome, max(now, at_s)
-            )
-            return
-        base = state.base
-        landed = now
+        state = self.workers[push.worker]
         if state.in_flight:
-            assert state.landing is not None
+            if state.landing is None:
+                state.blocked = lambda at_s: self._await_background_pull(push, max(now, at_s))
+                return
             landed = max(now, state.landing)
             state.comm_s += landed - now
             state.in_flight, state.base = False, state.incoming
-        self.simulator.timeline.schedule(
-            landed, lambda at_s: self._push(worker, granted, busy_s, at_s, outcome, base)
-        )
+            now = landed
+        self.simulator.timeline.schedule(now, partial(self._push, push))
 
-    def _push(
-        self,
-        worker: int,
-        granted: LeaseGranted,
-        busy_s: float,
-        now: float,
-        early: StepOutcome | None = None,
-        base: int | None = None,
-    ) -> None:
-        state = self.workers[worker]
-        weights = self.simulator.weights
-        outcome = early or weights.compute(worker, granted.lease)
-        weights.push(worker, granted.lease, state.handle + 1)
-        if outcome.diverged is not None:
-            self.simulator.report_divergence(worker, outcome, granted.lease, now)
-        cores = self.fleet.cores[worker]
-        if cores.crowded:
-            packed = partial(self._send, worker, granted, busy_s, now, outcome, base)
-            cores.run(now, self.push_own_s, packed)
-        else:
-            self._send(worker, granted, busy_s, now, outcome, base, now + self.push_own_s)
+    def _push(self, push: PendingPush, now: float) -> None:
+        worker, lease, updates = push.worker, push.granted.lease, self.simulator.updates
+        if not self.rules.overlap:
+            push.outcome = updates.compute(worker, lease)
+        updates.push(worker, lease, self.workers[worker].handle + 1)
+        if push.outcome.diverged is not None:
+            self.simulator.report_divergence(worker, push.outcome, lease, now)
+        push.computed_s = now
+        self.fleet.cores[worker].run(now, self.push_own_s, partial(self._send, push))
 
-    def _send(
-        self,
-        worker: int,
-        granted: LeaseGranted,
-        busy_s: float,
-        computed_s: float,
-        outcome: StepOutcome,
-        base: int | None,
-        now: float,
-    ) -> None:
+    def _send(self, push: PendingPush, now: float) -> None:
         """Sends the gradient to the servers."""
-        sent = self.transfer(self.inbound, worker, now, self.rules.push_bytes)
+        sent = self.transfer(self.inbound, push.worker, now, self.rules.push_bytes)
         self.bytes_sent += self.rules.push_bytes
         self.bytes_before += self.simulator.work.bytes
         if not self.rules.overlap:
-            self.workers[worker].comm_s += sent - computed_s
-        self._report_push(worker, granted, sent, computed_s, outcome, busy_s, base)
+            self.workers[push.worker].comm_s += sent - push.computed_s
+        self._finish(push, sent)
 
-    def _report_push(
-        self,
-        worker: int,
-        granted: LeaseGranted,
-        at_s: float,
-        computed_s: float,
-        outcome: StepOutcome,
-        busy_s: float = 0.0,
-        base: int | None = None,
-    ) -> None:
+    def _finish(self, push: PendingPush, at_s: float) -> None:
         """Notifies the coordinator of the push, then starts the worker's next lease, if any."""
+        worker, has_gradient = push.worker, push.granted.lease.samples > 0
         state = self.workers[worker]
-        samples = granted.lease.samples
-        if base is None:
-            base = state.base if samples else granted.version
-        comm_s = at_s - computed_s
-        self.post_push(worker, granted, at_s, base, outcome, busy_s, comm_s, gradient=samples > 0)
-        handle = state.handle
+        self.post_push(push, at_s, at_s - push.computed_s, gradient=has_gradient)
         free_at = at_s
-        if self.rules.overlap and samples:
-            self._start_background_pull(worker, handle, at_s)
-            free_at = computed_s
+        if self.rules.overlap and has_gradient:
+            self._start_background_pull(worker, state.handle, at_s)
+            free_at = push.computed_s
         state.idle_since = free_at
         state.busy = False
         if state.queue:
-            self._begin(worker, state, state.queue.pop(0), free_at)
+            self._begin(worker, state.queue.pop(0), free_at)
 
-    def post_push(
-        self,
-        worker: int,
-        granted: LeaseGranted,
-        at_s: float,
-        base: int,
-        outcome: StepOutcome,
-        busy_s: float,
-        comm_s: float,
-        *,
-        gradient: bool,
-    ) -> None:
+    def post_push(self, push: PendingPush, at_s: float, comm_s: float, *, gradient: bool) -> None:
         """Sends `GradientPushed` to the coordinator and, with `gradient`, a push to the servers."""
+        worker, lease, outcome = push.worker, push.granted.lease, push.outcome
         simulator, state = self.simulator, self.workers[worker]
         state.handle += 1
         step = simulator.steps_of(worker)
         simulator.steps[worker] += 1
-        handle, samples = state.handle, granted.lease.samples
+        handle, samples = state.handle, lease.samples
         measured = StepStats(
             samples,
             outcome.predictions or samples,
             outcome.loss_sum,
             outcome.correct,
-            busy_s,
+            push.busy_s,
             comm_s,
             outcome.norms,
         )
-        message = GradientPushed(worker, handle, granted.lease.id, samples, base, step, measured)
+        message = GradientPushed(worker, handle, lease.id, samples, push.base, step, measured)
 
         def arrived(now: float) -> None:
-            actions = self._shard.on_gradient(worker, handle)
-            if actions:
-                self._execute(actions, now)
+            self._execute(self._shard.on_gradient(worker, handle), now)
 
         if gradient:
             simulator.send_push(worker, message, at_s, arrived)
@@ -302,11 +259,8 @@ class PushPullSimulation(StrategySimulation):
         state.in_flight, state.landing = True, None
 
         def fetch(now: float) -> None:
-            self._apply_until(now)
+            state.landing = self.answer_pull(worker, now) + self.pull_own_s
             state.incoming = self.version
-            self.simulator.weights.pull(worker)
-            arrive = self.transfer(self.outbound, worker, now, self.rules.pull_bytes)
-            state.landing = arrive + self.latency[worker] + self.pull_own_s
             blocked, state.blocked = state.blocked, None
             if blocked is not None:
                 blocked(state.landing)
@@ -339,7 +293,7 @@ class PushPullSimulation(StrategySimulation):
                 self._sum_up(action.order, now)
 
     def _sum_up(self, order: ApplyUpdate, now: float) -> None:
-        square = self.simulator.weights.grad_sq_norm(order)
+        square = self.simulator.updates.grad_sq_norm(order)
         for server in range(self.rules.servers):
             # How the norm is divided among the servers does not change their sum.
             part = square if server == 0 else 0.0
@@ -373,9 +327,7 @@ class PushPullSimulation(StrategySimulation):
     def _server_is_dead(self) -> bool:
         """A server dies with its host."""
         dead = self.simulator.dead
-        if not dead:
-            return False
-        return any(s % len(self.workers) in dead for s in range(self.rules.servers))
+        return bool(dead) and any(s % len(self.workers) in dead for s in range(self.rules.servers))
 
     def when_applied(self, version: int, now: float, then: Callback) -> None:
         """Calls `then` at `now`, or when the version is applied if that is later.
@@ -394,7 +346,7 @@ class PushPullSimulation(StrategySimulation):
         while seen + 1 < len(made) and made[seen + 1] <= now:
             seen += 1
             update = self._unapplied.popleft()
-            self.simulator.weights.apply(update.order, update.factor)
+            self.simulator.updates.apply(update.order, update.factor)
         self.version = seen
 
     def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:

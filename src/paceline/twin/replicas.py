@@ -26,8 +26,7 @@ from paceline.strategies.runner import (
     WorkerContext,
 )
 from paceline.telemetry.phase_clock import PhaseClock
-from paceline.twin.backend import StepOutcome
-from paceline.twin.updates import EMPTY, LockstepUpdates
+from paceline.twin.updates import EMPTY, StepOutcome, WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
@@ -115,8 +114,10 @@ class RunnerGroup:
         self._pool.shutdown()
 
 
-class LocalReplicas(LockstepUpdates):
+class LocalReplicas(WeightUpdates):
     """Strategies whose workers take local steps and average their replicas by themselves."""
+
+    uses_leases = True
 
     def __init__(self, backend: GradientBackend, spec: Strategy) -> None:
         self._backend = backend

@@ -32,8 +32,8 @@ from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
-from paceline.twin.backend import TimeOnlyBackend, WeightsBackend
 from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightsBackend
 
 DEPTHS = ("learn", "cost")
 PROGRESS_INTERVAL_S = 0.5
@@ -200,7 +200,7 @@ def prepare_twin(
     tables = load_job_data(job.model_copy(update={"shard": "sample"}))
     work = count_workload(job, tables)
     if options.depth == "cost":
-        return work, TimeOnlyBackend(), tables.splits
+        return work, WeightsBackend(), tables.splits
     from paceline.twin.gradient_backend import GradientBackend
 
     training = GradientBackend(

@@ -45,10 +45,10 @@ from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_pace, make_switch_policy, simulation
 from paceline.telemetry.events import PHASES, Event
-from paceline.twin.backend import StepOutcome, WeightsBackend
 from paceline.twin.machines import Floats, SimulatedMachines
 from paceline.twin.simulation import StrategySimulation
 from paceline.twin.timeline import Callback, FifoResource, Timeline
+from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 
 DETECT_S = 1.0
 """Time until a dead worker is noticed, as by its process or its heartbeat in a real run."""
@@ -72,6 +72,8 @@ class Simulator:
         splits: tuple[str, ...] = (),
     ) -> None:
         self.plan, self.pool, self.work, self.weights = plan, pool, work, weights
+        self.updates = WeightUpdates()
+        """The weights under the active strategy."""
         self.timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
         self.fleet = SimulatedMachines(
             pool, plan, work, self.timeline, seed=seed, slowdowns=slowdowns
@@ -96,7 +98,7 @@ class Simulator:
         self._splits = splits
         self._control = FifoResource()
         self._control_s = pool.control_ms / 1e3
-        self._simulation = StrategySimulation()
+        self.simulation = StrategySimulation()
         self._active_strategy: Strategy | None = None
         self._entering: set[int] = set()
         self._diverged_workers: set[int] = set()
@@ -151,39 +153,24 @@ class Simulator:
         return self.steps[worker] + self.joint_steps
 
     # ---- messages -----------------------------------------------------------------------------
+    #
+    # Fault schedules override `send`, `send_push`, `receive` and `order`.
 
     def send(self, worker: int, message: Message, at_s: float) -> None:
         """Sends from a worker to the coordinator, which handles one message at a time."""
         if worker not in self.dead:
             arrives = at_s + self.fleet.latency[worker]
-            self.deliver_to_coordinator(worker, arrives, partial(self.handle, message))
+            self.timeline.schedule(arrives, partial(self.handle, message))
 
     def send_push(self, worker: int, message: Message, at_s: float, gradient: Callback) -> None:
         """Sends a gradient to the servers and its notification to the coordinator."""
-        if worker not in self.dead:
-            arrives = at_s + self.fleet.latency[worker]
-            self.deliver_push(worker, arrives, gradient, partial(self.handle, message))
 
-    # Fault schedules override the following four: by default, messages arrive when they are due.
-
-    def deliver_to_coordinator(self, worker: int, at_s: float, callback: Callback) -> None:
-        self.timeline.schedule(at_s, callback)
-
-    def deliver_push(
-        self, worker: int, at_s: float, gradient: Callback, notification: Callback
-    ) -> None:
-        def both(now: float) -> None:
+        def arrive(now: float) -> None:
             gradient(now)
-            notification(now)
+            self.handle(message, now)
 
-        self.timeline.schedule(at_s, both)
-
-    def deliver_to_worker(self, worker: int, at_s: float, callback: Callback) -> None:
-        """Calls back immediately, with a time that is ahead of the timeline by one latency."""
-        callback(at_s)
-
-    def deliver_to_servers(self, at_s: float, callback: Callback) -> None:
-        callback(at_s)
+        if worker not in self.dead:
+            self.timeline.schedule(at_s + self.fleet.latency[worker], arrive)
 
     def report_divergence(
         self, worker: int, outcome: StepOutcome, lease: Lease, at_s: float
@@ -207,13 +194,10 @@ class Simulator:
     def execute(self, actions: list[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Send):
-                worker = action.worker
-                arrives = now + self.fleet.latency[worker]
-                self.deliver_to_worker(
-                    worker, arrives, partial(self._receive, worker, action.message)
-                )
+                arrives = now + self.fleet.latency[action.worker]
+                self.receive(action.worker, action.message, arrives)
             elif isinstance(action, SendToServers):
-                self.deliver_to_servers(now, partial(self._simulation.on_order, action.message))
+                self.order(action.message, now)
             elif isinstance(action, EmitEvent):
                 self._note(action.event)
             else:
@@ -221,14 +205,19 @@ class Simulator:
                 self.end = action
                 self.timeline.stop()
 
-    def _receive(self, worker: int, message: Message, now: float) -> None:
+    def order(self, message: Message, now: float) -> None:
+        """Handles a message from the coordinator to the servers."""
+        self.simulation.on_order(message, now)
+
+    def receive(self, worker: int, message: Message, now: float) -> None:
+        """Handles a message on a worker; `now` may be ahead of the timeline by one latency."""
         if isinstance(message, LeaseGranted):
             if self._entered_at:
                 self._resumed(worker, now)
-            self._simulation.on_lease(worker, message, now)
+            self.simulation.on_lease(worker, message, now)
         elif isinstance(message, PlannedSteps):
             self._resumed(worker, now)
-            self._simulation.on_steps(worker, message, now)
+            self.simulation.on_steps(worker, message, now)
         elif isinstance(message, EnterPhase):
             self._enter(worker, message, now)
         elif isinstance(message, Quiesce):
@@ -260,9 +249,11 @@ class Simulator:
         if self._active_strategy is not None:
             now += self._handover_s(self._active_strategy, strategy)
             self._close_simulation()
-        self._simulation = simulation(strategy).simulation(strategy, self, message.groups)
+        self.simulation = simulation(strategy).simulation(strategy, self, message.groups)
         self._active_strategy = strategy
-        self.weights.enter(strategy, message.groups, keep=message.snapshot, restore=message.restore)
+        self.updates = self.weights.enter(
+            strategy, message.groups, keep=message.snapshot, restore=message.restore
+        )
         if message.switching:
             self.clocks["switch"] += now - began
         for each in range(self.plan.workers):
@@ -283,10 +274,10 @@ class Simulator:
         return servers * min(link.bytes_per_s for link in links)
 
     def _close_simulation(self) -> None:
-        self._sent += self._simulation.bytes_sent
-        self._before += self._simulation.bytes_before
-        self._simulation.close()
-        self._simulation = StrategySimulation()
+        self._sent += self.simulation.bytes_sent
+        self._before += self.simulation.bytes_before
+        self.simulation.close()
+        self.simulation = StrategySimulation()
 
     def _quiesce(self, worker: int, message: Quiesce, now: float) -> None:
         def settled(at_s: float) -> None:
@@ -297,7 +288,7 @@ class Simulator:
             self._answered = (self._answered + 1) % self.plan.workers
             self.send(worker, Quiesced(worker, "virtual", self._lr), at_s)
 
-        self._simulation.sync_weights(worker, message.version, now, settled)
+        self.simulation.sync_weights(worker, message.version, now, settled)
 
     def _resumed(self, worker: int, now: float) -> None:
         entered = self._entered_at.pop(worker, None)

@@ -1,39 +1,47 @@
-"""Interface for the weights of a simulated strategy at depth `learn`."""
+"""Weights of a simulated run. The base classes compute nothing; at depth `cost`, time passes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from paceline.protocol.messages import ApplyUpdate, Lease
-from paceline.twin.backend import StepOutcome
+from paceline.specs.strategy import Strategy
+from paceline.twin.simulation import Groups
 
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A worker's report about a computed share."""
+
+    predictions: int
+    loss_sum: float | None
+    correct: int | None
+    norms: tuple[float, float, float, float] | None = None
+    diverged: str | None = None
+    """Why the loss indicates divergence; None if it does not."""
+
+
+NOTHING = StepOutcome(0, None, None)
 EMPTY = StepOutcome(0, 0.0, 0)
 """Outcome of a worker without samples."""
 
 
-class WeightUpdates(ABC):
-    """Turns gradients into weights, in the order of virtual time."""
+class WeightUpdates:
+    """Turns a strategy's gradients into weights, in the order of virtual time.
 
-    @abstractmethod
-    def sync(self) -> None:
-        """Puts the newest weights into the backend's model."""
+    Each call does what one process would do. Strategies whose workers share every global batch use
+    `step` and the averages; those with servers use `pull`, `compute`, `push` and `apply`.
+    """
 
-    @abstractmethod
-    def export(self) -> None:
-        """Puts the whole state into the backend's model, optimizer and residuals."""
+    uses_leases = False
+    """True if `step` uses the leases."""
 
-    def close(self) -> None:
-        """Releases resources; the state is lost unless it was exported."""
-        return
-
-
-class LockstepUpdates(WeightUpdates):
-    """Updates of a strategy whose workers share every global batch."""
-
-    @abstractmethod
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
-        """Computes all shares of one batch and updates the weights."""
+        """Computes all workers' shares of one batch and updates the weights."""
+        return []
 
     def is_average_due(self) -> bool:
         """Returns whether the replicas were averaged after the last step."""
@@ -41,21 +49,14 @@ class LockstepUpdates(WeightUpdates):
 
     def average_replicas(self) -> None:
         """Averages replicas that took steps since the last average."""
-        return
 
-
-class PushPullUpdates(WeightUpdates):
-    """Updates of a strategy whose workers push gradients to servers."""
-
-    @abstractmethod
     def pull(self, worker: int) -> None:
         """Gives a worker the servers' current weights."""
 
-    @abstractmethod
     def compute(self, worker: int, lease: Lease) -> StepOutcome:
         """Computes a gradient on the worker's weights."""
+        return NOTHING
 
-    @abstractmethod
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         """Sends the computed gradient to the servers as number `handle` of this worker."""
 
@@ -63,12 +64,48 @@ class PushPullUpdates(WeightUpdates):
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:
         """Computes a group's gradients; its first worker pushes their sum as `handle`."""
-        raise NotImplementedError
+        return [NOTHING for _ in members]
 
-    @abstractmethod
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        """Squared norm of an update's gradient before clipping."""
+        """Squared norm of an update's summed gradient before clipping."""
+        return 0.0
 
-    @abstractmethod
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        """Applies an update on the servers."""
+        """Applies an update of pushed gradients on the servers."""
+
+    def sync(self) -> None:
+        """Puts the newest weights into the backend's model."""
+
+    def export(self) -> None:
+        """Puts the whole state into the backend's model, optimizer and residuals."""
+
+    def close(self) -> None:
+        """Releases resources; the state is lost unless it was exported."""
+
+
+class WeightsBackend:
+    """The model of a simulated run: evaluation, checkpoints, and the updates of each strategy."""
+
+    def enter(
+        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool
+    ) -> WeightUpdates:
+        """Activates a strategy; all replicas are equal now."""
+        return WeightUpdates()
+
+    def settle(self) -> float:
+        """Brings the newest weights to all workers; returns the learning rate."""
+        return 0.0
+
+    def evaluate(self, split: str) -> tuple[float | None, int | None, int]:
+        """Returns the sum of losses, the correct predictions and the number of predictions."""
+        return None, None, 0
+
+    def save(self, name: str, memory: Mapping[str, Any]) -> str:
+        """Writes a checkpoint with the coordinator's memory; returns its path in the run folder."""
+        return ""
+
+    def save_model(self, path: Path) -> None:
+        """Writes the trained weights."""
+
+    def close(self) -> None:
+        """Releases resources at the end of the run."""

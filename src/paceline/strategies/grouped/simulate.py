@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.plan.cost_model import allreduce_s
 from paceline.protocol.messages import LeaseGranted
 from paceline.strategies.grouped.spec import Grouped
-from paceline.twin.push_pull import PushPullRules, PushPullSimulation
+from paceline.twin.push_pull import PendingPush, PushPullRules, PushPullSimulation
 from paceline.twin.simulation import Groups, SimulateFacet
 from paceline.twin.timeline import Callback
 
@@ -67,11 +67,11 @@ class GroupedSimulation(PushPullSimulation):
         leader = step.leader
 
         def answer(at_s: float) -> None:
-            arrive = self.answer_pull(leader, self.workers[leader], at_s)
-            arrive += self._broadcast_s(step.members)
+            arrive = self.answer_pull(leader, at_s) + self._broadcast_s(step.members)
             for worker in step.members[1:]:
+                self.simulator.updates.pull(worker)
+            for worker in step.members:
                 self.workers[worker].base = self.version
-                self.simulator.weights.pull(worker)
 
             def taken(ended: float) -> None:
                 for worker in step.members:
@@ -119,7 +119,7 @@ class GroupedSimulation(PushPullSimulation):
         self.bytes_before = self.bytes_sent
         leases = [step.leases[member][0].lease for member in step.members]
         handle = self.workers[leader].handle + 1
-        outcomes = simulator.weights.push_group(step.members, leases, handle)
+        outcomes = simulator.updates.push_group(step.members, leases, handle)
         for member, outcome in zip(step.members, outcomes, strict=True):
             state, granted = self.workers[member], step.leases[member][0]
             began, end = step.computed[member]
@@ -128,16 +128,8 @@ class GroupedSimulation(PushPullSimulation):
             if outcome.diverged is not None:
                 simulator.report_divergence(member, outcome, granted.lease, now)
             at_s = sent if member == leader else summed
-            self.post_push(
-                member,
-                granted,
-                at_s,
-                state.base,
-                outcome,
-                end - began,
-                0.0,
-                gradient=member == leader,
-            )
+            push = PendingPush(member, granted, state.base, outcome, end - began)
+            self.post_push(push, at_s, 0.0, gradient=member == leader)
             state.idle_since = at_s
 
 

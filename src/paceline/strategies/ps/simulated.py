@@ -27,10 +27,9 @@ from paceline.strategies.runner import (
     TrainStep,
     WorkerContext,
 )
-from paceline.twin.backend import StepOutcome
 from paceline.twin.replicas import RunnerGroup
 from paceline.twin.simulation import Groups
-from paceline.twin.updates import PushPullUpdates
+from paceline.twin.updates import StepOutcome, WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
@@ -163,7 +162,7 @@ class DeferredPull:
         return time.perf_counter() - start
 
 
-class ServedReplicas(PushPullUpdates):
+class ServedReplicas(WeightUpdates):
     """Runners of all workers on one simulated server."""
 
     def __init__(
