@@ -68,8 +68,8 @@ def test_switch_with_a_trigger_widens_the_interval() -> None:
     trigger = estimate(arrays, hosts, parse_strategy("switch(allreduce, ps, when=plateau)"))
     low, high = (estimate(arrays, hosts, parse_strategy(s)).seconds for s in ("ps", "allreduce"))
     assert trigger.seconds == pytest.approx(fixed.seconds)
-    assert trigger.interval[0] < min(low, high)
-    assert trigger.interval[1] > max(low, high)
+    assert trigger.seconds_interval[0] < min(low, high)
+    assert trigger.seconds_interval[1] > max(low, high)
 
 
 def test_staleness_of_a_switch_is_the_mean_over_its_samples() -> None:

@@ -158,7 +158,7 @@ def test_the_interval_follows_past_errors() -> None:
     )
     chosen = np.array([0, 1])
     narrow, wide = (
-        estimate(m, chosen, parse_strategy("allreduce")).interval for m in (steady, wild)
+        estimate(m, chosen, parse_strategy("allreduce")).seconds_interval for m in (steady, wild)
     )
     assert narrow[1] / narrow[0] < 1.11
     assert wide[1] / wide[0] > 2.5

@@ -227,7 +227,7 @@ class PoolPlan:
             return None
         found = estimate(self.machines, np.array(self.chosen), strategy)
         prediction = {"step_s": found.step_s, "seconds": found.seconds}
-        return {**prediction, "seconds_interval": list(found.interval)}
+        return {**prediction, "seconds_interval": list(found.seconds_interval)}
 
     def remember(self, out: Path, seats: list[Host], result: Mapping[str, Any]) -> None:
         """Prints prediction and measurement, and records the run for later plans."""

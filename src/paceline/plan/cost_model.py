@@ -90,11 +90,8 @@ def step_time_on(host: Host, work: Workload, pool: Pool) -> StepTime:
             per_sample_s=max(work.flops_per_sample, 1.0) / (host.gflops * 1e9),
             update_s=work.bytes / (pool.apply_gb_s * 1e9),
         )
-    return StepTime(
-        measured.fixed_s / host.speed,
-        measured.per_sample_s / host.speed,
-        measured.update_s / host.speed,
-    )
+    costs = (measured.fixed_s, measured.per_sample_s, measured.update_s)
+    return StepTime(*(seconds / host.speed for seconds in costs))
 
 
 def ring_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
@@ -117,8 +114,8 @@ def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
     if members < 2 or not nbytes:
         return 0.0
     names = {h.host for h in hosts}
-    crowding = max(_crowding(h) for h in hosts)
-    endpoint = endpoint_s(pool, members, nbytes) * crowding
+    processes_per_core = max(1.0, *(h.workers / h.cores for h in hosts))
+    endpoint = endpoint_s(pool, members, nbytes) * processes_per_core
     links = [pool.link_of(h) for h in hosts]
     latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
     if len(names) == 1:
@@ -140,11 +137,6 @@ def network_s(
 def endpoint_s(pool: Pool, members: int, nbytes: float) -> float:
     """Returns the seconds that each process sends, receives and adds in an all-reduce."""
     return 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9)
-
-
-def _crowding(host: Host) -> float:
-    """Returns processes per core, at least 1."""
-    return max(1.0, host.workers / host.cores)
 
 
 @dataclass(frozen=True)
@@ -197,6 +189,4 @@ def exposed_without_layers_s(
 
 def encoded_bytes(codec: Codec | None, work: Workload) -> float:
     """Returns the bytes of one encoded gradient."""
-    if codec is None:
-        return work.bytes
-    return codec.encoded_bytes(work.shapes, work.item_bytes)
+    return work.bytes if codec is None else codec.encoded_bytes(work.shapes, work.item_bytes)

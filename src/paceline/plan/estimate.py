@@ -29,11 +29,11 @@ class Estimate:
     """Seconds per global batch, or the same number of samples."""
     samples_per_s: float
     seconds: float
+    seconds_interval: tuple[float, float]
+    """90% interval of `seconds`."""
     joules: float
     price: float
     staleness: float
-    interval: tuple[float, float]
-    """90% interval of `seconds`."""
 
     def value(self, objective: str) -> float:
         return {"time": self.seconds, "energy": self.joules, "cost": self.price}[objective]
@@ -74,8 +74,8 @@ def estimate(arrays: PoolArrays, hosts: Ints, strategy: Strategy) -> Estimate:
         step_s=step_s,
         samples_per_s=rate,
         seconds=seconds,
+        seconds_interval=(seconds * (1 - doubt), seconds * (1 + doubt)),
         joules=float(watts.sum()) * seconds,
         price=float(arrays.price[hosts].sum()) * seconds / 3600,
         staleness=step.staleness,
-        interval=(seconds * (1 - doubt), seconds * (1 + doubt)),
     )

@@ -12,6 +12,8 @@ from paceline.plan.search import Objective, SearchResult
 from paceline.strategies.registry import cost, parse_strategy
 
 MAX_REASONS = 20
+JOB_FACTS = ("model", "data", "parameters", "flops_per_sample", "samples", "batch", "epochs")
+"""Fields of the workload in the plan."""
 
 
 def plan_to_json(
@@ -19,15 +21,7 @@ def plan_to_json(
 ) -> dict[str, Any]:
     """Returns the output of `--json` and the contents of `plan.json`."""
     return {
-        "job": {
-            "model": machines.work.model,
-            "data": machines.work.data,
-            "parameters": machines.work.parameters,
-            "flops_per_sample": machines.work.flops_per_sample,
-            "samples": machines.work.samples,
-            "batch": machines.work.batch,
-            "epochs": machines.work.epochs,
-        },
+        "job": {name: getattr(machines.work, name) for name in JOB_FACTS},
         "objective": dict(objective.weights),
         "deadline_s": objective.deadline_s,
         "budget": objective.budget,
@@ -43,23 +37,14 @@ def plan_to_json(
 
 
 def estimate_to_json(machines: PoolArrays, one: Estimate) -> dict[str, Any]:
-    return {
-        "strategy": one.strategy,
-        "machines": [machines.hosts[i].host for i in one.machines],
-        "step_s": one.step_s,
-        "samples_per_s": one.samples_per_s,
-        "seconds": one.seconds,
-        "seconds_interval": list(one.interval),
-        "joules": one.joules,
-        "price": one.price,
-        "staleness": one.staleness,
-    }
+    names = [machines.hosts[i].host for i in one.machines]
+    return {**vars(one), "machines": names, "seconds_interval": list(one.seconds_interval)}
 
 
 def explain_choice(machines: PoolArrays, result: SearchResult, objective: Objective) -> str:
     """Returns the reason for the choice, compared with the best alternative."""
     chosen, single = result.chosen, result.best_single
-    metric = max(objective.weights, key=lambda o: objective.weights[o])
+    metric = objective.main
     if single is None:
         names = [machines.hosts[i].host for i in chosen.machines]
         largest = max(h.memory_gb or 0.0 for h in machines.hosts)
@@ -101,8 +86,7 @@ def excluded_hosts(
 ) -> list[dict[str, str]]:
     """Returns why each excluded machine is not in the plan: memory, or a worse result."""
     spec = parse_strategy(chosen.strategy if len(chosen.machines) > 1 else "allreduce")
-    inside = set(chosen.machines)
-    metric = max(objective.weights, key=lambda o: objective.weights[o])
+    inside, metric = set(chosen.machines), objective.main
     reasons = []
     outside = [i for i in range(len(machines.hosts)) if i not in inside]
     for index in outside[:MAX_REASONS]:

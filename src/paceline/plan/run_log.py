@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import SpecError, UsageError
-from paceline.plan.cost_model import Workload, step_time_on
+from paceline.plan.cost_model import Workload, find_measured, step_time_on
 from paceline.plan.estimate import correction_key, estimate
 from paceline.plan.pool_arrays import Correction, PoolArrays
 from paceline.strategies.registry import parse_strategy
@@ -53,9 +53,6 @@ class LoggedRun:
     predicted_step_s: float
     started: str
 
-    def to_line(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
 
 def history_path(pool: Path) -> Path:
     """Returns the path of the log, next to the pool file, so that they can be copied together."""
@@ -84,7 +81,7 @@ def read_history(path: Path) -> list[LoggedRun]:
 
 def add_record(path: Path, record: LoggedRun) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(record.to_line() + "\n")
+        file.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
 
 def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> PoolArrays:
@@ -92,10 +89,9 @@ def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun])
     same_model = [r for r in records if r.model == work.model]
     hosts = tuple(_correct(host, pool, work, same_model) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
-    kinds = {_kind(r) for r in same_model}
     machines.corrections = {
         kind: correction
-        for kind in kinds
+        for kind in {_kind(r) for r in same_model}
         if kind is not None and (correction := _compare(machines, kind, same_model)) is not None
     }
     return machines
@@ -103,28 +99,18 @@ def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun])
 
 def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> Host:
     """Scales the modeled step time of a machine to the measured one."""
-    if not any(done.host == host.host for record in records for done in record.work):
+    timings = [t for record in records for t in record.work if t.host == host.host][-MAX_RUNS:]
+    if not timings:
         return host
-    base = step_time_on(host, work, pool)
-    ratios = [
-        done.busy_s / base.step_s(done.samples)
-        for record in records
-        for done in record.work
-        if done.host == host.host
-    ][-MAX_RUNS:]
-    factor = statistics.median(ratios) * host.speed
+    base, known = step_time_on(host, work, pool), find_measured(host, work.model)
+    factor = host.speed * statistics.median(t.busy_s / base.step_s(t.samples) for t in timings)
     cost = StepCost(
         fixed_s=base.fixed_s * factor,
         per_sample_s=base.per_sample_s * factor,
         update_s=base.update_s * host.speed,
-        gradient_mb=_gradient_mb(host, work),
+        gradient_mb=known.gradient_mb if known is not None else None,
     )
     return host.model_copy(update={"measured": {**host.measured, work.model: cost}})
-
-
-def _gradient_mb(host: Host, work: Workload) -> float | None:
-    known = host.measured.get(work.model) or host.measured.get("any")
-    return known.gradient_mb if known is not None else None
 
 
 def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> Correction | None:

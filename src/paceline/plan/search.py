@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from itertools import accumulate, combinations
 
 import numpy as np
 
@@ -27,6 +28,10 @@ MAX_CLIMB_HOSTS = 32
 """Above this many hosts, swapping single hosts hardly matters: only sizes and orders are tried."""
 
 
+Rank = tuple[bool, float]
+"""True if a plan exceeds the limits, and its score; the smallest is the best."""
+
+
 def candidates() -> tuple[str, ...]:
     """Strategies that the planner tries: those that the registered strategies name."""
     return tuple(text for record in records().values() for text in record.candidates)
@@ -39,6 +44,11 @@ class Objective:
     weights: Mapping[str, float]
     deadline_s: float | None = None
     budget: float | None = None
+
+    @property
+    def main(self) -> str:
+        """The quantity with the largest weight."""
+        return max(self.weights, key=lambda o: self.weights[o])
 
     def is_met_by(self, candidate: Estimate) -> bool:
         """Returns True if the estimate is within the deadline and the budget."""
@@ -109,47 +119,45 @@ def search(
     specs = [parse_strategy(s) for s in (candidates() if strategies is None else strategies)]
     tried: dict[tuple[str, bytes], Estimate] = {}
 
-    def evaluate(chosen: Ints, spec: Strategy) -> Estimate:
+    def evaluate(spec: Strategy, chosen: Ints) -> Estimate:
         key = (str(spec), chosen.tobytes())
         if key not in tried:
             tried[key] = estimate(machines, chosen, spec)
         return tried[key]
 
+    def evaluate_if_possible(spec: Strategy, chosen: Ints) -> Estimate | None:
+        possible = _possible(spec, len(chosen), machines.work.batch)
+        return evaluate(spec, chosen) if possible else None
+
     single = parse_strategy(BASELINE)
     for index in usable if len(usable) <= MAX_HOSTS_ALL_SIZES else _extremes(machines, usable):
-        evaluate(np.array([index]), single)
+        evaluate(single, np.array([index]))
     for order in _orders(machines, usable):
         for size in _sizes(len(order)):
             for spec in specs:
-                if _possible(spec, size, machines.work.batch):
-                    evaluate(np.sort(order[:size]), spec)
-    best = {o: min(e.value(o) for e in tried.values()) for o in OBJECTIVES}
-    if len(usable) <= MAX_CLIMB_HOSTS:
-        for spec in specs:
-            starts = [e for (text, _), e in tried.items() if text == str(spec)]
-            if starts:
-                starts.sort(key=lambda e: (not objective.is_met_by(e), objective.score(e, best)))
-                # The best start may lead to a local optimum.
-                for start in starts[:CLIMB_STARTS]:
-                    _hill_climb(machines, usable, spec, start, objective, best, evaluate)
+                evaluate_if_possible(spec, np.sort(order[:size]))
+    best = _best_values(tried.values())
+
+    def rank(candidate: Estimate) -> Rank:
+        return not objective.is_met_by(candidate), objective.score(candidate, best)
+
+    for spec in specs if len(usable) <= MAX_CLIMB_HOSTS else ():
+        starts = sorted((e for (text, _), e in tried.items() if text == str(spec)), key=rank)
+        # The best start may lead to a local optimum.
+        for start in starts[:CLIMB_STARTS]:
+            _hill_climb(start, usable, partial(evaluate_if_possible, spec), rank)
     allowed = [
         e
         for e in tried.values()
         if objective.is_met_by(e) and (allow_single_host or len(e.machines) > 1 or len(usable) == 1)
     ]
-    if not allowed:
-        fastest = min(tried.values(), key=lambda e: e.seconds)
-        cheapest = min(tried.values(), key=lambda e: e.price)
-        raise UsageError(
-            f"no plan meets the limits; the fastest takes {fastest.seconds:.0f} s, "
-            f"the cheapest costs {cheapest.price:.2f}"
-        )
-    ranked = sorted(allowed, key=lambda e: (objective.score(e, best), len(e.machines)))
+    ranked = _ranked(allowed, tried.values(), objective, best)
+    singles = [e for e in tried.values() if len(e.machines) == 1]
     return SearchResult(
         ranked[0],
         _runners_up(ranked),
-        _frontier(list(tried.values())),
-        _best_single_host(tried, objective, best),
+        _frontier(tried.values()),
+        min(singles, key=lambda e: objective.score(e, best)),
     )
 
 
@@ -181,14 +189,7 @@ def _search_split(machines: PoolArrays, objective: Objective) -> SearchResult:
             f"{largest:g} GB, and no pipeline over {len(order)} of them fits either"
         )
     allowed = [e for e in tried if objective.is_met_by(e)]
-    if not allowed:
-        fastest = min(tried, key=lambda e: e.seconds)
-        raise UsageError(
-            f"no plan meets the limits; the fastest takes {fastest.seconds:.0f} s, "
-            f"the cheapest costs {min(e.price for e in tried):.2f}"
-        )
-    best = {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
-    ranked = sorted(allowed, key=lambda e: (objective.score(e, best), len(e.machines)))
+    ranked = _ranked(allowed, tried, objective, _best_values(tried))
     return SearchResult(ranked[0], ranked[1:4], _frontier(tried), None)
 
 
@@ -211,7 +212,7 @@ def search_strategy(machines: PoolArrays, objective: Objective) -> SearchResult:
     allowed = [e for e in tried if objective.is_met_by(e)]
     if not allowed:
         raise UsageError("nothing on these machines keeps within the limits: use --select auto")
-    best = {o: min(e.value(o) for e in [*tried, *singles]) for o in OBJECTIVES}
+    best = _best_values([*tried, *singles])
     ranked = sorted(allowed, key=lambda e: objective.score(e, best))
     return SearchResult(
         ranked[0],
@@ -229,11 +230,8 @@ def choose_hosts_by_speed(pool: Pool) -> tuple[list[Host], str]:
     """
     speed = {h.host: h.gflops * h.speed / h.workers for h in pool.hosts}
     order = sorted(pool.hosts, key=lambda h: -speed[h.host])
-    totals = []
-    processes = 0
-    for host in order:
-        processes += host.workers
-        totals.append(processes * speed[host.host])
+    processes = accumulate(host.workers for host in order)
+    totals = [count * speed[host.host] for count, host in zip(processes, order, strict=True)]
     size = 1 + max(range(len(order)), key=lambda i: (totals[i], i))
     inside = {h.host for h in order[:size]}
     chosen = [h for h in pool.hosts if h.host in inside]
@@ -278,8 +276,7 @@ def _sizes(count: int) -> list[int]:
     """Returns the numbers of machines to try, up to `count`."""
     if count <= MAX_HOSTS_ALL_SIZES:
         return list(range(2, count + 1))
-    steps = np.unique(np.round(np.geomspace(2, count, 40)).astype(int))
-    return [int(s) for s in steps]
+    return [int(s) for s in np.unique(np.round(np.geomspace(2, count, 40)).astype(int))]
 
 
 def _extremes(machines: PoolArrays, usable: Ints) -> Ints:
@@ -290,64 +287,57 @@ def _extremes(machines: PoolArrays, usable: Ints) -> Ints:
     return extremes
 
 
-Estimator = Callable[[Ints, Strategy], Estimate]
+def _best_values(tried: Collection[Estimate]) -> dict[str, float]:
+    return {o: min(e.value(o) for e in tried) for o in OBJECTIVES}
+
+
+def _ranked(
+    allowed: list[Estimate],
+    tried: Collection[Estimate],
+    objective: Objective,
+    best: Mapping[str, float],
+) -> list[Estimate]:
+    """Returns the allowed plans, best first. Raises UsageError if there are none."""
+    if not allowed:
+        raise UsageError(
+            f"no plan meets the limits; the fastest takes {min(e.seconds for e in tried):.0f} s, "
+            f"the cheapest costs {min(e.price for e in tried):.2f}"
+        )
+    return sorted(allowed, key=lambda e: (objective.score(e, best), len(e.machines)))
 
 
 def _hill_climb(
-    machines: PoolArrays,
+    current: Estimate,
     usable: Ints,
-    spec: Strategy,
-    start: Estimate,
-    objective: Objective,
-    best: Mapping[str, float],
-    evaluate: Estimator,
+    evaluate: Callable[[Ints], Estimate | None],
+    rank: Callable[[Estimate], Rank],
 ) -> None:
-    """Adds, removes or swaps single machines as long as the score improves."""
-    current = start
+    """Adds, removes or swaps single machines as long as the rank improves."""
     while True:
         inside = set(current.machines)
         outside = [int(i) for i in usable if int(i) not in inside]
         moves = [inside | {i} for i in outside]
         moves += [inside - {i} for i in inside]
         moves += [(inside - {i}) | {j} for i in inside for j in outside]
-        neighbors = [
-            evaluate(np.array(sorted(move)), spec)
-            for move in moves
-            if _possible(spec, len(move), machines.work.batch)
-        ]
-        if not neighbors:
-            return
-        step = min(neighbors, key=lambda e: (not objective.is_met_by(e), objective.score(e, best)))
-        if (not objective.is_met_by(step), objective.score(step, best)) >= (
-            not objective.is_met_by(current),
-            objective.score(current, best),
-        ):
+        neighbors = [evaluate(np.array(sorted(move))) for move in moves]
+        step = min((e for e in neighbors if e is not None), key=rank, default=current)
+        if rank(step) >= rank(current):
             return
         current = step
 
 
 def _runners_up(ranked: list[Estimate]) -> list[Estimate]:
     """Returns the best of each strategy except the chosen one."""
-    seen, best = {(ranked[0].strategy, len(ranked[0].machines) > 1)}, []
-    for candidate in ranked[1:]:
-        key = (candidate.strategy, len(candidate.machines) > 1)
-        if key not in seen:
-            seen.add(key)
-            best.append(candidate)
-    return best
+    best: dict[tuple[str, bool], Estimate] = {}
+    for candidate in ranked:
+        best.setdefault((candidate.strategy, len(candidate.machines) > 1), candidate)
+    return list(best.values())[1:]
 
 
-def _frontier(tried: list[Estimate]) -> list[Estimate]:
+def _frontier(tried: Collection[Estimate]) -> list[Estimate]:
     """Returns the Pareto-optimal estimates, fastest first."""
     kept: list[Estimate] = []
     for one in sorted(tried, key=lambda e: (e.seconds, e.joules, e.price)):
         if not any(k.joules <= one.joules and k.price <= one.price for k in kept):
             kept.append(one)
     return kept
-
-
-def _best_single_host(
-    tried: Mapping[tuple[str, bytes], Estimate], objective: Objective, best: Mapping[str, float]
-) -> Estimate:
-    single = [e for e in tried.values() if len(e.machines) == 1]
-    return min(single, key=lambda e: objective.score(e, best))
