@@ -44,30 +44,27 @@ def calibrate_from_run(path: Path) -> Pool:
     result = folder.read_result()
     if result.get("virtual"):
         raise UsageError(f"--calibrate {path}: that run was simulated; its machines are in {path}")
-    workers = int(result["workers"])
-    steps = [read_warm_steps(path, worker) for worker in range(workers)]
-    too_short = [w for w, s in enumerate(steps) if len(s) < MIN_STEPS]
-    if too_short:
-        raise UsageError(
-            f"--calibrate {path}: worker {too_short[0]} has {len(steps[too_short[0]])} recorded "
-            f"steps, but at least {MIN_STEPS} are required"
-        )
-    model = str(result["model"])
+    steps = [read_warm_steps(path, worker) for worker in range(int(result["workers"]))]
+    for worker, rows in enumerate(steps):
+        if len(rows) < MIN_STEPS:
+            raise UsageError(
+                f"--calibrate {path}: worker {worker} has {len(rows)} recorded steps, but at least "
+                f"{MIN_STEPS} are required"
+            )
     hosts = tuple(
         Host(
             host=f"worker-{worker}",
             cores=64,  # The measurements already include contention.
-            measured={model: fit_step(rows)},
+            measured={str(result["model"]): fit_step(rows)},
             jitter=Jitter(cv=min(2.0, coefficient_of_variation(rows))),
         )
         for worker, rows in enumerate(steps)
     )
-    pool = Pool(
+    return Pool(
         name=f"calibrated from {path.name}",
         hosts=hosts,
         link=Link(mbit_s=float("inf"), latency_ms=0.0),
-    )
-    return pool.model_copy(update=fit_exchange(result, result["strategy"], steps))
+    ).model_copy(update=fit_exchange(result, steps))
 
 
 def read_warm_steps(path: Path, worker: int) -> list[StepRecord]:
@@ -90,20 +87,18 @@ def fit_step(steps: list[StepRecord]) -> StepCost:
 
 
 def measure_shares(path: Path, workers: int) -> list[tuple[float, float]] | None:
-    """Returns each worker's mean share and seconds; None if the run is too short."""
+    """Returns each worker's mean share of a batch and compute time in seconds.
+
+    None if the run is too short.
+    """
     steps = [read_warm_steps(path, worker) for worker in range(workers)]
     if any(len(rows) < MIN_STEPS for rows in steps):
         return None
-    return [measure_share(rows) for rows in steps]
-
-
-def measure_share(steps: list[StepRecord]) -> tuple[float, float]:
-    """Returns a worker's mean share of a batch and its compute time in seconds."""
-    worked = [s for s in steps if s.samples > 0]
-    return (
-        statistics.fmean(s.samples for s in worked),
-        trimmed_mean([s.compute_s for s in worked]),
-    )
+    worked = [[s for s in rows if s.samples > 0] for rows in steps]
+    return [
+        (statistics.fmean(s.samples for s in rows), trimmed_mean([s.compute_s for s in rows]))
+        for rows in worked
+    ]
 
 
 def trim_outliers(values: list[float]) -> list[float]:
@@ -125,11 +120,9 @@ def coefficient_of_variation(steps: list[StepRecord]) -> float:
     return statistics.pstdev(kept) / mean if mean > 0 else 0.0
 
 
-def fit_exchange(
-    result: RunResult, strategy: str, steps: list[list[StepRecord]]
-) -> dict[str, float]:
+def fit_exchange(result: RunResult, steps: list[list[StepRecord]]) -> dict[str, float]:
     """Returns pool fields for the exchange, fitted to the steps under the run's first strategy."""
-    spec = parse_strategy(strategy).phases[0]
+    spec = parse_strategy(result["strategy"]).phases[0]
     if len(steps) < 2 or not result.get("parameter_bytes"):
         return {}
     until = result["switches"][0]["samples"] if result["switches"] else float("inf")

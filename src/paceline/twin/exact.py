@@ -55,8 +55,7 @@ class ExactUpdate(WeightUpdates):
                 continue
             outcomes.append(backend.forward_backward(worker, lease))
             if measure:
-                grads = [p.grad for p in parameters if p.grad is not None]
-                squares.append(sum(float(g.square().sum()) for g in grads))
+                squares.append(_sq_norm(parameters))
             weight = lease.samples / lease.batch
             if self._coded is not None:
                 self._coded.add(worker, weight)
@@ -70,14 +69,11 @@ class ExactUpdate(WeightUpdates):
             for parameter, total in zip(parameters, sums, strict=True):
                 parameter.grad = total
         if measure:
-            grads = [p.grad for p in parameters if p.grad is not None]
-            whole = sum(float(g.square().sum()) for g in grads)
-            outcomes = [
-                dataclasses.replace(t, norms=(le.samples, square, le.batch, whole))
-                if le.samples
-                else t
-                for t, le, square in zip(outcomes, leases, squares, strict=True)
-            ]
+            whole = _sq_norm(parameters)
+            for worker, (lease, square) in enumerate(zip(leases, squares, strict=True)):
+                if lease.samples:
+                    norms = (lease.samples, square, lease.batch, whole)
+                    outcomes[worker] = dataclasses.replace(outcomes[worker], norms=norms)
         step_optimizer(self._replica)
         self._steps += 1
         return outcomes
@@ -87,17 +83,20 @@ class ExactUpdate(WeightUpdates):
             self._coded.store_residuals()
 
 
+def _sq_norm(parameters: list[torch.nn.Parameter]) -> float:
+    return sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
+
+
 def _accumulate(
     sums: list[torch.Tensor | None], parameters: list[torch.nn.Parameter], weight: float
 ) -> None:
     for index, parameter in enumerate(parameters):
-        if parameter.grad is None:
-            continue
-        before = sums[index]
-        if before is None:
-            sums[index] = parameter.grad * weight
-        else:
-            before.add_(parameter.grad, alpha=weight)
+        if parameter.grad is not None:
+            before = sums[index]
+            if before is None:
+                sums[index] = parameter.grad * weight
+            else:
+                before.add_(parameter.grad, alpha=weight)
 
 
 class _CompressedSum:

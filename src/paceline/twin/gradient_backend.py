@@ -85,12 +85,12 @@ class PerWorkerState:
                 yield
                 return
             self._samples[worker] += samples
-            if self._kept:
-                self._load(self._kept[worker])
+            own = self._kept[worker] if self._kept else []
+            for kept, buffer in zip(own, self._buffers.values(), strict=True):
+                buffer.copy_(kept)
             yield
-        if self._kept:
-            for kept, buffer in zip(self._kept[worker], self._buffers.values(), strict=True):
-                kept.copy_(buffer)
+        for kept, buffer in zip(own, self._buffers.values(), strict=True):
+            kept.copy_(buffer)
 
     def average(self) -> None:
         """Averages buffers by samples, as workers do at a quiesce; counters take the maximum."""
@@ -104,10 +104,6 @@ class PerWorkerState:
                 else:
                     buffer.copy_(torch.stack(each).amax(0))
         self.copy_to_all()
-
-    def _load(self, kept: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self._buffers.values(), kept, strict=True):
-            buffer.copy_(value)
 
 
 class GradientBackend(WeightsBackend):

@@ -7,7 +7,8 @@ gradients of a step (`finish_step`) and, if the model is split, their duration (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -39,13 +40,12 @@ class LockstepSimulation(StrategySimulation, ABC):
         self.free = np.zeros(self.workers)
         """Time at which each worker can start its next step."""
         self._plans: deque[PlannedSteps] = deque()
-        self._running = False
-        self._copies: dict[int, int] = {}
+        self._copies: Counter[int] = Counter()
         """Workers that have received a plan, by its first position."""
         self._newest = 0.0
         self._start = 0
         self._reported = 0.0
-        self._splits: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
+        self._split = lru_cache(MAX_CACHED_SPLITS)(split_batch)
         self._reset_report()
 
     # ---- for strategies -----------------------------------------------------------------------
@@ -88,15 +88,13 @@ class LockstepSimulation(StrategySimulation, ABC):
 
     def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None:
         """All workers receive the same plan; it starts when the last one has it."""
-        copies = self._copies.pop(steps.start, 0) + 1
-        self._newest = max(self._newest, now)
-        if copies < self.workers:
-            self._copies[steps.start] = copies
+        self._newest = now = max(self._newest, now)
+        self._copies[steps.start] += 1
+        if self._copies[steps.start] < self.workers:
             return
-        now = self._newest
+        del self._copies[steps.start]
         self._plans.append(steps)
-        if not self._running:
-            self._running = True
+        if len(self._plans) == 1:
             self._start = steps.start
             self.free = np.maximum(self.free, now)
             self._reported = now
@@ -111,7 +109,7 @@ class LockstepSimulation(StrategySimulation, ABC):
         """One global batch on all workers; schedules the next one for when it is finished."""
         simulator, plan = self.simulator, self._plans[0]
         start, stop = self._start, min(self._start + plan.batch, plan.stop)
-        cuts = self._split(stop - start, plan.batch_weights)
+        cuts = self._split(stop - start, self.workers, plan.batch_weights)
         shares = np.diff(cuts).astype(float)
         epoch = plan.epoch + start / simulator.work.samples
         ends, busy = self.compute_step(shares, epoch)
@@ -141,28 +139,17 @@ class LockstepSimulation(StrategySimulation, ABC):
         self._start = stop
         self._continue(plan, stop)
 
-    def _split(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
-        key = (count, weights)
-        if key not in self._splits:
-            if len(self._splits) > MAX_CACHED_SPLITS:
-                self._splits.clear()
-            self._splits[key] = split_batch(count, self.workers, weights)
-        return self._splits[key]
-
     def _continue(self, plan: PlannedSteps, stop: int) -> None:
         now = float(self.free.max())
         if stop == plan.stop or now - self._reported >= REPORT_S:
             self._report(plan.epoch, stop)
             self._reported = now
-        if stop < plan.stop:
-            self._schedule_step()
-            return
-        self._plans.popleft()
-        if self._plans:
+        if stop == plan.stop:
+            self._plans.popleft()
+            if not self._plans:
+                return
             self._start = self._plans[0].start
-            self._schedule_step()
-        else:
-            self._running = False
+        self._schedule_step()
 
     # ---- reports ------------------------------------------------------------------------------
 

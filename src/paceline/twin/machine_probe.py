@@ -5,6 +5,7 @@ Contention between workers is not measured but modeled: they share the cores.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import secrets
@@ -12,6 +13,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ WARM_UP, ROUNDS = 3, 12
 PAUSE_S = 0.005
 """Pause before each exchange: a real worker computes in between, and its peers must wake up."""
 TIMEOUT_S = 60.0
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def probe_machine(job: Job, workers: int) -> Pool:
@@ -37,7 +40,6 @@ def probe_machine(job: Job, workers: int) -> Pool:
     times = with_threads(
         max(1, cores // workers), job, load_job_data(job), max(2, job.batch // workers)
     )
-    nbytes = times.parameter_bytes
     cost = StepCost(fixed_s=times.fixed_s, per_sample_s=times.per_sample_s, update_s=times.update_s)
     return Pool(
         name="this machine, probed",
@@ -50,7 +52,7 @@ def probe_machine(job: Job, workers: int) -> Pool:
             ),
         ),
         jitter=Jitter(cv=min(2.0, times.cv)),
-        **probe_backends(nbytes),
+        **probe_backends(times.parameter_bytes),
     )
 
 
@@ -86,52 +88,61 @@ def probe_collective(nbytes: int, shared: bool) -> float:
         finally:
             unlink_segment(name)
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        return _run_pair(_sum_together, store, nbytes)
+        return _run_pair(_sum_together, str(Path(folder) / "store"), nbytes)
 
 
 def probe_transfer(nbytes: int, shared: bool) -> tuple[float, float]:
     """Returns the seconds to send `nbytes` to another process, and a short message, one way."""
-    listener = socket.create_server(("127.0.0.1", 0))
     token = secrets.token_hex(32)
-    port = listener.getsockname()[1]
-    memory = create_segment(max(1, nbytes)) if shared else None
-    context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_send_back, args=(port, token, nbytes, memory), daemon=True)
-    child.start()
-    try:
+    with contextlib.ExitStack() as stack:
+        memory = None
+        if shared:
+            memory = create_segment(max(1, nbytes))
+            stack.callback(unlink_segment, memory)
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        stack.enter_context(_processes(_send_back, (port, token, nbytes, memory)))
+        stack.enter_context(listener)
         return _send_and_wait(listener, token, nbytes, memory)
-    finally:
-        listener.close()
-        child.join(TIMEOUT_S)
-        if child.is_alive():
-            child.kill()
-        if memory is not None:
-            unlink_segment(memory)
 
 
-def _run_pair(target: Any, *args: Any) -> float:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    children = [
-        context.Process(target=target, args=(rank, results, *args), daemon=True)
-        for rank in range(2)
-    ]
+@contextlib.contextmanager
+def _processes(target: Callable[..., None], *arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Runs one process per tuple of arguments; kills those that do not end."""
+    children = [SPAWN.Process(target=target, args=args, daemon=True) for args in arguments]
     for child in children:
         child.start()
     try:
-        timings = [results.get(timeout=TIMEOUT_S) for _ in children]
-        # The process that arrives last does not wait, so its time is that of the exchange.
-        return float(statistics.median(min(same) for same in zip(*timings, strict=True)))
-    except Exception as error:
-        raise PacelineError(
-            f"the probe between two processes timed out after {TIMEOUT_S:g} s ({error!r})"
-        ) from None
+        yield
     finally:
         for child in children:
             child.join(TIMEOUT_S)
             if child.is_alive():
                 child.kill()
+
+
+def _run_pair(target: Callable[..., None], *args: Any) -> float:
+    results = SPAWN.Queue()
+    with _processes(target, *((rank, results, *args) for rank in range(2))):
+        try:
+            timings = [results.get(timeout=TIMEOUT_S) for _ in range(2)]
+        except Exception as error:
+            raise PacelineError(
+                f"the probe between two processes timed out after {TIMEOUT_S:g} s ({error!r})"
+            ) from None
+    # The process that arrives last does not wait, so its time is that of the exchange.
+    return float(statistics.median(min(same) for same in zip(*timings, strict=True)))
+
+
+def _time_rounds(exchange: Callable[[], object]) -> list[float]:
+    """Returns the seconds of each exchange after the warm-up."""
+    times = []
+    for _ in range(WARM_UP + 2 * ROUNDS):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        exchange()
+        times.append(time.perf_counter() - began)
+    return times[WARM_UP:]
 
 
 def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
@@ -143,14 +154,12 @@ def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
     torch.set_num_threads(1)
     arena = SharedRegion(name, range(2), rank, aligned_size([4 * count]), TIMEOUT_S)
     sums = SharedMemoryAllReduce(SharedMemoryGroup(arena, None, 1), [count], [torch.float32])
-    times = []
-    for _ in range(WARM_UP + 2 * ROUNDS):
-        time.sleep(PAUSE_S)
-        began = time.perf_counter()
+
+    def exchange() -> None:
         sums.mark_filled()
         sums.finish()
-        times.append(time.perf_counter() - began)
-    results.put(times[WARM_UP:])
+
+    results.put(_time_rounds(exchange))
 
 
 def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
@@ -169,13 +178,7 @@ def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
     tensor = torch.zeros(max(1, nbytes // 4))
-    times = []
-    for _ in range(WARM_UP + 2 * ROUNDS):
-        time.sleep(PAUSE_S)
-        began = time.perf_counter()
-        dist.all_reduce(tensor)
-        times.append(time.perf_counter() - began)
-    results.put(times[WARM_UP:])
+    results.put(_time_rounds(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
 

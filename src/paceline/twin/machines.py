@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,7 +82,6 @@ class SimulatedMachines:
         plan: RunSpec,
         work: Workload,
         timeline: Timeline,
-        *,
         seed: int,
         slowdowns: tuple[InjectedSlowdown, ...],
     ) -> None:
@@ -94,7 +94,6 @@ class SimulatedMachines:
         self.update = np.array([c.update_s for c in self.compute])
         self._draws = JitterSource([pool.jitter_of(h) for h in self.hosts], seed)
         self._slowdowns = slowdowns
-        self._samples = work.samples
         placed: dict[str, list[int]] = {}
         for worker, host in enumerate(self.hosts):
             placed.setdefault(host.host, []).append(worker)
@@ -110,18 +109,14 @@ class SimulatedMachines:
         """Cores of each worker's machine."""
         self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
 
-    def work_s(self, worker: int, samples: int, now: float) -> float:
-        """Returns the compute time in seconds without contention."""
-        compute = self.compute[worker]
-        seconds = compute.fixed_s + samples * compute.per_sample_s
-        drawn = seconds * self._draws.one(worker)
-        return drawn * self._slowness(worker, now) if self._slow else drawn
-
     def compute_one(
         self, worker: int, samples: int, now: float, epoch: float, then: Callback
     ) -> None:
         """Computes a share from `now` on; calls `then` when the gradient is ready."""
-        seconds = self.work_s(worker, samples, now)
+        compute = self.compute[worker]
+        seconds = (compute.fixed_s + samples * compute.per_sample_s) * self._draws.one(worker)
+        if self._slow:
+            seconds *= self._slowness(worker, now)
         if not self._slowdowns:
             self.cores[worker].run(now, seconds, then)
             return
@@ -168,11 +163,8 @@ class SimulatedMachines:
         return ActiveSlowdown.of(self._slowdowns, worker, epoch).delay_s
 
     def _slowness(self, worker: int, now: float) -> float:
-        factor = 1.0
-        for period in self.hosts[worker].slow:
-            if period.from_s <= now < period.to_s:
-                factor *= period.factor
-        return factor
+        periods = self.hosts[worker].slow
+        return math.prod(p.factor for p in periods if p.from_s <= now < p.to_s)
 
 
 def share_evenly(begins: Floats, seconds: Floats, cores: int) -> Floats:

@@ -302,27 +302,20 @@ class PushPullSimulation(StrategySimulation):
 
     def _apply_next(self) -> None:
         """Applies queued updates one after another."""
-        while self._orders and not self._is_applying and not self._server_is_dead():
+        if self._orders and not self._is_applying and not self._server_is_dead():
             update, at_s = self._orders.popleft()
             seconds = self._apply_s + len(update.order.parts) * self._receive_s
+            self._is_applying = True
             begins = max(at_s, self._applied_at[-1])
-            if self._server_cores.crowded:
-                self._is_applying = True
-                self._server_cores.run(begins, seconds, partial(self._applied_late, update))
-            else:
-                self._record_applied(update, begins + seconds)
+            self._server_cores.run(begins, seconds, partial(self._applied, update))
 
-    def _applied_late(self, update: StepOptimizer, ended: float) -> None:
+    def _applied(self, update: StepOptimizer, ended: float) -> None:
         self._is_applying = False
-        self._record_applied(update, ended)
-        self._apply_next()
-
-    def _record_applied(self, update: StepOptimizer, ended: float) -> None:
         self._applied_at.append(ended)
         self._unapplied.append(update)
-        if self._awaiting:
-            for then in self._awaiting.pop(len(self._applied_at) - 1, ()):
-                self.simulator.timeline.schedule(ended, then)
+        for then in self._awaiting.pop(len(self._applied_at) - 1, ()):
+            self.simulator.timeline.schedule(ended, then)
+        self._apply_next()
 
     def _server_is_dead(self) -> bool:
         """A server dies with its host."""

@@ -18,13 +18,7 @@ from paceline.protocol.messages import Lease, Message
 from paceline.specs.strategy import Strategy
 from paceline.state import load_into_model, state_from_model
 from paceline.strategies.registry import make_runner
-from paceline.strategies.runner import (
-    PhaseContext,
-    Replica,
-    Runner,
-    TrainStep,
-    WorkerContext,
-)
+from paceline.strategies.runner import PhaseContext, Replica, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import PhaseClock
 from paceline.twin.updates import EMPTY, StepOutcome, WeightUpdates
 
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
 
 T = TypeVar("T")
-MakeRunner = Callable[[WorkerContext], Runner]
 TIMEOUT_S = 300.0
 
 
@@ -42,7 +35,7 @@ class RunnerGroup:
     def __init__(
         self,
         backend: GradientBackend,
-        make: MakeRunner,
+        make: Callable[[WorkerContext], Runner],
         phase: PhaseContext,
     ) -> None:
         self._backend = backend
@@ -51,8 +44,18 @@ class RunnerGroup:
         self.runners: list[Runner] = []
         for group in self._groups:
             model, optimizer = copy.deepcopy((source.model, source.optimizer))
-            replica = Replica(model, optimizer, clip=source.clip)
-            self.runners.append(make(_make_context(replica, group, phase)))
+            context = WorkerContext(
+                rank=group.rank,
+                size=group.size,
+                replica=Replica(model, optimizer, clip=source.clip),
+                group=group,
+                control=_NoCoordinator(),
+                clock=PhaseClock(0.0),
+                token="",
+                timeout_s=TIMEOUT_S,
+                phase=phase,
+            )
+            self.runners.append(make(context))
         self._losses = [backend.build_loss(runner.replica.model) for runner in self.runners]
         self._samples = [0] * backend.workers
         self._pool = ThreadPoolExecutor(backend.workers, "simulated-worker")
@@ -162,20 +165,6 @@ class LocalReplicas(WeightUpdates):
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _make_context(replica: Replica, group: InProcessGroup, phase: PhaseContext) -> WorkerContext:
-    return WorkerContext(
-        rank=group.rank,
-        size=group.size,
-        replica=replica,
-        group=group,
-        control=_NoCoordinator(),
-        clock=PhaseClock(0.0),
-        token="",
-        timeout_s=TIMEOUT_S,
-        phase=phase,
-    )
 
 
 class _NoCoordinator:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 Callback = Callable[[float], None]
 """Called with the virtual time in seconds."""
@@ -30,28 +29,22 @@ class Timeline:
 
     def run(self) -> bool:
         """Runs until `stop` is called; returns False if the queue empties before that."""
-        with infrequent_gc():
-            heap, pop = self._heap, heapq.heappop
+        heap, pop = self._heap, heapq.heappop
+        # Events allocate many objects and few cycles, so garbage is collected less often.
+        thresholds = gc.get_threshold()
+        gc.set_threshold(200_000, 20, 100)
+        try:
             while heap and not self._stopped:
                 self.now, _, callback = pop(heap)
                 self.events += 1
                 callback(self.now)
+        finally:
+            gc.set_threshold(*thresholds)
         return self._stopped
 
     def stop(self) -> None:
         """Stops after the current event."""
         self._stopped = True
-
-
-@contextmanager
-def infrequent_gc() -> Iterator[None]:
-    """Runs the garbage collector less often: events allocate many objects and few cycles."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 class FifoResource:
