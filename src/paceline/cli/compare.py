@@ -179,8 +179,7 @@ def demo(*, options: DemoOptions) -> int:
     from paceline.launch.compare_runs import compare as compare_on_workers
     from paceline.launch.run_options import new_run_name
     from paceline.twin.clusters import read_cluster
-    from paceline.twin.compare import compare_twins
-    from paceline.twin.run import TwinOptions
+    from paceline.twin.run import TwinOptions, compare_twins
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name("demo")
     fields: dict[str, Any] = {"model": "mlp-128", "data": "digits", "epochs": options.epochs}

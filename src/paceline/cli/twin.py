@@ -57,8 +57,7 @@ def twin(
     from paceline.cli.compare import show_comparison
     from paceline.report.comparison import compare_results
     from paceline.strategies.registry import parse_strategies
-    from paceline.twin.compare import compare_twins, run_labelled
-    from paceline.twin.run import TwinOptions
+    from paceline.twin.run import TwinOptions, compare_twins, run_labelled
 
     if "checkpoint_every" not in fields.model_fields_set:
         fields = fields.model_copy(update={"checkpoint_every": "never"})
@@ -107,15 +106,7 @@ def find_machines(
     """Returns the machines to simulate, and writes them to a file if requested."""
     from paceline.twin.clusters import resolve_cluster
 
-    pool = resolve_cluster(
-        machines.cluster,
-        calibrate=machines.calibrate,
-        probe=machines.probe,
-        without=machines.without,
-        bandwidth=machines.bandwidth,
-        job=lambda: refer(workers or PROBED_WORKERS),
-        workers=workers,
-    )
+    pool = resolve_cluster(machines, lambda: refer(workers or PROBED_WORKERS), workers)
     if machines.write_cluster is not None:
         try:
             machines.write_cluster.write_text(pool.to_yaml(), encoding="utf-8")

@@ -9,41 +9,32 @@ from pathlib import Path
 from paceline.cluster.pool import Link, Pool, equal_machines, read_pool
 from paceline.errors import UsageError
 from paceline.job import JobRef
+from paceline.twin.settings import TwinSettings
 
 EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
 """Clusters that ship with Paceline."""
 
 
-def resolve_cluster(
-    cluster: str | None,
-    *,
-    calibrate: Path | None,
-    probe: bool,
-    without: tuple[int, ...],
-    bandwidth: float,
-    job: Callable[[], JobRef],
-    workers: int | None = None,
-) -> Pool:
+def resolve_cluster(machines: TwinSettings, job: Callable[[], JobRef], workers: int | None) -> Pool:
     """Returns the simulated machines. Raises UsageError unless exactly one source is given."""
-    sources = [cluster is not None, calibrate is not None, probe]
-    if sum(sources) != 1:
+    if (machines.cluster is not None) + (machines.calibrate is not None) + machines.probe != 1:
         raise UsageError(
             "exactly one of --cluster, --calibrate and --probe is required: it defines the "
             "simulated machines"
         )
-    if cluster is not None:
-        pool = read_cluster(cluster)
-    elif calibrate is not None:
+    if machines.cluster is not None:
+        pool = read_cluster(machines.cluster)
+    elif machines.calibrate is not None:
         from paceline.twin.calibration import calibrate_from_run
 
-        pool = calibrate_from_run(calibrate)
+        pool = calibrate_from_run(machines.calibrate)
     else:
         from paceline.twin.machine_probe import probe_machine
 
         if workers is not None and workers < 1:
             raise UsageError(f"--workers must be at least 1, got {workers}")
         pool = probe_machine(job().resolve(), workers or 2)
-    return apply_what_if(pool, without=without, bandwidth=bandwidth)
+    return apply_what_if(pool, without=machines.without, bandwidth=machines.bandwidth)
 
 
 def read_cluster(text: str) -> Pool:

@@ -1,15 +1,17 @@
-"""Runs a simulation: validates, simulates and summarizes; writes the same folder as a real run."""
+"""Runs simulations: validates, simulates and summarizes; writes the same folders as real runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cluster.pool import Pool
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.compare_runs import clear_runs, label_as_given, with_job_fields
 from paceline.launch.environment import versions
 from paceline.launch.run import (
     check_sizes,
@@ -19,14 +21,17 @@ from paceline.launch.run import (
     make_plan,
     raise_unless_done,
     read_coordinator_state,
+    read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
 from paceline.launch.supervisor import RunOutcome
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
+from paceline.report.comparison import Comparison, write_comparison
+from paceline.report.terminal import terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.strategies.registry import make_switch_policy, simulation
+from paceline.strategies.registry import make_switch_policy, parse_strategy, simulation
 from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import make_result
@@ -79,16 +84,14 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     """Simulates a job and returns its result. Raises like a real run."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    workers = strategy.worker_count(options.count)
-    check_sizes(resolved.batch, strategy, workers)
-    check_servers(strategy, workers)
+    workers = check_workers(resolved, strategy, options)
     for phase in strategy.phases:
         simulation(phase)  # Raises UsageError where a strategy has no simulate facet.
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
     memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
     # All usage errors are raised before anything is written or replaced.
-    work, weights, splits = prepare_twin(resolved, workers, options, folder)
+    work, weights = prepare_twin(resolved, workers, options, folder)
     work = with_measured_gradient_size(work, options.pool.hosts[0])
     make_switch_policy(
         strategy,
@@ -138,7 +141,6 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         note=event_log.record,
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
-        splits=splits,
     )
     _show_progress(simulator, options.show)
     end = simulator.run()
@@ -176,18 +178,68 @@ def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], Ru
     return run
 
 
-def check_servers(strategy: Strategy, workers: int) -> None:
+def run_labelled(
+    job: Job | JobRef, strategy: Strategy, options: TwinOptions, *, progress: bool
+) -> RunResult:
+    with terminal_reporter(f"{strategy} (virtual)", quiet=not progress) as show:
+        return run_twin(job, strategy, dataclasses.replace(options, show=show))
+
+
+def compare_twins(
+    job: Job | JobRef,
+    strategies: Sequence[Strategy | str],
+    options: TwinOptions,
+    seeds: int = 1,
+    *,
+    progress: bool = False,
+) -> Comparison:
+    """Simulates every strategy with every seed; failed and diverged runs are included."""
+    folder = options.out
+    resolved = job.resolve() if isinstance(job, JobRef) else job
+    resolved.check()
+    chosen = [parse_strategy(strategy) for strategy in strategies]
+    for strategy in chosen:
+        check_workers(resolved, strategy, options)
+    if (folder / "comparison.json").exists() and not options.force:
+        raise UsageError(
+            f"--out {folder} already contains a comparison; choose a new directory, or use "
+            "--force to overwrite it"
+        )
+    clear_runs(folder)
+    results: list[RunResult] = []
+    for seed in range(resolved.seed, resolved.seed + seeds):
+        for number, strategy in enumerate(chosen):
+            out = folder / f"{number + 1}-{strategy.name}-seed{seed}"
+            labels = {**options.labels, **label_as_given(strategies[number], strategy)}
+            run_options = dataclasses.replace(options, out=out, labels=labels)
+            try:
+                result = run_labelled(
+                    with_job_fields(job, seed=seed), strategy, run_options, progress=progress
+                )
+            except UsageError:
+                raise
+            except PacelineError:
+                result = RunFolder(out).read_result()
+            results.append({**result, "dir": out.name})
+    return write_comparison(folder / "comparison.json", results)
+
+
+def check_workers(job: Job, strategy: Strategy, options: TwinOptions) -> int:
+    """Returns the number of workers. Raises UsageError if the strategy cannot run on them."""
+    workers = strategy.worker_count(options.count)
+    check_sizes(job.batch, strategy, workers)
     servers = strategy.servers_for(workers)
     if servers > workers:
         raise UsageError(
             f"{strategy} needs {servers} servers, but the cluster has {workers} machines; "
             "use fewer servers or more machines"
         )
+    return workers
 
 
 def prepare_twin(
     job: Job, workers: int, options: TwinOptions, folder: RunFolder
-) -> tuple[Workload, WeightsBackend, tuple[str, ...]]:
+) -> tuple[Workload, WeightsBackend]:
     """Counts the workload of a job and creates its weights backend."""
     import torch
 
@@ -200,7 +252,7 @@ def prepare_twin(
     tables = load_job_data(job.model_copy(update={"shard": "sample"}))
     work = count_workload(job, tables)
     if options.depth == "cost":
-        return work, WeightsBackend(), tables.splits
+        return work, WeightsBackend()
     from paceline.twin.gradient_backend import GradientBackend
 
     training = GradientBackend(
@@ -208,7 +260,7 @@ def prepare_twin(
     )
     if options.start_from is not None:
         training.load_checkpoint(options.start_from)
-    return work, training, tables.splits
+    return work, training
 
 
 def _show_progress(simulator: Simulator, show: OnEvent) -> None:

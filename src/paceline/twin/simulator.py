@@ -69,21 +69,15 @@ class Simulator:
         note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
         memory: CoordinatorMemory | None = None,
-        splits: tuple[str, ...] = (),
     ) -> None:
         self.plan, self.pool, self.work, self.weights = plan, pool, work, weights
         self.updates = WeightUpdates()
         """The weights under the active strategy."""
         self.timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-        self.fleet = SimulatedMachines(
-            pool, plan, work, self.timeline, seed=seed, slowdowns=slowdowns
-        )
+        self.fleet = SimulatedMachines(pool, plan, work, self.timeline, seed, slowdowns)
+        now = self.timeline.now
         self.coordinator = Coordinator(
-            plan,
-            now=self.timeline.now,
-            paces=make_pace,
-            policies=make_switch_policy,
-            memory=memory,
+            plan, now=now, paces=make_pace, policies=make_switch_policy, memory=memory
         )
         self.clocks: dict[str, Floats] = {name: np.zeros(plan.workers) for name in PHASES}
         """Virtual seconds of each worker, by time category."""
@@ -92,10 +86,8 @@ class Simulator:
         self.joint_steps = 0
         """Steps that all workers took together."""
         self.end: EndRun | None = None
-        self.state_bytes = work.bytes * (1 + work.slots)
         self._note = note
         self._model_path = model_path
-        self._splits = splits
         self._control = FifoResource()
         self._control_s = pool.control_ms / 1e3
         self.simulation = StrategySimulation()
@@ -111,16 +103,15 @@ class Simulator:
         self._sent = self._before = 0.0
         self._answered = 0
         self._lr = 0.0
-        self._evaluate_s = 0.0
 
     def run(self) -> EndRun:
-        work, now = self.work, self.timeline.now
+        work, now, splits = self.work, self.timeline.now, tuple(self.work.evaluated)
         for server in range(self.plan.servers):
             self.send(0, ServerReady(server, "virtual", 1), now)
         share = max(1, work.batch // self.plan.workers)
         for worker, cost in enumerate(self.fleet.compute):
             speed = share / max(cost.step_s(share), 1e-12)
-            ready = WorkerReady(worker, work.samples, work.batch, work.epochs, self._splits, speed)
+            ready = WorkerReady(worker, work.samples, work.batch, work.epochs, splits, speed)
             self.send(worker, ready, now)
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
@@ -262,10 +253,11 @@ class Simulator:
     def _handover_s(self, before: Strategy, after: Strategy) -> float:
         """All workers fetch the state from the old servers; one sends it to the new ones."""
         seconds, workers = 0.0, self.plan.workers
+        state_bytes = self.work.bytes * (1 + self.work.slots)
         for strategy, copies in ((before, workers), (after, 1)):
             if servers := strategy.servers_for(workers):
                 bandwidth = self.server_bytes_per_s(servers)
-                seconds += max(self.fleet.latency) + self.state_bytes * copies / bandwidth
+                seconds += max(self.fleet.latency) + state_bytes * copies / bandwidth
         return seconds
 
     def server_bytes_per_s(self, servers: int) -> float:
@@ -299,8 +291,6 @@ class Simulator:
         share = self.work.evaluated.get(split, 0) / self.plan.workers
         seconds = FORWARD_FRACTION * share * self.fleet.compute[worker].per_sample_s
         self.clocks["eval"][worker] += seconds
-        if worker == 0:
-            self._evaluate_s += seconds
         # All workers hold the same weights, so worker 0 evaluates for all of them.
         loss_sum, correct, count = self.weights.evaluate(split) if worker == 0 else (0.0, None, 0)
         self.send(worker, Evaluated(worker, loss_sum, correct, count), now + seconds)
@@ -317,7 +307,7 @@ class Simulator:
         # Between two requests of the coordinator, a worker waits for the other workers.
         phases["wait"] += max(0.0, now - sum(phases.values()))
         stages = dict.fromkeys(("start", "read", "prepare", "save"), 0.0)
-        stages["evaluate"] = self._evaluate_s
+        stages["evaluate"] = float(self.clocks["eval"][0])
         stages["train"] = max(0.0, now - stages["evaluate"])
         share = 1 / self.plan.workers
         return {
