@@ -90,6 +90,7 @@ class PushPullSimulation(StrategySimulation):
         self.fleet = simulator.fleet
         self.rules = rules
         self.workers = [SimulatedWorker() for _ in range(simulator.plan.workers)]
+        self._gradient_bytes = simulator.work.bytes
         self._shard = ServerShard()
         self._server_bytes_per_s = simulator.server_bytes_per_s(rules.servers)
         self._link_bytes_per_s = [link.bytes_per_s for link in self.fleet.links]
@@ -207,7 +208,7 @@ class PushPullSimulation(StrategySimulation):
         """Sends the gradient to the servers."""
         sent = self.transfer(self.inbound, push.worker, now, self.rules.push_bytes)
         self.bytes_sent += self.rules.push_bytes
-        self.bytes_before += self.simulator.work.bytes
+        self.bytes_before += self._gradient_bytes
         if not self.rules.overlap:
             self.workers[push.worker].comm_s += sent - push.computed_s
         self._finish(push, sent)
