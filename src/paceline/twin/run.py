@@ -21,7 +21,6 @@ from paceline.launch.run import (
     make_plan,
     raise_unless_done,
     read_coordinator_state,
-    read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
 from paceline.launch.supervisor import RunOutcome
