@@ -17,7 +17,7 @@ from paceline.strategies.ps.connect import ConnectRequest
 from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
-from paceline.strategies.ps.transport import Connected, PendingExchange, Pulled
+from paceline.strategies.ps.transport import Connected, Pulled, WaitForExchange
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import CommReport, PhaseContext, Replica, TrainStep, WorkerContext
@@ -59,21 +59,16 @@ class StoreTransport:
         self.store.close()
 
 
-class InlineExchange:
-    def __init__(self, pull: Callable[[], None]) -> None:
-        self._pull = pull
-
-    def wait(self, timeout_s: float) -> float:
-        self._pull()
-        return 0.0
-
-
 class InlineExchanges:
     """Pushes at once, and pulls when the weights are needed."""
 
-    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> PendingExchange:
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> WaitForExchange:
+        def wait(timeout_s: float) -> float:
+            pull()
+            return 0.0
+
         push()
-        return InlineExchange(pull)
+        return wait
 
     def close(self) -> None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from paceline.codecs.compressor import Compressor
@@ -15,7 +15,7 @@ from paceline.comm.wire import Channel
 from paceline.errors import UsageError
 from paceline.strategies.ps.messages import MemoryReply, OfferMemory
 from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.ps.transport import Connected, ParameterTransport
+from paceline.strategies.ps.transport import Connected, WaitForExchange
 from paceline.strategies.ps.transport_shm import SharedMemoryTransport
 from paceline.strategies.ps.transport_tcp import TcpTransport
 from paceline.strategies.runner import CommReport
@@ -47,24 +47,22 @@ def connect(request: ConnectRequest) -> Connected:
     spec, layout = request.spec, request.layout
     links = [
         TcpTransport(
-            _open_channel(index, request),
-            request.compressors[index] if request.compressors else None,
+            _open_channel(i, request), request.compressors[i] if request.compressors else None
         )
-        for index in range(len(request.servers))
+        for i in range(len(request.servers))
     ]
-    transports: list[ParameterTransport] = [*links]
     memory, reasons = None, set()
     if request.compressors:
         reasons.add("a codec")
     elif spec.via != "network":
-        memory, reasons = _offer_memory(request, links, transports)
-    shared = [transport.kind == "shared" for transport in transports]
+        memory, reasons = _offer_memory(request, links)
+    shared = [link.kind == "shared" for link in links]
     reason = ", ".join(sorted(reasons))
     if spec.via == "shared" and not all(shared):
         raise UsageError(f"ps: via=shared is not available ({reason}); remove via")
     backend = "shared" if all(shared) else "partly shared" if any(shared) else "network"
     return Connected(
-        transports=tuple(transports),
+        transports=tuple(links),
         send_buffer=layout.new_buffer() if memory is None else memory.gradient,
         report=CommReport(backend=backend, reason=reason),
         exchanges=ThreadedExchanges() if spec.overlap else None,
@@ -79,9 +77,9 @@ def _open_channel(index: int, request: ConnectRequest) -> Channel:
 
 
 def _offer_memory(
-    request: ConnectRequest, links: Sequence[TcpTransport], transports: list[ParameterTransport]
+    request: ConnectRequest, links: list[TcpTransport]
 ) -> tuple[MailboxSegment | None, set[str]]:
-    """Replaces the transports to servers that accept this worker's shared memory.
+    """Replaces the links to servers that accept this worker's shared memory.
 
     Returns the memory, unless no server accepts, and the reasons of those that do not.
     """
@@ -115,8 +113,8 @@ def _offer_memory(
             except OSError as error:
                 reasons.add(f"{error.strerror} at the memory of {tcp.peer}")
                 continue
-            transports[index] = SharedMemoryTransport(
-                tcp,
+            links[index] = SharedMemoryTransport(
+                tcp.channel,
                 weights,
                 memory.mailbox(index, shard.lo, shard.hi),
                 in_place=request.spec.sync.includes_own_update,
@@ -124,7 +122,7 @@ def _offer_memory(
             )
     finally:
         memory.unlink()
-    return (memory if any(t.kind == "shared" for t in transports) else None), reasons
+    return (memory if any(link.kind == "shared" for link in links) else None), reasons
 
 
 class ThreadedExchanges:
@@ -133,24 +131,14 @@ class ThreadedExchanges:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)
 
-    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> ThreadedExchange:
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> WaitForExchange:
         def exchange() -> float:
             start = time.perf_counter()
             push()
             pull()
             return time.perf_counter() - start
 
-        return ThreadedExchange(self._executor.submit(exchange))
+        return self._executor.submit(exchange).result
 
     def close(self) -> None:
         self._executor.shutdown()
-
-
-class ThreadedExchange:
-    """An exchange in a thread; see `PendingExchange`."""
-
-    def __init__(self, future: Future[float]) -> None:
-        self._future = future
-
-    def wait(self, timeout_s: float) -> float:
-        return self._future.result(timeout_s)

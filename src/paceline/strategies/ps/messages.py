@@ -149,23 +149,9 @@ class Failed(DataMessage):
     error: str
 
 
-KINDS: dict[str, type[Message]] = {
-    cls.__name__: cls
-    for cls in (
-        PushHeader,
-        PushGradient,
-        PushShared,
-        Pull,
-        LoadShard,
-        ExportSlots,
-        OfferMemory,
-        Weights,
-        Loaded,
-        Slots,
-        MemoryReply,
-        Failed,
-    )
-}
+_FROM_WORKER = (PushHeader, PushGradient, PushShared, Pull, LoadShard, ExportSlots, OfferMemory)
+_FROM_SERVER = (Weights, Loaded, Slots, MemoryReply, Failed)
+KINDS: dict[str, type[Message]] = {cls.__name__: cls for cls in (*_FROM_WORKER, *_FROM_SERVER)}
 
 
 def data_to_wire(message: DataMessage) -> Plain:

@@ -49,7 +49,6 @@ from paceline.strategies.ps.messages import (
     data_from_wire,
 )
 from paceline.strategies.ps.store import ParameterStore, PendingGradient
-from paceline.strategies.ps.transport import GradientEndpoint
 from paceline.strategies.ps.transport_shm import SharedMemoryEndpoint, accept_memory
 from paceline.strategies.ps.transport_tcp import TcpEndpoint
 from paceline.telemetry.phase_clock import APPLY, RECEIVE, SEND, ServerClock
@@ -60,9 +59,8 @@ from paceline.telemetry.sampler import ServerCounters, StepCounters
 class WorkerLink:
     """One worker's connection."""
 
-    tcp: TcpEndpoint
-    endpoint: GradientEndpoint
-    """Receives its gradients: `tcp`, or shared memory."""
+    endpoint: TcpEndpoint
+    """Replaced if the worker offers shared memory."""
     held_up_us: int = 0
     """Time that its next pull has waited for the update of its push."""
 
@@ -163,8 +161,7 @@ class ParameterServerProcess:
 
     def _serve(self, channel: Channel) -> None:
         """Answers one worker until its connection closes."""
-        tcp = TcpEndpoint(channel, self._store, self._changed)
-        link = WorkerLink(tcp, tcp)
+        link = WorkerLink(TcpEndpoint(channel, self._store, self._changed))
         with self._changed:
             self._links.add(link)
         try:
@@ -181,7 +178,8 @@ class ParameterServerProcess:
             # Without an answer the worker would wait until its deadline.
             self._remove_link(link)
             try:
-                tcp.send(Failed(error=f"server {self._index}: {type(error).__name__}: {error}"))
+                failure = f"server {self._index}: {type(error).__name__}: {error}"
+                link.endpoint.send(Failed(failure))
             finally:
                 channel.close()
 
@@ -194,17 +192,17 @@ class ParameterServerProcess:
             self._answer_pull(link, message)
         elif isinstance(message, LoadShard):
             with self._in_phase(RECEIVE):
-                state = link.tcp.receive_state(message, body_bytes)
+                state = link.endpoint.receive_state(message, body_bytes)
                 with self._changed:
                     self._store.load(state)
                     self._shard.reset()
                     if self._store.shared_weights is not None:
                         self._store.shared_weights.reset()
-            link.tcp.send(Loaded())
+            link.endpoint.send(Loaded())
         elif isinstance(message, ExportSlots):
             self._wait_for(message.at_least)
             with self._in_phase(SEND), self._changed:
-                link.tcp.send_slots(self._store.slots())
+                link.endpoint.send_slots(self._store.slots())
         elif isinstance(message, OfferMemory):
             self._accept_memory(link, message)
         else:
@@ -219,16 +217,18 @@ class ParameterServerProcess:
                 self._serving.queued_us += queued_us
                 version = self._shard.version
                 weights = self._store.copy_weights()
-            link.tcp.send_weights(version, weights, exact=pull.exact, queued_us=queued_us)
+            link.endpoint.send_weights(version, weights, exact=pull.exact, queued_us=queued_us)
             with self._changed:
                 self._store.return_copy(weights)
 
     def _accept_memory(self, link: WorkerLink, offer: OfferMemory) -> None:
         with self._changed:
-            endpoint, reply = accept_memory(offer, link.tcp, self._store, self._changed)
+            channel = link.endpoint.channel
+            endpoint, reply = accept_memory(offer, channel, self._store, self._changed)
             if endpoint is not None:
+                self._count(link.endpoint)
                 link.endpoint = self._shared[offer.worker] = endpoint
-        link.tcp.send(reply)
+        link.endpoint.send(reply)
 
     def _remove_link(self, link: WorkerLink) -> None:
         with self._changed:
@@ -237,7 +237,7 @@ class ParameterServerProcess:
             # A worker may have connected again meanwhile: keep its new endpoint.
             self._shared = {w: e for w, e in self._shared.items() if e is not link.endpoint}
 
-    def _count(self, endpoint: GradientEndpoint) -> None:
+    def _count(self, endpoint: TcpEndpoint) -> None:
         """Adds a worker's traffic since the last call; the caller holds the lock."""
         counters = endpoint.pop_counters()
         self._serving.pulls += counters.pulls
@@ -265,7 +265,7 @@ class ParameterServerProcess:
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
         with self._changed:
             self._add_pending((push.worker, push.handle), gradient)
-        if isinstance(push, PushGradient) and link.tcp.channel.has_input():
+        if isinstance(push, PushGradient) and link.endpoint.channel.has_input():
             # The worker's pull has arrived meanwhile: it has waited behind updates since.
             held = min(time.perf_counter_ns() - arrived, self._applied_ns() - applied)
             link.held_up_us = held // 1000

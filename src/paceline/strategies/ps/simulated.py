@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,7 @@ from paceline.state import Section
 from paceline.strategies.ps.connect import Connect, ConnectRequest
 from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
-from paceline.strategies.ps.transport import Connected, Pulled
+from paceline.strategies.ps.transport import Connected, Pulled, TransportKind, WaitForExchange
 from paceline.strategies.runner import (
     CommReport,
     PhaseContext,
@@ -93,7 +93,7 @@ class SimulatedServers:
 class SimulatedTransport:
     """A runner's link to `SimulatedServers`; never blocks."""
 
-    kind: Literal["simulated"] = "simulated"
+    kind: TransportKind = "simulated"
 
     def __init__(
         self, servers: SimulatedServers, worker: int, compressor: Compressor | None
@@ -144,22 +144,17 @@ class SimulatedTransport:
 class DeferredExchanges:
     """Exchanges of `overlap=true` without threads: the pull happens when it is waited for."""
 
-    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> DeferredPull:
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> WaitForExchange:
+        def wait(timeout_s: float) -> float:
+            start = time.perf_counter()
+            pull()
+            return time.perf_counter() - start
+
         push()
-        return DeferredPull(pull)
+        return wait
 
     def close(self) -> None:
         return
-
-
-class DeferredPull:
-    def __init__(self, pull: Callable[[], None]) -> None:
-        self._pull = pull
-
-    def wait(self, timeout_s: float) -> float:
-        start = time.perf_counter()
-        self._pull()
-        return time.perf_counter() - start
 
 
 class ServedReplicas(WeightUpdates):

@@ -5,23 +5,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.codecs.base import Coder
 from paceline.codecs.compressor import make_coder
 from paceline.codecs.registry import parse_codec
-from paceline.comm.shm.parameters import SharedWeightsOwner
+from paceline.comm.shm.parameters import GradientMailbox, SharedWeightsOwner
 from paceline.comm.shm.segment import shm_domain_id
 from paceline.errors import UsageError, WireError
 from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.shard import Handle
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 from paceline.strategies.ps.messages import Options, SliceEntry
-
-if TYPE_CHECKING:
-    from paceline.strategies.ps.transport import GradientEndpoint
 
 
 class Slot(NamedTuple):
@@ -67,8 +64,8 @@ class PendingGradient:
     buffer: torch.Tensor
     missing: frozenset[int]
     options: tuple[Options, ...]
-    endpoint: GradientEndpoint | None = None
-    """Notified after the update, if the buffer is the worker's; None if it is the store's."""
+    mailbox: GradientMailbox | None = None
+    """Holds the buffer until the update, if it is the worker's; None if it is the store's."""
 
 
 class ParameterStore:
@@ -259,10 +256,10 @@ class ParameterStore:
             piece.parameter.grad = None
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))
-            if gradient.endpoint is None:
+            if gradient.mailbox is None:
                 self._spare.append(gradient.buffer)
             else:
-                gradient.endpoint.consumed(part.handle)
+                gradient.mailbox.mark_consumed(part.handle)
 
     def _view(self, buffer: torch.Tensor, piece: StoredSlice) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]

@@ -1,8 +1,7 @@
 """Interfaces between the parameter-server strategy and the ways its tensors travel.
 
-`ParameterTransport` is a worker's link to one server shard, `GradientEndpoint` the server's end for
-one worker. Both have an implementation for TCP and one for shared memory. A transport that never
-blocks lets the same runner work in one process without threads.
+`ParameterTransport` is a worker's link to one server shard; TCP and shared memory implement it. A
+transport that never blocks lets the same runner work in one process without threads.
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.runner import CommReport
 
 if TYPE_CHECKING:
-    from paceline.strategies.ps.store import PendingGradient, ShardState, Slot
+    from paceline.strategies.ps.store import ShardState, Slot
+
+TransportKind = Literal["shared", "network", "simulated"]
+WaitForExchange = Callable[[float], float]
+"""Waits this many seconds for the weights to arrive; returns the seconds the exchange took."""
 
 
 class Pulled(NamedTuple):
@@ -26,15 +29,6 @@ class Pulled(NamedTuple):
 
     version: int
     queued_us: int
-
-
-class EndpointCounters(NamedTuple):
-    """Traffic of one worker since the counters were last read."""
-
-    pulls: int
-    queued_us: int
-    bytes_sent: int
-    bytes_received: int
 
 
 class ParameterTransport(Protocol):
@@ -45,7 +39,7 @@ class ParameterTransport(Protocol):
     """
 
     @property
-    def kind(self) -> Literal["shared", "network", "simulated"]: ...
+    def kind(self) -> TransportKind: ...
 
     @property
     def bytes_sent(self) -> int: ...
@@ -77,18 +71,11 @@ class ParameterTransport(Protocol):
     def close(self) -> None: ...
 
 
-class PendingExchange(Protocol):
-    """A push and the pull after it, in progress next to the computation."""
-
-    def wait(self, timeout_s: float) -> float:
-        """Waits until the weights have arrived; returns the seconds the exchange took."""
-
-
 class ExchangeScheduler(Protocol):
     """Runs exchanges next to the computation (`overlap=true`), one at a time."""
 
-    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> PendingExchange:
-        """Runs `push`, then `pull`. Without threads: `push` at once, `pull` in `wait`."""
+    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> WaitForExchange:
+        """Runs `push`, then `pull`. Without threads: `push` at once, `pull` in the wait."""
 
     def close(self) -> None: ...
 
@@ -103,18 +90,3 @@ class Connected:
     report: CommReport
     """The reason says why gradients pass through the network; empty if all share memory."""
     exchanges: ExchangeScheduler | None
-
-
-class GradientEndpoint(Protocol):
-    """Receiver of one worker's gradients on this server."""
-
-    def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
-        """Takes a gradient announced on the connection; raises WireError if it does not fit."""
-
-    def find(self, handle: int) -> PendingGradient | None:
-        """Returns a gradient that was announced to the coordinator only, if it has arrived."""
-
-    def consumed(self, handle: int) -> None:
-        """The update is applied: the worker may overwrite a gradient that stayed in place."""
-
-    def pop_counters(self) -> EndpointCounters: ...

@@ -9,7 +9,6 @@ during every attempt to copy them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from paceline.comm.shm.parameters import (
     open_mailbox,
 )
 from paceline.comm.shm.segment import shm_domain_id
-from paceline.comm.wire import pack, unpack_head
+from paceline.comm.wire import Channel, pack, unpack_head
 from paceline.errors import WireError
 from paceline.protocol.shard import Handle
 from paceline.strategies.ps.messages import (
@@ -31,19 +30,19 @@ from paceline.strategies.ps.messages import (
     data_from_wire,
     data_to_wire,
 )
-from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
-from paceline.strategies.ps.transport import EndpointCounters, Pulled
-from paceline.strategies.ps.transport_tcp import TcpEndpoint, TcpTransport
+from paceline.strategies.ps.store import ParameterStore, PendingGradient
+from paceline.strategies.ps.transport import Pulled, TransportKind
+from paceline.strategies.ps.transport_tcp import EndpointCounters, TcpEndpoint, TcpTransport
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(TcpTransport):
     """A worker's link to a server on the same host; see `ParameterTransport`."""
 
-    kind: Literal["shared"] = "shared"
+    kind: TransportKind = "shared"
 
     def __init__(
         self,
-        tcp: TcpTransport,
+        channel: Channel,
         weights: SharedWeights,
         mailbox: GradientMailbox,
         *,
@@ -51,40 +50,34 @@ class SharedMemoryTransport:
         timeout_s: float,
     ) -> None:
         """`in_place`: the pull after a push waits for its update, so the gradient may stay."""
-        self._tcp = tcp
+        super().__init__(channel)
         self._mailbox = mailbox
         self._in_place = in_place
         self._reader = SharedWeightsReader(
-            weights, mailbox, peer=tcp.peer, timeout_s=timeout_s, check_peer=tcp.check_peer
+            weights, mailbox, peer=self.peer, timeout_s=timeout_s, check_peer=self.check_peer
         )
         self._request: tuple[int, Handle | None, bool] = (0, None, False)
         self._bytes_pushed = self._bytes_copied = 0
 
     @property
     def bytes_sent(self) -> int:
-        return self._bytes_pushed + self._tcp.bytes_sent
+        return self._bytes_pushed + super().bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return self._bytes_copied + self._tcp.bytes_received
+        return self._bytes_copied + super().bytes_received
 
     def push(self, header: PushHeader, gradient: torch.Tensor) -> None:
         """The gradient is in the mailbox already: `gradient` is the mailbox's memory."""
         self._bytes_pushed += gradient.numel()
         # Nothing overwrites a gradient before the next pull. If that pull does not wait for the
         # update, the server must copy the gradient now.
-        if self._in_place and self._mailbox.post(header.handle, pack(data_to_wire(header))):
+        handle = header.handle
+        if self._in_place and self._mailbox.post(handle, pack(data_to_wire(header))):
             return
-        self._mailbox.last_handle = header.handle
-        self._tcp.send(
-            PushShared(
-                worker=header.worker,
-                handle=header.handle,
-                missing=header.missing,
-                options=header.options,
-                in_place=self._in_place,
-            )
-        )
+        self._mailbox.last_handle = handle
+        worker, missing, options = header.worker, header.missing, header.options
+        self.send(PushShared(worker, handle, missing, options, self._in_place))
 
     def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
         self._request = (at_least, after, exact)
@@ -93,47 +86,37 @@ class SharedMemoryTransport:
         at_least, after, exact = self._request
         copied = self._reader.copy_weights(at_least, out)
         if copied is None:  # Updates changed the weights during every attempt.
-            self._tcp.request(at_least, after=after, exact=exact)
-            return self._tcp.receive(out)
+            super().request(at_least, after=after, exact=exact)
+            return super().receive(out)
         self._bytes_copied += out.numel()
         return Pulled(*copied)
 
-    def load(self, state: ShardState) -> None:
-        self._tcp.load(state)
-
-    def request_slots(self, at_least: int) -> None:
-        self._tcp.request_slots(at_least)
-
-    def receive_slots(self) -> list[Slot]:
-        return self._tcp.receive_slots()
-
     def close(self) -> None:
         self._mailbox.clear()
-        self._tcp.close()
+        super().close()
 
 
-class SharedMemoryEndpoint:
-    """The server's end of a worker on the same host; see `GradientEndpoint`."""
+class SharedMemoryEndpoint(TcpEndpoint):
+    """The server's end of a worker on the same host.
+
+    The caller holds the lock of the store in all methods except `receive`.
+    """
 
     def __init__(
         self,
-        tcp: TcpEndpoint,
+        channel: Channel,
         mailbox: GradientMailbox,
         store: ParameterStore,
         lock: AbstractContextManager[object],
     ) -> None:
+        super().__init__(channel, store, lock)
         self.mailbox = mailbox
-        self._tcp = tcp
-        self._store = store
-        self._lock = lock
-        """Lock of the store. The caller holds it in all methods except `receive`."""
-        self._counted = (0, 0)
         self._gradients = 0
-        """Arrived since the counters were last read."""
+        self._counted = self._totals()
 
     def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
         if not isinstance(push, PushShared):
-            return self._tcp.receive(push, body_bytes)
+            return super().receive(push, body_bytes)
         with self._lock:
             gradient = self._pending(push)
             if push.in_place:
@@ -141,11 +124,12 @@ class SharedMemoryEndpoint:
             shared = self._store.shared_weights
             assert shared is not None
             copy = self._store.borrow_buffer().copy_(gradient.buffer)
-            self.consumed(push.handle)
+            self.mailbox.mark_consumed(push.handle)
             shared.notify()
             return PendingGradient(copy, gradient.missing, gradient.options)
 
     def find(self, handle: int) -> PendingGradient | None:
+        """Returns a gradient that was announced to the coordinator only, if it has arrived."""
         packed = self.mailbox.header_of(handle)
         if packed is None:
             return None
@@ -157,29 +141,23 @@ class SharedMemoryEndpoint:
     def _pending(self, header: PushHeader) -> PendingGradient:
         self._gradients += 1
         missing = frozenset(header.missing)
-        return PendingGradient(self.mailbox.gradient, missing, header.options, self)
+        return PendingGradient(self.mailbox.gradient, missing, header.options, self.mailbox)
 
-    def consumed(self, handle: int) -> None:
-        self.mailbox.consumed = handle  # The worker may overwrite the gradient.
-
-    def pop_counters(self) -> EndpointCounters:
+    def _totals(self) -> EndpointCounters:
         """Returns the worker's copies of weights as pulls, next to what passed the connection."""
-        network, size = self._tcp.pop_counters(), self.mailbox.gradient.numel()
-        now = self.mailbox.reads, self.mailbox.queued_us
-        reads, queued_us = now[0] - self._counted[0], now[1] - self._counted[1]
-        gradients, self._gradients = self._gradients, 0
-        self._counted = now
+        network, size = super()._totals(), self.mailbox.gradient.numel()
+        reads = self.mailbox.reads
         return EndpointCounters(
             reads,
-            queued_us,
+            self.mailbox.queued_us,
             reads * size + network.bytes_sent,
-            gradients * size + network.bytes_received,
+            self._gradients * size + network.bytes_received,
         )
 
 
 def accept_memory(
     offer: OfferMemory,
-    tcp: TcpEndpoint,
+    channel: Channel,
     store: ParameterStore,
     lock: AbstractContextManager[object],
 ) -> tuple[SharedMemoryEndpoint | None, MemoryReply]:
@@ -200,5 +178,5 @@ def accept_memory(
     if shared is None:
         reason = "no room for a server's weights in shared memory"
         return None, MemoryReply(descriptor=None, reason=reason)
-    endpoint = SharedMemoryEndpoint(tcp, mailbox, store, lock)
+    endpoint = SharedMemoryEndpoint(channel, mailbox, store, lock)
     return endpoint, MemoryReply(descriptor=shared.descriptor(), reason="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ from paceline.strategies.ps.store import (
     Slot,
     dtype_from_name,
 )
-from paceline.strategies.ps.transport import EndpointCounters, Pulled
+from paceline.strategies.ps.transport import Pulled, TransportKind
 
 M = TypeVar("M", bound=DataMessage)
 
@@ -45,23 +45,20 @@ M = TypeVar("M", bound=DataMessage)
 class TcpTransport:
     """A worker's connection to one server; see `ParameterTransport`."""
 
-    kind: Literal["network"] = "network"
+    kind: TransportKind = "network"
 
     def __init__(self, channel: Channel, compressor: Compressor | None = None) -> None:
-        self._channel = channel
+        self.channel = channel
+        self.peer = channel.peer
         self._compressor = compressor
 
     @property
-    def peer(self) -> str:
-        return self._channel.peer
-
-    @property
     def bytes_sent(self) -> int:
-        return self._channel.bytes_sent
+        return self.channel.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return self._channel.bytes_received
+        return self.channel.bytes_received
 
     def push(self, header: PushHeader, gradient: torch.Tensor) -> None:
         table: PayloadTable | None = None
@@ -70,16 +67,8 @@ class TcpTransport:
             payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
             rows, body = to_bytes(payload)
             table = tuple(map(tuple, rows))
-        self.send(
-            PushGradient(
-                worker=header.worker,
-                handle=header.handle,
-                missing=header.missing,
-                options=header.options,
-                payload=table,
-            ),
-            *body,
-        )
+        push = PushGradient(header.worker, header.handle, header.missing, header.options, table)
+        self.send(push, *body)
 
     def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
         self.send(Pull(at_least=at_least, after=after, exact=exact))
@@ -90,11 +79,11 @@ class TcpTransport:
             if size != out.numel():
                 raise WireError(f"{self.peer} sent {size} bytes, expected {out.numel()}")
             if size:
-                self._channel.receive_into(as_memoryview(out))
+                self.channel.receive_into(as_memoryview(out))
         elif self._compressor is None:
             raise WireError(f"{self.peer} sent compressed weights, but no codec is in use")
         else:
-            payload = from_bytes(weights.payload, _receive_body(self._channel, size))
+            payload = from_bytes(weights.payload, _receive_body(self.channel, size))
             coder = self._compressor.coder
             coder.decode(payload, out.view(coder.dtype))
         return Pulled(weights.version, weights.queued_us)
@@ -117,17 +106,17 @@ class TcpTransport:
 
     def receive_slots(self) -> list[Slot]:
         message, size = self.receive_message(Slots, max_body=MAX_BODY)
-        return unpack_slots(message.slots, _receive_body(self._channel, size))
+        return unpack_slots(message.slots, _receive_body(self.channel, size))
 
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
 
     def send(self, message: DataMessage, *body: memoryview) -> None:
-        self._channel.send(data_to_wire(message), *body)
+        self.channel.send(data_to_wire(message), *body)
 
     def receive_message(self, expected: type[M], *, max_body: int = 0) -> tuple[M, int]:
         """Returns a message and the size of its body; raises PeerLost if the server failed."""
-        head, size = self._channel.receive_head(max_body=max_body)
+        head, size = self.channel.receive_head(max_body=max_body)
         message = data_from_wire(head)
         if isinstance(message, Failed):
             raise PeerLost(f"{self.peer} reports: {message.error}")
@@ -139,13 +128,22 @@ class TcpTransport:
 
     def check_peer(self) -> None:
         """Raises if the server has closed the connection or sent a failure, without waiting."""
-        if self._channel.has_input():
+        if self.channel.has_input():
             message, _ = self.receive_message(DataMessage)
             raise WireError(f"{self.peer} sent {type(message).__name__} without a request")
 
 
+class EndpointCounters(NamedTuple):
+    """Traffic of one worker."""
+
+    pulls: int
+    queued_us: int
+    bytes_sent: int
+    bytes_received: int
+
+
 class TcpEndpoint:
-    """The server's end of a worker's connection; see `GradientEndpoint`."""
+    """The server's end of one worker's connection: receives its gradients, sends weights."""
 
     def __init__(
         self, channel: Channel, store: ParameterStore, lock: AbstractContextManager[object]
@@ -154,9 +152,10 @@ class TcpEndpoint:
         self._store = store
         self._lock = lock
         """Lock of the store."""
-        self._counted = (0, 0)
+        self._counted = EndpointCounters(0, 0, 0, 0)
 
     def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
+        """Takes a gradient announced on the connection; raises WireError if it does not fit."""
         if not isinstance(push, PushGradient):
             raise WireError(
                 f"{type(push).__name__} without shared memory; send a PushGradient instead"
@@ -185,18 +184,15 @@ class TcpEndpoint:
             )
         coder.decode(from_bytes(table, _receive_body(self.channel, body_bytes)), values)
 
-    def find(self, handle: int) -> PendingGradient | None:
-        return None  # Every gradient is announced on the connection.
-
-    def consumed(self, handle: int) -> None:
-        return  # Gradients are copied when they arrive.
-
     def pop_counters(self) -> EndpointCounters:
+        """Returns the traffic since the last call."""
+        now = self._totals()
+        before, self._counted = self._counted, now
+        return EndpointCounters(*(n - b for n, b in zip(now, before, strict=True)))
+
+    def _totals(self) -> EndpointCounters:
         """Returns the bytes; pulls are counted where they are answered."""
-        now = self.channel.bytes_sent, self.channel.bytes_received
-        sent, received = self._counted
-        self._counted = now
-        return EndpointCounters(0, 0, now[0] - sent, now[1] - received)
+        return EndpointCounters(0, 0, self.channel.bytes_sent, self.channel.bytes_received)
 
     def send(self, message: DataMessage, *body: memoryview) -> None:
         self.channel.send(data_to_wire(message), *body)

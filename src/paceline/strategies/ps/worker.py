@@ -22,7 +22,7 @@ from paceline.strategies.ps.connect import Connect, ConnectRequest, connect
 from paceline.strategies.ps.messages import Options, PushHeader, SliceEntry
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ShardState, Slot, optimizer_options
-from paceline.strategies.ps.transport import ParameterTransport, PendingExchange
+from paceline.strategies.ps.transport import ParameterTransport, WaitForExchange
 from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 
@@ -86,7 +86,7 @@ class ParameterServerRunner(Runner):
         )
         self._transports = connected.transports
         self._exchanges = connected.exchanges
-        self._pending: PendingExchange | None = None
+        self._pending: WaitForExchange | None = None
         self._overlapped_us: int | None = 0 if self._exchanges is not None else None
         self._incoming = self._layout.new_buffer()
         self._outgoing = connected.send_buffer
@@ -194,7 +194,7 @@ class ParameterServerRunner(Runner):
         """Waits for the exchange in progress; its weights are those of the next step."""
         if self._pending is not None:
             start = time.perf_counter()
-            took_s = self._pending.wait(self.context.timeout_s)
+            took_s = self._pending(self.context.timeout_s)
             exposed_s = time.perf_counter() - start
             self._overlapped_us = int(max(0.0, took_s - exposed_s) * 1e6)
             self._pending = None
