@@ -18,7 +18,7 @@ from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
 from paceline.protocol.messages import Message, PlannedSteps, StepsApplied, StepStats
 from paceline.protocol.record import record
 from paceline.protocol.shares import split_batch
-from paceline.specs.strategy import WorkerGroups
+from paceline.specs.strategy import Strategy, WorkerGroups
 
 PLAN_AHEAD_S = 2.0
 """Planned work is kept this many seconds ahead of the slowest worker."""
@@ -219,3 +219,9 @@ class PlannedPace(Pace):
             per_s = (slowest - start) / (now - began)
             self._ahead = max(2 * self._batch, int(per_s * PLAN_AHEAD_S))
         return self._plan()
+
+
+def make_planned_pace(spec: Strategy, context: PaceContext) -> Pace:
+    """Plans ahead; batches are split as the strategy states, or by measured speeds."""
+    weights = spec.batch_weights(context.workers)
+    return PlannedPace(context, weights=weights, balance=spec.balances_speeds)

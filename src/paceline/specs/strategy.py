@@ -45,6 +45,11 @@ class Strategy(Spec):
         """True if workers measure their speed before training, for `worker_groups`."""
         return False
 
+    @property
+    def balances_speeds(self) -> bool:
+        """True if shares of a batch follow the measured speeds of the workers."""
+        return False
+
     def worker_count(self, requested: int) -> int:
         """Returns the number of workers to start if this many are requested."""
         return requested
@@ -98,3 +103,58 @@ class Strategy(Spec):
     def lr_description(self, workers: int) -> str:
         """Describes the effective learning rate, for the start of a run and for a switch."""
         return "learning rate x1 per global-batch update"
+
+
+class LocalSteps(Strategy):
+    """A strategy whose replicas differ between two synchronizations."""
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def steps_between_syncs(self) -> int:
+        """Local steps between two synchronizations; the expected number if it is not fixed."""
+        raise NotImplementedError
+
+    @property
+    def syncs_by_drift(self) -> bool:
+        """True if the weights decide when replicas are averaged."""
+        return False
+
+
+class ModelParallel(Strategy):
+    """The model in parts, one per worker; all parts work on the same rows."""
+
+    @property
+    def model_parts(self) -> int:
+        """Number of workers that hold one model together."""
+        raise NotImplementedError
+
+    @property
+    def loss_part(self) -> int:
+        """The part that computes the loss and holds the replica's rows in the ledger."""
+        return 0
+
+    def state_fraction(self, workers: int) -> StateFraction:
+        """Assumes that layers can be divided evenly."""
+        part = 1 / self.model_parts
+        return StateFraction(part, part, part)
+
+    def batch_weights(self, workers: int) -> tuple[int, ...] | None:
+        return tuple(int(w % self.model_parts == self.loss_part) for w in range(workers))
+
+    def check_batch(self, batch: int, workers: int) -> None:
+        replicas = workers // self.model_parts
+        if batch < replicas:
+            raise SpecError(
+                f"--batch {batch} is smaller than the {replicas} replicas of the model; "
+                "the global batch must cover at least one sample per replica"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        if workers % self.model_parts:
+            raise SpecError(
+                f"{self} does not support {workers} workers; "
+                f"use {self.model_parts} workers, or a multiple for replicas"
+            )

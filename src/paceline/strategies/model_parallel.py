@@ -17,7 +17,7 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import Lease
 from paceline.protocol.shares import split_batch
-from paceline.specs.model_parallel import ModelParallel
+from paceline.specs.strategy import ModelParallel
 from paceline.state import Section, checksum, persistent_buffers
 from paceline.strategies.runner import Runner, WorkerContext, average_running_stats, scale_to_norm
 

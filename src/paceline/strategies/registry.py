@@ -59,57 +59,23 @@ class StrategyRecord:
         return self.spec.name
 
 
-_BUILT_IN = (
-    "single",
-    "allreduce",
-    "ps",
-    "grouped",
-    "local_sgd",
-    "diloco",
-    "pipeline",
-    "tensor",
-    "switch",
-)
+_DATA_PARALLEL = ("single", "allreduce", "ps", "grouped", "local_sgd", "diloco")
+_BUILT_IN = (*_DATA_PARALLEL, "pipeline", "tensor", "switch")
 _registered: dict[str, StrategyRecord] = {}
 
 
-class _Records(Mapping[str, StrategyRecord]):
-    """Records by name; built-in strategies are imported when their record is requested."""
-
-    def __getitem__(self, name: str) -> StrategyRecord:
-        if name in _BUILT_IN:
-            record: StrategyRecord = _load(f"paceline.strategies.{name}:RECORD")
-            return record
-        return _registered[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from _BUILT_IN
-        yield from _registered
-
-    def __len__(self) -> int:
-        return len(_BUILT_IN) + len(_registered)
-
-
-class _StrategyTypes(Mapping[str, type[Strategy]]):
-    """Spec classes by name, for the parser."""
-
-    def __getitem__(self, name: str) -> type[Strategy]:
-        return _RECORDS[name].spec
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_RECORDS)
-
-    def __len__(self) -> int:
-        return len(_RECORDS)
-
-
-_RECORDS = _Records()
-_SPEC_TYPES = _StrategyTypes()
+@cache
+def _built_in_records() -> dict[str, StrategyRecord]:
+    return {name: _load(f"paceline.strategies.{name}.spec:RECORD") for name in _BUILT_IN}
 
 
 def records() -> Mapping[str, StrategyRecord]:
     """All strategies by name, in the order of the documentation."""
-    return _RECORDS
+    return {**_built_in_records(), **_registered}
+
+
+def _spec_types() -> dict[str, type[Strategy]]:
+    return {name: record.spec for name, record in records().items()}
 
 
 def register_strategy(record: StrategyRecord) -> None:
@@ -142,12 +108,12 @@ def parse_strategy(text: str | Strategy) -> Strategy:
     if found is not None:
         load_plugin_file(Path(found[1]))
         text = found[2]
-    return parse_spec(text, _SPEC_TYPES, "strategy")
+    return parse_spec(text, _spec_types(), "strategy")
 
 
 def strategy_from_value(value: Value) -> Strategy:
     """Returns the strategy of a parsed name or call, as inside `switch(...)`."""
-    return spec_from_call(value, _SPEC_TYPES, "strategy")
+    return spec_from_call(value, _spec_types(), "strategy")
 
 
 def parse_strategies(text: str) -> list[Strategy]:
@@ -216,9 +182,10 @@ def _parts_of(spec: Spec) -> Iterator[Spec]:
 
 
 def _record_of(spec: Strategy) -> StrategyRecord:
-    if spec.name not in _RECORDS:
+    record = _built_in_records().get(spec.name) or _registered.get(spec.name)
+    if record is None:
         raise UsageError(f"strategy {spec.name!r} is not registered; call register_strategy first")
-    return _RECORDS[spec.name]
+    return record
 
 
 def _required(record: StrategyRecord, facet: str, verb: str) -> str:

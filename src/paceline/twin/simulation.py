@@ -52,6 +52,8 @@ class SimulateFacet(ABC, Generic[StrategyT]):
     ) -> StrategySimulation:
         """Simulates the time that workers and servers take."""
 
-    @abstractmethod
     def updates(self, spec: StrategyT, backend: GradientBackend, groups: Groups) -> WeightUpdates:
-        """Computes the weights at depth `learn`, in virtual-time order."""
+        """Computes the weights at depth `learn`, in virtual-time order; by default exactly."""
+        from paceline.twin.exact import ExactUpdate
+
+        return ExactUpdate(backend)

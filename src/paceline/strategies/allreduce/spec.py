@@ -10,6 +10,7 @@ from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
 from paceline.specs.base import choice_field, float_field, spec_field
 from paceline.specs.strategy import StateFraction, Strategy
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,26 @@ class AllReduce(Strategy):
     @property
     def exact(self) -> bool:
         return self.codec is None
+
+    @property
+    def balances_speeds(self) -> bool:
+        return self.balance == "auto"
+
+
+RECORD = StrategyRecord(
+    spec=AllReduce,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker={
+        "": "paceline.strategies.allreduce.worker:AllReduceRunner",
+        "optimizer": "paceline.strategies.allreduce.sharded:ShardedOptimizerRunner",
+        "full": "paceline.strategies.allreduce.sharded:FullyShardedRunner",
+    },
+    simulate="paceline.strategies.allreduce.simulate:SIMULATE",
+    cost="paceline.strategies.allreduce.cost:COST",
+    candidates=(
+        "allreduce",
+        "allreduce(balance=auto)",
+    ),
+    examples=("allreduce", "allreduce(balance=auto)"),
+    memory_saving=("allreduce(shard=optimizer)", "allreduce(shard=full)"),
+)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.specs.base import float_field, int_field, spec_field
-from paceline.specs.local_steps import LocalSteps
+from paceline.specs.strategy import LocalSteps
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,13 @@ class DiLoCo(LocalSteps):
 
     def lr_description(self, workers: int) -> str:
         return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
+
+
+RECORD = StrategyRecord(
+    spec=DiLoCo,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker="paceline.strategies.diloco.worker:DiLoCoRunner",
+    simulate="paceline.strategies.local_sgd.simulate:SIMULATE",
+    cost="paceline.strategies.local_sgd.cost:COST",
+    examples=("diloco(h=4)",),
+)

@@ -9,6 +9,7 @@ from paceline.errors import SpecError
 from paceline.specs.base import choice_field, int_field, spec_field
 from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.strategies.ps.spec import read_lr_scale
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,13 @@ class Grouped(Strategy):
     def lr_description(self, workers: int) -> str:
         share = min(1.0, self.size / workers)
         return f"learning rate x(samples of the group / global batch), about x{share:.4g}"
+
+
+RECORD = StrategyRecord(
+    spec=Grouped,
+    pace="paceline.strategies.grouped.pace:make_pace",
+    worker="paceline.strategies.grouped.worker:GroupedRunner",
+    simulate="paceline.strategies.grouped.simulate:SIMULATE",
+    cost="paceline.strategies.grouped.cost:COST",
+    examples=("grouped(size=2)",),
+)

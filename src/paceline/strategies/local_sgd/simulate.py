@@ -1,12 +1,15 @@
-"""Simulation of local SGD."""
+"""Simulation of strategies whose workers take several local steps between two averages."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.strategies.local_sgd.spec import LocalSgd
-from paceline.strategies.local_steps_simulate import LocalStepsSimulation
+from paceline.plan.cost_model import allreduce_s
+from paceline.specs.strategy import LocalSteps
+from paceline.twin.lockstep import LockstepSimulation
+from paceline.twin.machines import Floats
 from paceline.twin.simulation import Groups, SimulateFacet
+from paceline.twin.timeline import Callback
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
@@ -14,18 +17,51 @@ if TYPE_CHECKING:
     from paceline.twin.updates import WeightUpdates
 
 
-class LocalSgdSimulate(SimulateFacet[LocalSgd]):
-    def simulation(
-        self, spec: LocalSgd, simulator: Simulator, groups: Groups
-    ) -> LocalStepsSimulation:
-        return LocalStepsSimulation(
-            simulator, None if spec.drift is not None else spec.steps_between_syncs
+class LocalStepsSimulation(LockstepSimulation):
+    def __init__(self, spec: LocalSteps, simulator: Simulator) -> None:
+        nbytes = float(simulator.work.bytes) if simulator.plan.workers > 1 else 0.0
+        super().__init__(
+            simulator,
+            exchange_s=allreduce_s(simulator.pool, simulator.fleet.hosts, nbytes),
+            exchange_bytes=nbytes,
         )
+        self._spec = spec
+        self._steps_since_sync = 0
 
-    def updates(self, spec: LocalSgd, backend: GradientBackend, groups: Groups) -> WeightUpdates:
+    def finish_step(self, ends: Floats, busy: Floats) -> None:
+        self.free = ends
+        self.update_weights()
+        self._steps_since_sync += 1
+        if self._is_due():
+            self._steps_since_sync = 0
+            self.simulator.updates.average_replicas()
+            self.wait_for_all(self.free, self.exchange_s)
+
+    def _is_due(self) -> bool:
+        if self._spec.syncs_by_drift:
+            return self.simulator.updates.is_average_due()
+        return self._steps_since_sync >= self._spec.steps_between_syncs
+
+    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
+        """A quiesce averages the replicas, if they took steps since the last average."""
+        if worker == 0 and self._steps_since_sync:
+            self._steps_since_sync = 0
+            self.simulator.updates.average_replicas()
+            self.count_exchange()
+            now += self.exchange_s
+        then(now)
+
+
+class LocalStepsSimulate(SimulateFacet[LocalSteps]):
+    def simulation(
+        self, spec: LocalSteps, simulator: Simulator, groups: Groups
+    ) -> LocalStepsSimulation:
+        return LocalStepsSimulation(spec, simulator)
+
+    def updates(self, spec: LocalSteps, backend: GradientBackend, groups: Groups) -> WeightUpdates:
         from paceline.twin.replicas import LocalReplicas
 
         return LocalReplicas(backend, spec)
 
 
-SIMULATE = LocalSgdSimulate()
+SIMULATE = LocalStepsSimulate()

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from paceline.errors import SpecError
 from paceline.specs.base import float_field, int_field, spec_field
-from paceline.specs.local_steps import LocalSteps
+from paceline.specs.strategy import LocalSteps
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,20 @@ class LocalSgd(LocalSteps):
     def steps_between_syncs(self) -> int:
         return self.h if self.h is not None else 8
 
+    @property
+    def syncs_by_drift(self) -> bool:
+        return self.drift is not None
+
     def lr_description(self, workers: int) -> str:
         return "learning rate x1 on every worker's own share of the batch"
+
+
+RECORD = StrategyRecord(
+    spec=LocalSgd,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker="paceline.strategies.local_sgd.worker:LocalSgdRunner",
+    simulate="paceline.strategies.local_sgd.simulate:SIMULATE",
+    cost="paceline.strategies.local_sgd.cost:COST",
+    candidates=("local_sgd(h=8)",),
+    examples=("local_sgd(h=3)",),
+)

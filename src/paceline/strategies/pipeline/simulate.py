@@ -15,9 +15,7 @@ from paceline.twin.machines import Floats
 from paceline.twin.simulation import Groups, SimulateFacet
 
 if TYPE_CHECKING:
-    from paceline.twin.gradient_backend import GradientBackend
     from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
 class PipelineSimulation(ModelParallelSimulation):
@@ -57,13 +55,6 @@ class PipelineSimulate(SimulateFacet[PipelineParallel]):
         self, spec: PipelineParallel, simulator: Simulator, groups: Groups
     ) -> PipelineSimulation:
         return PipelineSimulation(spec, simulator)
-
-    def updates(
-        self, spec: PipelineParallel, backend: GradientBackend, groups: Groups
-    ) -> WeightUpdates:
-        from paceline.twin.exact import ExactUpdate
-
-        return ExactUpdate(backend)
 
 
 SIMULATE = PipelineSimulate()

@@ -8,7 +8,8 @@ from typing import ClassVar
 from paceline.errors import SpecError
 from paceline.specs.base import bool_field, choice_field, int_field, spec_field
 from paceline.specs.expression import Call, Value
-from paceline.specs.model_parallel import ModelParallel
+from paceline.specs.strategy import ModelParallel
+from paceline.strategies.registry import StrategyRecord
 
 
 def _read_cut(value: Value, where: str) -> str | tuple[str, ...]:
@@ -60,3 +61,14 @@ class PipelineParallel(ModelParallel):
                 f"--batch {batch} cannot be divided into {count} micro-batches "
                 f"({workers // self.stages} x {self.micro}); use a multiple of {count}"
             )
+
+
+RECORD = StrategyRecord(
+    spec=PipelineParallel,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker="paceline.strategies.pipeline.worker:PipelineRunner",
+    simulate="paceline.strategies.pipeline.simulate:SIMULATE",
+    cost="paceline.strategies.pipeline.cost:COST",
+    examples=("pipeline(stages=2)",),
+    memory_saving=("pipeline(stages={workers})",),
+)

@@ -19,6 +19,7 @@ from paceline.specs.base import (
 from paceline.specs.expression import Call, Value
 from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
+from paceline.strategies.registry import StrategyRecord
 
 
 def read_lr_scale(value: Value, where: str) -> float | None:
@@ -94,3 +95,27 @@ class ParameterServer(Strategy):
             f"learning rate x(samples of the update / global batch), "
             f"about x{1 / workers:.4g} with {workers} workers"
         )
+
+
+RECORD = StrategyRecord(
+    spec=ParameterServer,
+    pace="paceline.strategies.ps.pace:make_pace",
+    worker="paceline.strategies.ps.worker:ParameterServerRunner",
+    simulate="paceline.strategies.ps.simulate:SIMULATE",
+    cost="paceline.strategies.ps.cost:COST",
+    candidates=(
+        "ps",
+        "ps(servers=8)",
+    ),
+    examples=(
+        "ps",
+        "ps(sync=bsp)",
+        "ps(sync=ssp(0))",
+        "ps(sync=ssp(2))",
+        "ps(sync=dssp(1, 4))",
+        "ps(sync=kasync(2))",
+        "ps(sync=gba, servers=2)",
+        "ps(overlap=true)",
+        "ps(sync=gba, overlap=true)",
+    ),
+)

@@ -259,7 +259,7 @@ class ParameterStore:
             if gradient.mailbox is None:
                 self._spare.append(gradient.buffer)
             else:
-                gradient.mailbox.mark_consumed(part.handle)
+                gradient.mailbox.consumed = part.handle
 
     def _view(self, buffer: torch.Tensor, piece: StoredSlice) -> torch.Tensor:
         raw = buffer[piece.offset : piece.offset + piece.nbytes]

@@ -124,7 +124,7 @@ class SharedMemoryEndpoint(TcpEndpoint):
             shared = self._store.shared_weights
             assert shared is not None
             copy = self._store.borrow_buffer().copy_(gradient.buffer)
-            self.mailbox.mark_consumed(push.handle)
+            self.mailbox.consumed = push.handle
             shared.notify()
             return PendingGradient(copy, gradient.missing, gradient.options)
 

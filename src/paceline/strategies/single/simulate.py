@@ -10,9 +10,7 @@ from paceline.twin.machines import Floats
 from paceline.twin.simulation import Groups, SimulateFacet
 
 if TYPE_CHECKING:
-    from paceline.twin.gradient_backend import GradientBackend
     from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
 class SingleSimulation(LockstepSimulation):
@@ -28,11 +26,6 @@ class SingleSimulation(LockstepSimulation):
 class SingleSimulate(SimulateFacet[Single]):
     def simulation(self, spec: Single, simulator: Simulator, groups: Groups) -> SingleSimulation:
         return SingleSimulation(simulator)
-
-    def updates(self, spec: Single, backend: GradientBackend, groups: Groups) -> WeightUpdates:
-        from paceline.twin.exact import ExactUpdate
-
-        return ExactUpdate(backend)
 
 
 SIMULATE = SingleSimulate()

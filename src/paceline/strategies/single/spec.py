@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from paceline.errors import SpecError
 from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,13 @@ class Single(Strategy):
                 f"single trains on one worker, not {workers}; "
                 "use --workers 1, or a strategy such as allreduce"
             )
+
+
+RECORD = StrategyRecord(
+    spec=Single,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker="paceline.strategies.single.worker:SingleRunner",
+    simulate="paceline.strategies.single.simulate:SIMULATE",
+    cost="paceline.strategies.single.cost:COST",
+    examples=("single",),
+)

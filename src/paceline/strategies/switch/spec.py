@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.expression import Call, Value, parse_expression
+from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy, resolve_switch_points
+from paceline.specs.base import spec_from_call
+from paceline.specs.expression import Call, Value, format_expression, parse_expression
 from paceline.specs.point import RunPoint, read_point, read_points
 from paceline.specs.strategy import StateFraction, Strategy
-from paceline.strategies.registry import parse_strategy, strategy_from_value
-from paceline.strategies.switch.trigger import TRIGGERS, SwitchTrigger, trigger_from_value
+from paceline.strategies.registry import StrategyRecord, parse_strategy, strategy_from_value
+from paceline.strategies.switch.trigger import TRIGGERS, SwitchTrigger
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,16 @@ class Switch(Strategy):
     when: SwitchTrigger | None = None
 
     def __init__(self, *parts: Strategy | str, at: object = None, when: object = None) -> None:
-        strategies = tuple(parse_strategy(p) if isinstance(p, str) else p for p in parts)
+        strategies = tuple(parse_strategy(p) for p in parts)
         object.__setattr__(self, "parts", strategies)
         if at is not None and when is not None:
             raise SpecError("switch: at and when cannot be combined; remove one of them")
         if at is None and when is None:
             raise SpecError("switch requires a switch point; add at=50%, at=epoch(10) or when=auto")
         object.__setattr__(self, "at", read_points(at) if at is not None else ())
-        rule = trigger_from_value(parse_expression(when)) if isinstance(when, str) else when
-        object.__setattr__(self, "when", rule)
+        if isinstance(when, str):
+            when = spec_from_call(parse_expression(when), TRIGGERS, "switch rule")
+        object.__setattr__(self, "when", when)
         self._check()
 
     def _check(self) -> None:
@@ -108,4 +111,30 @@ class Switch(Strategy):
         points = None
         if at is not None:
             points = tuple(read_point(p) for p in (at if isinstance(at, tuple) else (at,)))
-        return cls(*parts, at=points, when=trigger_from_value(when) if when is not None else None)
+        rule = spec_from_call(when, TRIGGERS, "switch rule") if when is not None else None
+        return cls(*parts, at=points, when=rule)
+
+
+def make_policy(spec: Switch, horizon: RunHorizon) -> SwitchPolicy:
+    """Returns the policy of a run. Raises SpecError for a switch that the run does not support."""
+    if spec.when is not None:
+        return spec.when.make_policy(horizon, spec.parts)
+    names = [f"at={format_expression(p.to_value())}" for p in spec.at]
+    points = [p.resolve(horizon.samples_per_epoch, horizon.epochs) for p in spec.at]
+    return resolve_switch_points(names, points, horizon)
+
+
+RECORD = StrategyRecord(
+    spec=Switch,
+    policy="paceline.strategies.switch.spec:make_policy",
+    cost="paceline.strategies.switch.cost:COST",
+    examples=(
+        "switch(allreduce, ps, at=50%)",
+        "switch(ps, allreduce, at=samples(13))",
+        "switch(allreduce, ps(sync=bsp, servers=2), single, ps, at=(10%, 40%, 90%))",
+        "switch(ps(sync=ssp(1)), grouped(size=2), ps(sync=dssp), at=(30%, 60%))",
+        "switch(allreduce, ps, when=auto)",
+        "switch(allreduce, ps, when=straggler(greedy, windows=1))",
+        "switch(allreduce, ps, when=straggler(elastic, windows=1))",
+    ),
+)

@@ -1,4 +1,7 @@
-"""Triggers that switch by the state of the run: `lr_drop`, `plateau`, `straggler`, `auto`."""
+"""Triggers that switch by the state of the run: `lr_drop`, `plateau`, `straggler`, `auto`.
+
+Their policies are pure functions of the run's history.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy, resolve_switch_points
-from paceline.specs.base import (
-    Spec,
-    choice_field,
-    float_field,
-    int_field,
-    spec_field,
-    spec_from_call,
+from paceline.protocol.history import History
+from paceline.protocol.switch_policy import (
+    RunHorizon,
+    SwitchDecision,
+    SwitchPolicy,
+    resolve_switch_points,
 )
+from paceline.protocol.throughput import find_straggler
+from paceline.specs.base import Spec, choice_field, float_field, int_field, spec_field
 from paceline.specs.expression import Percent, Value, format_expression
 from paceline.specs.strategy import Strategy
-from paceline.strategies.switch.auto_policy import SECOND, AutoPolicy
-from paceline.strategies.switch.policies import PlateauPolicy, StragglerPolicy
+from paceline.strategies.switch.auto_policy import FIRST, SECOND, AutoPolicy
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,33 @@ class OnPlateau(SwitchTrigger):
     patience: int = spec_field(int_field(1), 2)
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
-        return PlateauPolicy(window=self.window, tolerance=self.tolerance, patience=self.patience)
+        return self
+
+    def next_stop(self, history: History) -> int | None:
+        return None
+
+    def decide(self, history: History) -> SwitchDecision | None:
+        """Compares the mean validation loss of two adjacent windows of epochs."""
+        if history.phase != FIRST:
+            return None
+        losses = [row.val_loss for row in history.rows if row.val_loss is not None]
+        if len(losses) < 2 * self.window + self.patience - 1:
+            return None
+        gains = []
+        for back in range(self.patience):
+            end = len(losses) - back
+            now = sum(losses[end - self.window : end]) / self.window
+            before = sum(losses[end - 2 * self.window : end - self.window]) / self.window
+            gains.append((before - now) / max(abs(before), 1e-12))
+        if max(gains) >= self.tolerance:
+            return None
+        return SwitchDecision(
+            SECOND,
+            f"plateau: val_loss improved by {100 * max(gains):.2f}% at most in {self.patience} "
+            f"epochs, below {100 * self.tolerance:g}%",
+            "plateau",
+            measurements={"improvements": gains},
+        )
 
 
 @dataclass(frozen=True)
@@ -99,9 +127,52 @@ class OnStraggler(SwitchTrigger):
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
         self.check_length(horizon)
-        return StragglerPolicy(
-            horizon=horizon, policy=self.policy, quota=self.quota, windows=self.windows
-        )
+        return StragglerPolicy(self, horizon)
+
+
+@dataclass(frozen=True)
+class StragglerPolicy:
+    """greedy: second strategy while there is a straggler. elastic: excludes the straggler."""
+
+    rule: OnStraggler
+    horizon: RunHorizon
+
+    def next_stop(self, history: History) -> int | None:
+        """The sample count at which the quota is reached if nothing happens before."""
+        left = self._quota_samples() - history.samples_under(FIRST)
+        return history.samples + left if history.phase == FIRST and left > 0 else None
+
+    def _quota_samples(self) -> int:
+        return round(self.rule.quota * self.horizon.total)
+
+    def decide(self, history: History) -> SwitchDecision | None:
+        if history.samples_under(FIRST) >= self._quota_samples():
+            if history.phase == SECOND:
+                return None
+            return SwitchDecision(
+                SECOND,
+                f"the first strategy has completed its quota of {100 * self.rule.quota:g}%",
+                "quota",
+            )
+        windows = history.throughput.latest(history.phase, self.rule.windows)
+        if len(windows) < self.rule.windows:
+            return None
+        slow = find_straggler(windows, self.rule.windows)
+        if slow is not None and slow not in history.excluded_workers and history.phase == FIRST:
+            speeds = windows[-1].speeds
+            slower = sorted(speeds)[len(speeds) // 2] / speeds[slow]
+            reason = f"worker {slow} computes {slower:.1f}x slower"
+            figures = {"speeds": speeds}
+            if self.rule.policy == "elastic":
+                return SwitchDecision(
+                    FIRST, f"{reason}; it is excluded", "straggler", slow, measurements=figures
+                )
+            return SwitchDecision(
+                SECOND, f"{reason} than the median", "straggler", measurements=figures
+            )
+        if slow is None and history.phase == SECOND and self.rule.policy == "greedy":
+            return SwitchDecision(FIRST, f"no straggler in {self.rule.windows} windows", "calm")
+        return None
 
 
 @dataclass(frozen=True)
@@ -118,7 +189,3 @@ class OnGain(SwitchTrigger):
 TRIGGERS: Mapping[str, type[SwitchTrigger]] = {
     c.name: c for c in (OnLrDrop, OnPlateau, OnStraggler, OnGain)
 }
-
-
-def trigger_from_value(value: Value) -> SwitchTrigger:
-    return spec_from_call(value, TRIGGERS, "switch rule")

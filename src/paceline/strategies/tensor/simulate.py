@@ -15,9 +15,7 @@ from paceline.twin.machines import Floats
 from paceline.twin.simulation import Groups, SimulateFacet
 
 if TYPE_CHECKING:
-    from paceline.twin.gradient_backend import GradientBackend
     from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
 class TensorSimulation(ModelParallelSimulation):
@@ -35,13 +33,6 @@ class TensorSimulate(SimulateFacet[TensorParallel]):
         self, spec: TensorParallel, simulator: Simulator, groups: Groups
     ) -> TensorSimulation:
         return TensorSimulation(simulator, spec.model_parts)
-
-    def updates(
-        self, spec: TensorParallel, backend: GradientBackend, groups: Groups
-    ) -> WeightUpdates:
-        from paceline.twin.exact import ExactUpdate
-
-        return ExactUpdate(backend)
 
 
 SIMULATE = TensorSimulate()

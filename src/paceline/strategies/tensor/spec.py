@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.specs.base import int_field, spec_field
-from paceline.specs.model_parallel import ModelParallel
+from paceline.specs.strategy import ModelParallel
+from paceline.strategies.registry import StrategyRecord
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,14 @@ class TensorParallel(ModelParallel):
     @property
     def model_parts(self) -> int:
         return self.size
+
+
+RECORD = StrategyRecord(
+    spec=TensorParallel,
+    pace="paceline.protocol.pace:make_planned_pace",
+    worker="paceline.strategies.tensor.worker:TensorRunner",
+    simulate="paceline.strategies.tensor.simulate:SIMULATE",
+    cost="paceline.strategies.tensor.cost:COST",
+    examples=("tensor(size=2)",),
+    memory_saving=("tensor(size={workers})",),
+)
