@@ -18,8 +18,7 @@ from paceline.errors import PacelineError, UsageError, suggest_name
 from paceline.options import DATA_FILES, TRAINING, Option, explain
 from paceline.plugins import hash_file, load_module, locate_error
 from paceline.specs.expression import parse_expression
-from paceline.specs.optimizer import parse_optimizer
-from paceline.specs.optimizer_base import OptimizerSpec
+from paceline.specs.optimizer import OptimizerSpec, parse_optimizer
 from paceline.specs.point import RunPoint, read_point
 from paceline.specs.schedule import Schedule, parse_schedule
 from paceline.specs.stop_condition import StopCondition, parse_stop_condition

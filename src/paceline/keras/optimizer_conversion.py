@@ -12,8 +12,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.keras.module import import_keras
 from paceline.keras.optimizers import CLASSES, TorchKerasOptimizer
-from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
-from paceline.specs.optimizer_base import OptimizerSpec
+from paceline.specs.optimizer import OPTIMIZERS, OptimizerSpec
 
 UNSUPPORTED = {
     "use_ema": "a moving average of weights",
@@ -43,7 +42,7 @@ def translate(optimizer: Any) -> ConvertedOptimizer:
             raise UsageError(f"{name}({option}={config[option]!r}): {what} is not supported")
     if getattr(optimizer, "_exclude_from_weight_decay", None):
         raise UsageError(f"{name}.exclude_from_weight_decay() is not supported")
-    cls = KERAS_OPTIMIZERS[f"keras_{name.lower()}"]
+    cls = OPTIMIZERS[f"keras_{name.lower()}"]
     known = cls().options()
     options = {k: v for k, v in config.items() if k in known and v is not None}
     return ConvertedOptimizer(cls(**options), config.get("global_clipnorm") or None)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.specs.keras_optimizer import KERAS_OPTIMIZERS
+from paceline.specs.optimizer import OPTIMIZERS
 
 Slots = dict[str, Tensor]
 Group = dict[str, Any]
@@ -33,7 +33,7 @@ class TorchKerasOptimizer(torch.optim.Optimizer):
     """Slots that exist only if an option is set."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, **options: Any) -> None:
-        defaults = KERAS_OPTIMIZERS[f"keras_{type(self).__name__.lower()}"]().options()
+        defaults = OPTIMIZERS[f"keras_{type(self).__name__.lower()}"]().options()
         unknown = set(options) - set(defaults)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no option {sorted(unknown)[0]!r}")

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.job import Job, display_name
 from paceline.plan.cost_model import Workload
 from paceline.protocol.messages import Lease
-from paceline.specs.optimizer_base import count_slots
+from paceline.specs.optimizer import count_slots
 from paceline.worker.batch_loader import BatchLoader
 from paceline.worker.job_builder import (
     JobData,

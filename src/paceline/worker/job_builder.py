@@ -19,7 +19,7 @@ from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.stores import is_url_or_path
 from paceline.errors import UsageError
 from paceline.job import Job, display_name
-from paceline.specs.optimizer_base import OptimizerSpec
+from paceline.specs.optimizer import OptimizerSpec
 from paceline.strategies.runner import LossOf
 
 

@@ -7,7 +7,7 @@ import re
 import torch
 
 from paceline.errors import SpecError, UsageError
-from paceline.specs.optimizer_base import count_slots
+from paceline.specs.optimizer import count_slots
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.proc_stats import available_memory_bytes

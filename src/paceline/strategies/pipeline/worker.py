@@ -18,7 +18,7 @@ from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import PeerLost, UsageError
 from paceline.protocol.messages import StepStats
-from paceline.specs.optimizer_base import count_slots
+from paceline.specs.optimizer import count_slots
 from paceline.state import (
     RemoteTensor,
     Section,
