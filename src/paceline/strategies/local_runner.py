@@ -11,13 +11,15 @@ import torch
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost, StateError
+from paceline.errors import StateError
 from paceline.state import Section, checksum, load_into_model, slots_by_parameter, state_from_model
 from paceline.strategies.runner import (
     INNER_PREFIX,
     Runner,
     TrainStep,
     WorkerContext,
+    copy_flat,
+    peer_errors,
     step_optimizer,
 )
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
@@ -53,11 +55,9 @@ class LocalStepsRunner(Runner):
         self._whole += work.lease.batch
         self._steps += 1
         self.clock.enter(COMM)
-        try:
+        with peer_errors(f"the synchronization at step {work.step} failed"):
             if self._is_due():
                 self._synchronize()
-        except RuntimeError as error:
-            raise PeerLost(f"the synchronization at step {work.step} failed ({error})") from None
 
     def _is_due(self) -> bool:
         raise NotImplementedError
@@ -74,13 +74,12 @@ class LocalStepsRunner(Runner):
         """Averages in place over the workers, weighted by the samples since the last time."""
         weight = self._samples / self._whole
         with torch.no_grad():
-            for together in _by_dtype(tensors):
+            for dtype in dict.fromkeys(t.dtype for t in tensors):
+                together = [t for t in tensors if t.dtype == dtype]
                 flat = torch.cat([t.reshape(-1) for t in together]).mul_(weight)
                 self.context.group.all_reduce(flat)
-                self._bytes_sent += flat.numel() * flat.element_size()
-                parts = torch.split(flat, [t.numel() for t in together])
-                for target, part in zip(together, parts, strict=True):
-                    target.copy_(part.view_as(target))
+                self._bytes_sent += flat.nbytes
+                copy_flat(flat, together)
 
     def export_state(self) -> Section:
         """Averages slots with equal weights over the workers that have them."""
@@ -101,22 +100,16 @@ class LocalStepsRunner(Runner):
         return section
 
     def export_local_state(self) -> Section:
-        mine = state_from_model(self.replica.model, self.replica.optimizer)
-        slots = {k: v for k, v in mine.tensors.items() if k.startswith("slots/")}
-        return Section({f"{INNER_PREFIX}{k}": v for k, v in slots.items()})
+        mine = state_from_model(self.replica.model, self.replica.optimizer).tensors
+        return Section({f"{INNER_PREFIX}{k}": v for k, v in mine.items() if k.startswith("slots/")})
 
     def import_local_state(self, own: Section) -> None:
-        inner = {
-            k.removeprefix(INNER_PREFIX): v
-            for k, v in own.tensors.items()
-            if k.startswith(INNER_PREFIX)
-        }
-        slots = slots_by_parameter(Section(inner))
+        mine = [(k, v) for k, v in own.tensors.items() if k.startswith(INNER_PREFIX)]
+        slots = slots_by_parameter(Section({k.removeprefix(INNER_PREFIX): v for k, v in mine}))
         for name, parameter in self.replica.trained:
             if name in slots:
-                self.replica.optimizer.state[parameter] = {
-                    k: v.clone() for k, v in slots[name].items()
-                }
+                kept = {slot: value.clone() for slot, value in slots[name].items()}
+                self.replica.optimizer.state[parameter] = kept
 
     @property
     def bytes_sent(self) -> int:
@@ -134,10 +127,3 @@ def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:
         raise StateError(
             "the workers start from different weights; local steps require equal replicas"
         )
-
-
-def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return list(kinds.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -52,11 +52,11 @@ class Replica:
         """Bucket layout of gradients; fixed for a run and stored in checkpoints."""
         self.comm_backend: str | None = None
         """Backend of the sums, `shared` or `network`; fixed once it is chosen."""
-        names = {p: n for n, p in model.named_parameters()}
-        self.trained: list[tuple[str, torch.nn.Parameter]] = []
-        """Parameters that the optimizer updates, in the model's order; tied parameters once."""
         mine = {p for group in optimizer.param_groups for p in group["params"]}
-        self.trained = [(n, p) for p, n in names.items() if p in mine and p.requires_grad]
+        self.trained: list[tuple[str, torch.nn.Parameter]] = [
+            (n, p) for n, p in model.named_parameters() if p in mine and p.requires_grad
+        ]
+        """Parameters that the optimizer updates, in the model's order; tied parameters once."""
 
 
 @dataclass
@@ -259,20 +259,19 @@ def average_running_stats(
     parts = [b.detach().double().reshape(-1).cpu() * samples for b in floats]
     packed = torch.cat([weight, *parts])
     group.all_reduce(packed)
-    total = float(packed[0])
-    if total > 0:
-        start = 1
-        for buffer in floats:
-            mean = packed[start : start + buffer.numel()].reshape(buffer.shape) / total
-            buffer.copy_(mean)
-            start += buffer.numel()
+    if float(packed[0]) > 0:
+        copy_flat(packed[1:] / packed[0], floats)
     if counts:
         whole = torch.cat([c.detach().to(torch.int64).reshape(-1).cpu() for c in counts])
         group.all_reduce(whole, largest=True)
-        start = 0
-        for buffer in counts:
-            buffer.copy_(whole[start : start + buffer.numel()].reshape(buffer.shape))
-            start += buffer.numel()
+        copy_flat(whole, counts)
+
+
+def copy_flat(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copies consecutive parts of a flat tensor to the targets."""
+    parts = torch.split(flat, [target.numel() for target in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view_as(target))
 
 
 def step_optimizer(replica: Replica) -> None:
@@ -290,8 +289,21 @@ def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]
             gradient.mul_(factor)
 
 
-def as_peer_lost(error: RuntimeError, where: str) -> Exception:
-    """Converts an error of the exchange to PeerLost; returns other errors unchanged."""
-    if "gloo" in str(error).lower() or "connection" in str(error).lower():
-        return PeerLost(f"an exchange {where} failed ({error})")
-    return error
+@contextmanager
+def peer_errors(problem: str) -> Iterator[None]:
+    """Converts errors of an exchange to PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"{problem} ({error})") from None
+
+
+@contextmanager
+def layer_peer_errors(where: str) -> Iterator[None]:
+    """Converts errors of exchanges inside layers to PeerLost; other errors pass unchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error).lower() or "connection" in str(error).lower():
+            raise PeerLost(f"an exchange {where} failed ({error})") from None
+        raise

@@ -10,8 +10,8 @@ import torch
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost
 from paceline.state import RemoteTensor, Section
+from paceline.strategies.runner import peer_errors
 
 TAG = 1 << 24
 """First tag of state transfers, above all tags of activations."""
@@ -40,11 +40,9 @@ def gather_to_rank0(
         return
     for place, key in enumerate(distant):
         if key in mine:
-            try:
+            with peer_errors(f"worker 0 did not receive {key}"):
                 value = mine[key].detach().contiguous().reshape(-1)
                 group.isend(value, 0, TAG + place).wait()
-            except RuntimeError as error:
-                raise PeerLost(f"worker 0 did not receive {key} ({error})") from None
 
 
 def _distant(
@@ -54,10 +52,8 @@ def _distant(
 
     def fetch() -> torch.Tensor:
         value = torch.empty(torch.Size(shape).numel(), dtype=kind)
-        try:
+        with peer_errors(f"worker {rank} did not send its state"):
             group.recv(value, rank, tag)
-        except RuntimeError as error:
-            raise PeerLost(f"worker {rank} did not send its state ({error})") from None
         return value
 
     return RemoteTensor(torch.Size(shape), kind, fetch)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.accuracy import count_correct
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import UsageError
 from paceline.protocol.messages import Lease, StepStats
 from paceline.state import (
     RemoteTensor,
@@ -43,7 +43,9 @@ from paceline.strategies.runner import (
     Runner,
     TrainStep,
     WorkerContext,
-    as_peer_lost,
+    copy_flat,
+    layer_peer_errors,
+    peer_errors,
     scale_to_norm,
 )
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
@@ -86,10 +88,8 @@ class ShardedOptimizerRunner(AllReduceRunner):
                 parameter.grad = None
         replica.apply_gradients()
         self.clock.enter(COMM)
-        try:
+        with peer_errors(f"new weights of step {work.step} did not arrive"):
             self._broadcast_updated()
-        except RuntimeError as error:
-            raise PeerLost(f"new weights of step {work.step} did not arrive ({error})") from None
 
     def _broadcast_updated(self) -> None:
         for owner in range(self.context.size):
@@ -100,11 +100,8 @@ class ShardedOptimizerRunner(AllReduceRunner):
             self.context.group.broadcast(flat, owner)
             if owner == self.context.rank:
                 self._shared_bytes += flat.nbytes
-                continue
-            for weight, part in zip(
-                theirs, torch.split(flat, [p.numel() for p in theirs]), strict=True
-            ):
-                weight.copy_(part.view_as(weight))
+            else:
+                copy_flat(flat, theirs)
 
     def import_state(self, state: Section) -> None:
         load_into_model(state, self.replica.model, self.replica.optimizer)
@@ -220,15 +217,13 @@ class FullyShardedRunner(Runner):
                 "use --shard sample"
             )
         inputs, targets = batch
-        try:
+        with layer_peer_errors(f"inside step {work.step}"):
             self.clock.enter(FORWARD)
             output = self._model(inputs)
             loss = loss_of(output, targets)
             self.clock.enter(BACKWARD)
             # FSDP averages over the workers, each with a share of the batch.
             torch.autograd.backward(loss * (work.weight * self.context.size))
-        except RuntimeError as error:
-            raise as_peer_lost(error, f"inside step {work.step}") from None
         self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
         if not work.lease.samples:
             return StepStats(0, 0, 0.0, 0)
@@ -267,10 +262,8 @@ class FullyShardedRunner(Runner):
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         assert self._model is not None
         self._model.train(self.replica.model.training)
-        try:
+        with layer_peer_errors("of an evaluation"):
             output = self._model(inputs)
-        except RuntimeError as error:
-            raise as_peer_lost(error, "of an evaluation") from None
         return output if self.context.rank == 0 else None
 
     def checksum(self) -> str:
@@ -314,10 +307,8 @@ class FullyShardedRunner(Runner):
         yield Section(plain, section.plain), distant
         if self.context.rank:
             for tensor in sharded.values():  # all workers must gather it
-                try:
+                with peer_errors("worker 0 did not receive the state"):
                     _whole(tensor)
-                except RuntimeError as error:
-                    raise PeerLost(f"worker 0 did not receive the state ({error})") from None
 
     @property
     def bytes_sent(self) -> int:

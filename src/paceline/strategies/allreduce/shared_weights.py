@@ -18,11 +18,10 @@ from paceline.comm.buckets import GradientBucket
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost
 from paceline.state import Section
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 from paceline.strategies.optimizer_traits import optimizer_traits
-from paceline.strategies.runner import Replica, scale_to_norm
+from paceline.strategies.runner import Replica, peer_errors, scale_to_norm
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
 
 
@@ -180,10 +179,8 @@ class SharedModelWeights:
         self._clock.enter(COMM)
         mine = sum(float(one.gradient.square().sum()) for one in self._slices)
         square = torch.tensor([mine], dtype=torch.float64)
-        try:
+        with peer_errors("the gradient norm could not be summed"):
             self._group.all_reduce(square)
-        except RuntimeError as error:
-            raise PeerLost(f"the gradient norm could not be summed ({error})") from None
         self._clock.enter(OPTIMIZER)
         return float(square)
 

@@ -6,7 +6,6 @@ from paceline.comm.backend_choice import BackendChoice, choose_backend
 from paceline.comm.buckets import GradientExchange, plan_layout
 from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import aligned_size
-from paceline.errors import PeerLost
 from paceline.state import Section, load_into_model, slots_by_parameter, state_from_model
 from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
 from paceline.strategies.allreduce.spec import AllReduce
@@ -17,6 +16,7 @@ from paceline.strategies.runner import (
     Runner,
     TrainStep,
     WorkerContext,
+    peer_errors,
     step_optimizer,
 )
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
@@ -118,10 +118,8 @@ class AllReduceRunner(Runner):
     def finish_step(self, work: TrainStep) -> None:
         if self._exchange is not None:
             self.clock.enter(COMM)
-            try:
+            with peer_errors(f"the all-reduce of step {work.step} failed"):
                 self._exchange.finish()
-            except RuntimeError as error:
-                raise PeerLost(f"the all-reduce of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         if self._exchange is not None and self._count % NORMS_EVERY == 0:
             self._measure_norms(work, self._exchange)

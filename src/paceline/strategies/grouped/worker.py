@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import UsageError
 from paceline.strategies.grouped.spec import Grouped
 from paceline.strategies.ps.connect import Connect, connect
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.worker import ParameterServerRunner
-from paceline.strategies.runner import TrainStep, WorkerContext
+from paceline.strategies.runner import TrainStep, WorkerContext, peer_errors
 from paceline.telemetry.phase_clock import COMM
 
 
@@ -32,23 +32,19 @@ class GroupedRunner(ParameterServerRunner):
 
     def begin_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
-        try:
+        with peer_errors(f"group {self._mine} failed at step {work.step}"):
             if self._leads:
                 self._pull(work.version)
             if len(self._mine) > 1:
                 self._inner.broadcast(self._incoming, self._mine[0])
                 if not self._leads:
                     self._load_pulled_weights()
-        except RuntimeError as error:
-            raise PeerLost(f"group {self._mine} failed at step {work.step} ({error})") from None
 
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         if len(self._mine) > 1:
-            try:
+            with peer_errors(f"group {self._mine} failed at step {work.step}"):
                 self._sum_in_group(work)
-            except RuntimeError as error:
-                raise PeerLost(f"group {self._mine} failed at step {work.step} ({error})") from None
         self._send(work, samples=work.lease.batch if self._leads else 0)
 
     def _sum_in_group(self, work: TrainStep) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.pipeline.stage_graph import StageGraph
+from paceline.strategies.runner import peer_errors
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, WAIT, PhaseClock
 
 PLACES = 64
@@ -156,22 +157,14 @@ class StageExchange:
 
     def _see_off(self, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
         for work, _ in sent:
-            try:
+            with peer_errors(f"an adjacent stage did not receive in step {self._step}"):
                 work.wait()
-            except RuntimeError as error:
-                raise PeerLost(
-                    f"an adjacent stage did not receive in step {self._step} ({error})"
-                ) from None
 
     def _send(self, value: torch.Tensor, stage: int, k: int, place: int, *, back: bool) -> None:
         value = value.contiguous()
         rank = self._first + stage
-        try:
+        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self._step}"):
             work = self._group.isend(value, rank, _tag(k, place, back=back))
-        except RuntimeError as error:
-            raise PeerLost(
-                f"stage {stage} (worker {rank}) was lost in step {self._step} ({error})"
-            ) from None
         (self._returned if back else self._sent.setdefault(k, [])).append((work, value))
         self.bytes_sent += value.numel() * value.element_size()
 
@@ -195,12 +188,8 @@ class StageExchange:
         if (stage, tag) in self._coming:
             return
         value, rank = torch.empty(shape, dtype=dtype), self._first + stage
-        try:
+        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self._step}"):
             self._coming[stage, tag] = value, self._group.irecv(value, rank, tag)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"stage {stage} (worker {rank}) was lost in step {self._step} ({error})"
-            ) from None
 
 
 def _tag(k: int, place: int, *, back: bool) -> int:

@@ -16,7 +16,7 @@ import torch
 from paceline.accuracy import count_correct
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer import count_slots
 from paceline.state import (
@@ -31,7 +31,7 @@ from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.pipeline.stage_exchange import StageExchange
 from paceline.strategies.pipeline.stage_graph import StageGraph, stage_schedule, trace_stages
-from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext
+from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, peer_errors
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
@@ -172,13 +172,11 @@ class PipelineRunner(ModelParallelRunner):
         self.clock.enter(COMM)
         trained = self.replica.trained
         own = [p for n, p in trained if self._holders.get(n) == (self._stage,)]
-        try:
+        with peer_errors(f"the exchange of step {work.step} failed"):
             self._sent += all_reduce_gradients(own, self._data_parallel_group)
             for stages, parameters in self._tied_groups.items():
                 self._sent += all_reduce_gradients(parameters, self._together(stages))
             self.clip([p for n, p in trained if self._holds(n)], [p for _, p in trained])
-        except RuntimeError as error:
-            raise PeerLost(f"the exchange of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         self.replica.apply_gradients()
 

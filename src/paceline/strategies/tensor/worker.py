@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from paceline.comm.state_exchange import all_gather_sections
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.state import (
     RemoteTensor,
@@ -23,7 +23,14 @@ from paceline.state import (
     state_from_model,
 )
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
-from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, as_peer_lost
+from paceline.strategies.runner import (
+    Batch,
+    LossOf,
+    TrainStep,
+    WorkerContext,
+    layer_peer_errors,
+    peer_errors,
+)
 from paceline.strategies.state_gather import TAG
 from paceline.strategies.tensor.sliced_layers import SliceSpec, slice_model
 from paceline.strategies.tensor.spec import TensorParallel
@@ -57,10 +64,8 @@ class TensorRunner(ModelParallelRunner):
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         if batch is not None and self._parts > 1:
             self._compare(batch)
-        try:
+        with layer_peer_errors(f"inside step {work.step}"):
             measured = super().forward_backward(work, batch, loss_of)
-        except RuntimeError as error:
-            raise as_peer_lost(error, f"inside step {work.step}") from None
         return measured if self._part == self._loss_part else StepStats(0, 0, 0.0, 0)
 
     def _compare(self, batch: Batch) -> None:
@@ -81,19 +86,15 @@ class TensorRunner(ModelParallelRunner):
         for parameter in trained:
             if parameter.grad is not None:
                 parameter.grad.mul_(rows.samples / rows.batch)
-        try:
+        with peer_errors(f"the exchange of step {work.step} failed"):
             self._sent += all_reduce_gradients(trained, self._data_parallel_group)
             self.clip([p for n, p in self.replica.trained if self._counts(n)], trained)
-        except RuntimeError as error:
-            raise PeerLost(f"the exchange of step {work.step} failed ({error})") from None
         self.clock.enter(OPTIMIZER)
         self.replica.apply_gradients()
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        try:
+        with layer_peer_errors("of an evaluation"):
             output = super().predict(inputs)
-        except RuntimeError as error:
-            raise as_peer_lost(error, "of an evaluation") from None
         return output if self._part == self._loss_part else None
 
     # ---- state --------------------------------------------------------------------------------
@@ -150,11 +151,9 @@ class TensorRunner(ModelParallelRunner):
         if self._replica or not self._part:
             return
         for place, tensor in enumerate(sliced.values()):
-            try:
+            with peer_errors("worker 0 did not receive the state"):
                 value = tensor.detach().contiguous().reshape(-1)
                 self.context.group.isend(value, 0, TAG + place).wait()
-            except RuntimeError as error:
-                raise PeerLost(f"worker 0 did not receive the state ({error})") from None
 
     def _distant(self, key: str, own: torch.Tensor, tag: int) -> RemoteTensor:
         cut = self._cut_of(key, own.dim())
@@ -165,10 +164,8 @@ class TensorRunner(ModelParallelRunner):
             pieces = [own.detach()]
             for part in range(1, self._parts):
                 piece = torch.empty(shapes[part], dtype=own.dtype)
-                try:
+                with peer_errors(f"worker {part} did not send its state"):
                     self.context.group.recv(piece, part, tag)
-                except RuntimeError as error:
-                    raise PeerLost(f"worker {part} did not send its state ({error})") from None
                 pieces.append(piece)
             return cut.join(pieces)
 
