@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from paceline.codecs.compressor import Compressor
+from paceline.comm.flat_layout import FlatLayout
 from paceline.protocol.messages import ApplyUpdate, GradientPushed, GradientRef, Lease, StepStats
 from paceline.protocol.shard import Handle
 from paceline.state import Section
-from paceline.strategies.ps.connect import ConnectRequest
 from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
@@ -112,10 +113,15 @@ def test_real_runner_needs_neither_processes_nor_threads(exclusive: bool, overla
     assert isinstance(spec, ParameterServer)
     transport = StoreTransport(ParameterStore())
 
-    def connect(request: ConnectRequest) -> Connected:
+    def connect(
+        spec: ParameterServer,
+        context: WorkerContext,
+        layout: FlatLayout,
+        compressors: Sequence[Compressor],
+    ) -> Connected:
         return Connected(
             transports=(transport,),
-            send_buffer=request.layout.new_buffer(),
+            send_buffer=layout.new_buffer(),
             report=CommReport(backend="simulated", reason=""),
             exchanges=InlineExchanges() if overlap else None,
         )

@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.specs.base import (
-    Spec,
-    bool_field,
-    float_field,
-    numbers_field,
-    parse_spec,
-    spec_field,
-)
+from paceline.specs.base import Spec, bool_field, float_field, numbers_field, parse_spec, spec_field
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.strategies.optimizer_traits import optimizer_traits
+from paceline.strategies.runner import copy_options
 
 
 @dataclass
@@ -69,9 +70,7 @@ class FlatOptimizer:
         """Steps with one gradient per row (None skips it), with the optimizer's options."""
         for row, gradient in zip(self._rows, gradients, strict=True):
             row.weights.grad = gradient
-        for mine, group in zip(self._flat.param_groups, self._used, strict=True):
-            options = self._pieces.param_groups[group]
-            mine.update({k: v for k, v in options.items() if k != "params"})
+        copy_options(self._flat, (self._pieces.param_groups[group] for group in self._used))
         self._flat.step()
 
     def write_back(self) -> None:

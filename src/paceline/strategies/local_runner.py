@@ -12,7 +12,7 @@ import torch
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import StateError
-from paceline.state import Section, checksum, load_into_model, slots_by_parameter, state_from_model
+from paceline.state import Section, checksum, slots_by_parameter, state_from_model
 from paceline.strategies.runner import (
     INNER_PREFIX,
     Runner,
@@ -35,11 +35,10 @@ class LocalStepsRunner(Runner):
         self._samples = 0
         self._whole = 0
         self._steps = 0
-        self._bytes_sent = 0
 
     def import_state(self, state: Section) -> None:
         check_replicas_equal(state, self.context.group)
-        load_into_model(state, self.replica.model, self.replica.optimizer)
+        super().import_state(state)
         self._set_anchor()
 
     def _set_anchor(self) -> None:
@@ -78,12 +77,12 @@ class LocalStepsRunner(Runner):
                 together = [t for t in tensors if t.dtype == dtype]
                 flat = torch.cat([t.reshape(-1) for t in together]).mul_(weight)
                 self.context.group.all_reduce(flat)
-                self._bytes_sent += flat.nbytes
+                self._sent += flat.nbytes
                 copy_flat(flat, together)
 
     def export_state(self) -> Section:
         """Averages slots with equal weights over the workers that have them."""
-        section = state_from_model(self.replica.model, self.replica.optimizer)
+        section = super().export_state()
         mine = {k: v for k, v in section.tensors.items() if k.startswith("slots/")}
         # A parameter that only some workers use has slots only there.
         held = Section(plain={k: [list(v.shape), str(v.dtype)] for k, v in mine.items()})
@@ -110,10 +109,6 @@ class LocalStepsRunner(Runner):
             if name in slots:
                 kept = {slot: value.clone() for slot, value in slots[name].items()}
                 self.replica.optimizer.state[parameter] = kept
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes_sent
 
 
 def check_replicas_equal(state: Section, group: CollectiveGroup) -> None:

@@ -19,7 +19,7 @@ from paceline.protocol.messages import Lease
 from paceline.protocol.shares import split_batch
 from paceline.specs.strategy import ModelParallel
 from paceline.state import Section, checksum, persistent_buffers
-from paceline.strategies.runner import Runner, WorkerContext, average_running_stats, scale_to_norm
+from paceline.strategies.runner import Runner, WorkerContext, average_running_stats, clip_parts
 
 
 class ModelParallelRunner(Runner):
@@ -94,16 +94,9 @@ class ModelParallelRunner(Runner):
 
     def clip(self, owned: list[torch.nn.Parameter], here: list[torch.nn.Parameter]) -> None:
         """Clips by the norm over all parts, with each parameter counted once."""
-        limit = self.replica.clip
-        if limit is None:
-            return
-        square = torch.zeros(1, dtype=torch.float64)
-        if self._replica == 0:
-            for parameter in owned:
-                if parameter.grad is not None:
-                    square += parameter.grad.double().square().sum()
-        self.context.group.all_reduce(square)
-        scale_to_norm(limit, float(square), (p.grad for p in here if p.grad is not None))
+        counted = [p.grad for p in owned if p.grad is not None and self._replica == 0]
+        gradients = [p.grad for p in here if p.grad is not None]
+        clip_parts(self.replica.clip, counted, gradients, self.context.group)
 
 
 def reject_compiled(word: str, model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,7 +15,14 @@ from paceline.comm.control import CoordinatorLink
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import PeerLost
 from paceline.protocol.messages import Lease, StepStats
-from paceline.state import RemoteTensor, Section, checksum, persistent_buffers
+from paceline.state import (
+    RemoteTensor,
+    Section,
+    checksum,
+    load_into_model,
+    persistent_buffers,
+    state_from_model,
+)
 from paceline.telemetry.phase_clock import BACKWARD, FORWARD, PhaseClock
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -127,10 +135,12 @@ class Runner(ABC):
         self.context = context
         self.replica = context.replica
         self.clock = context.clock
+        self._sent = 0
+        self._comm_report: CommReport | None = None
 
-    @abstractmethod
     def import_state(self, state: Section) -> None:
         """Imports the global state; training continues from it."""
+        load_into_model(state, self.replica.model, self.replica.optimizer)
 
     def rows_for(self, lease: Lease) -> Lease:
         """Returns the lease whose rows this worker reads, by default its own share."""
@@ -161,9 +171,9 @@ class Runner(ABC):
         """Copies the latest weights to this worker's model at a quiesce."""
         return
 
-    @abstractmethod
     def export_state(self) -> Section:
         """Returns the whole global state on every worker; only valid after `settle`."""
+        return state_from_model(self.replica.model, self.replica.optimizer)
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
@@ -215,7 +225,7 @@ class Runner(ABC):
     @property
     def bytes_sent(self) -> int:
         """Payload passed to collectives or sent to servers."""
-        return 0
+        return self._sent
 
     @property
     def uncompressed_bytes(self) -> int:
@@ -224,7 +234,7 @@ class Runner(ABC):
 
     def comm_report(self) -> CommReport | None:
         """The backend that this runner chose; None if there was nothing to choose."""
-        return None
+        return self._comm_report
 
     def optimizer_path(self) -> str | None:
         """Describes how the optimizer's work is divided, for the log; None if it is not."""
@@ -287,6 +297,27 @@ def scale_to_norm(limit: float, square: float, gradients: Iterable[torch.Tensor]
     if factor < 1:
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def clip_parts(
+    limit: float | None,
+    counted: Iterable[torch.Tensor],
+    gradients: Iterable[torch.Tensor],
+    group: CollectiveGroup,
+) -> None:
+    """Clips gradients that are distributed over workers; each is counted by one of them."""
+    if limit is not None:
+        square = torch.zeros(1, dtype=torch.float64)
+        for gradient in counted:
+            square += gradient.double().square().sum()
+        group.all_reduce(square)
+        scale_to_norm(limit, float(square), gradients)
+
+
+def copy_options(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Copies the options of these parameter groups, such as the learning rate."""
+    for mine, current in zip(optimizer.param_groups, groups, strict=True):
+        mine.update({k: v for k, v in current.items() if k != "params"})
 
 
 @contextmanager

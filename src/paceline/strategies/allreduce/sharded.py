@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,6 @@ from paceline.state import (
     RemoteTensor,
     Section,
     checksum,
-    load_into_model,
     persistent_buffers,
     set_slot,
     slots_by_parameter,
@@ -43,10 +43,11 @@ from paceline.strategies.runner import (
     Runner,
     TrainStep,
     WorkerContext,
+    clip_parts,
     copy_flat,
+    copy_options,
     layer_peer_errors,
     peer_errors,
-    scale_to_norm,
 )
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, OPTIMIZER
@@ -74,7 +75,6 @@ class ShardedOptimizerRunner(AllReduceRunner):
     def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
         super().__init__(spec, context)
         self._owners = assign_owners(self.replica.trained, context.size)
-        self._shared_bytes = 0
 
     def optimizer_path(self) -> str:
         return "each parameter is updated by one worker, as a whole"
@@ -99,12 +99,12 @@ class ShardedOptimizerRunner(AllReduceRunner):
             flat = torch.cat([p.reshape(-1) for p in theirs])
             self.context.group.broadcast(flat, owner)
             if owner == self.context.rank:
-                self._shared_bytes += flat.nbytes
+                self._sent += flat.nbytes
             else:
                 copy_flat(flat, theirs)
 
     def import_state(self, state: Section) -> None:
-        load_into_model(state, self.replica.model, self.replica.optimizer)
+        super().import_state(state)
         for name, parameter in self.replica.trained:
             if self._owners[name] != self.context.rank:
                 self.replica.optimizer.state.pop(parameter, None)
@@ -138,7 +138,7 @@ class ShardedOptimizerRunner(AllReduceRunner):
 
     @property
     def bytes_sent(self) -> int:
-        return super().bytes_sent + self._shared_bytes
+        return super().bytes_sent + self._sent
 
 
 class FullyShardedRunner(Runner):
@@ -161,7 +161,6 @@ class FullyShardedRunner(Runner):
                 )
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._sent = 0
 
     def optimizer_path(self) -> str:
         reason = optimizer_traits(self.replica.optimizer).reason
@@ -233,22 +232,11 @@ class FullyShardedRunner(Runner):
     def finish_step(self, work: TrainStep) -> None:
         assert self._optimizer is not None
         self.clock.enter(COMM)
-        limit = self.replica.clip
         mine = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if limit is not None:
-            square = torch.zeros(1, dtype=torch.float64)
-            for parameter in mine:
-                if parameter.grad is not None:
-                    square += _local(parameter.grad).double().square().sum()
-            self.context.group.all_reduce(square)
-            scale_to_norm(
-                limit, float(square), (_local(p.grad) for p in mine if p.grad is not None)
-            )
+        gradients = [_local(p.grad) for p in mine if p.grad is not None]
+        clip_parts(self.replica.clip, gradients, gradients, self.context.group)
         self.clock.enter(OPTIMIZER)
-        for own, group in zip(
-            self._optimizer.param_groups, self.replica.optimizer.param_groups, strict=True
-        ):
-            own.update({k: v for k, v in group.items() if k != "params"})
+        copy_options(self._optimizer, self.replica.optimizer.param_groups)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -310,10 +298,6 @@ class FullyShardedRunner(Runner):
                 with peer_errors("worker 0 did not receive the state"):
                     _whole(tensor)
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
-
     def model_part(self) -> dict[str, object]:
         assert self._model is not None
         held = sum(_local(p).nbytes for p in self._model.parameters())
@@ -339,10 +323,7 @@ def fsdp_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
 
 def fsdp_units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns layers that are gathered separately: large enough, with weights not shared."""
-    uses: dict[torch.nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
+    uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     inside: set[torch.nn.Module] = set()
     units = []
     for module in model.modules():

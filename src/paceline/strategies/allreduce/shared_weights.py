@@ -21,7 +21,7 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.state import Section
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 from paceline.strategies.optimizer_traits import optimizer_traits
-from paceline.strategies.runner import Replica, peer_errors, scale_to_norm
+from paceline.strategies.runner import Replica, copy_options, peer_errors, scale_to_norm
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
 
 
@@ -134,9 +134,8 @@ class SharedModelWeights:
                 found = list(self._row_gradients)
             scale_to_norm(clip, self.measure_square(), (g for g in found if g is not None))
         if self._optimizer is not None:
-            for mine, group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                current = self._replica.optimizer.param_groups[group]
-                mine.update({k: v for k, v in current.items() if k != "params"})
+            current = self._replica.optimizer.param_groups
+            copy_options(self._optimizer, (current[group] for group in self._groups))
             if self._flat is not None:
                 self._flat.step(self._row_gradients)
             else:

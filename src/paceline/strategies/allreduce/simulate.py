@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.plan.cost_model import (
-    allreduce_s,
-    exposed_s,
-    exposed_without_layers_s,
-    fill_buckets,
-)
+from paceline.plan.cost_model import allreduce_s, exposed_s, exposed_without_layers_s, fill_buckets
 from paceline.strategies.allreduce.cost import bucket_bytes, exchange_bytes
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.twin.lockstep import LockstepSimulation

@@ -66,10 +66,7 @@ RECORD = StrategyRecord(
     },
     simulate="paceline.strategies.allreduce.simulate:SIMULATE",
     cost="paceline.strategies.allreduce.cost:COST",
-    candidates=(
-        "allreduce",
-        "allreduce(balance=auto)",
-    ),
+    candidates=("allreduce", "allreduce(balance=auto)"),
     examples=("allreduce", "allreduce(balance=auto)"),
     memory_saving=("allreduce(shard=optimizer)", "allreduce(shard=full)"),
 )

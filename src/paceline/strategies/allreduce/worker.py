@@ -6,7 +6,7 @@ from paceline.comm.backend_choice import BackendChoice, choose_backend
 from paceline.comm.buckets import GradientExchange, plan_layout
 from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import aligned_size
-from paceline.state import Section, load_into_model, slots_by_parameter, state_from_model
+from paceline.state import Section, slots_by_parameter
 from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.optimizer_traits import optimizer_traits
@@ -37,7 +37,6 @@ class AllReduceRunner(Runner):
         self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
         self._common: SharedModelWeights | None = None
-        self._comm_report: CommReport | None = None
         self._count = 0
         """Number of steps so far, the same on every worker."""
         if context.size > 1 or spec.codec is not None:
@@ -66,9 +65,6 @@ class AllReduceRunner(Runner):
                     self._exchange.buckets,
                     self.clock,
                 )
-
-    def comm_report(self) -> CommReport | None:
-        return self._comm_report
 
     def optimizer_path(self) -> str | None:
         if self._common is not None:
@@ -105,7 +101,7 @@ class AllReduceRunner(Runner):
         return None if isinstance(found, str) else found
 
     def import_state(self, state: Section) -> None:
-        load_into_model(state, self.replica.model, self.replica.optimizer)
+        super().import_state(state)
         if self._common is not None:
             self._common.import_weights(slots_by_parameter(state))
 
@@ -149,7 +145,7 @@ class AllReduceRunner(Runner):
         return norms
 
     def export_state(self) -> Section:
-        state = state_from_model(self.replica.model, self.replica.optimizer)
+        state = super().export_state()
         if self._common is not None:
             self._common.export_slots(state)
         return state

@@ -137,9 +137,7 @@ class GroupedSimulate(SimulateFacet[Grouped]):
     def simulation(self, spec: Grouped, simulator: Simulator, groups: Groups) -> GroupedSimulation:
         nbytes = float(simulator.work.bytes)
         rules = PushPullRules(
-            push_bytes=nbytes,
-            pull_bytes=nbytes,
-            servers=spec.servers_for(simulator.plan.workers),
+            push_bytes=nbytes, pull_bytes=nbytes, servers=spec.servers_for(simulator.plan.workers)
         )
         return GroupedSimulation(simulator, rules, groups)
 

@@ -19,13 +19,7 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer import count_slots
-from paceline.state import (
-    RemoteTensor,
-    Section,
-    load_into_model,
-    persistent_buffers,
-    state_from_model,
-)
+from paceline.state import RemoteTensor, Section, persistent_buffers, state_from_model
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
 from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
 from paceline.strategies.pipeline.spec import PipelineParallel
@@ -58,7 +52,6 @@ class PipelineRunner(ModelParallelRunner):
         self._tied_groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         self._remote_parameters: set[str] = set()
         """Parameters whose weights only other stages hold; here only their shape is kept."""
-        self._sent = 0
         self._waited_ns = self._passed_ns = 0
 
     # ---- a step -------------------------------------------------------------------------------
@@ -190,9 +183,6 @@ class PipelineRunner(ModelParallelRunner):
 
     # ---- state --------------------------------------------------------------------------------
 
-    def import_state(self, state: Section) -> None:
-        load_into_model(state, self.replica.model, self.replica.optimizer)
-
     def average_buffers(self, samples: int) -> None:
         """Averages statistics, then gathers those of all stages on all workers."""
         super().average_buffers(samples)
@@ -248,10 +238,6 @@ class PipelineRunner(ModelParallelRunner):
         )
 
     # ---- reports --------------------------------------------------------------------------------
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
 
     def model_part(self) -> dict[str, object]:
         """Returns the stage and the fraction of time that it waited for adjacent stages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from paceline.codecs.compressor import Compressor
 from paceline.comm.flat_layout import FlatLayout
@@ -18,44 +17,37 @@ from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.transport import Connected, WaitForExchange
 from paceline.strategies.ps.transport_shm import SharedMemoryTransport
 from paceline.strategies.ps.transport_tcp import TcpTransport
-from paceline.strategies.runner import CommReport
+from paceline.strategies.runner import CommReport, WorkerContext
+
+Connect = Callable[[ParameterServer, WorkerContext, FlatLayout, Sequence[Compressor]], Connected]
+"""Links a worker to its servers; the layout has one shard per server."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectRequest:
-    """Settings of a worker's connections to its servers."""
-
-    spec: ParameterServer
-    layout: FlatLayout
-    compressors: Sequence[Compressor]
-    """One per shard, or none without a codec; owned by the worker, which saves their state."""
-    servers: Sequence[tuple[str, int]]
-    """Host and port per shard."""
-    rank: int
-    token: str
-    timeout_s: float
-
-
-Connect = Callable[[ConnectRequest], Connected]
-
-
-def connect(request: ConnectRequest) -> Connected:
+def connect(
+    spec: ParameterServer,
+    context: WorkerContext,
+    layout: FlatLayout,
+    compressors: Sequence[Compressor],
+) -> Connected:
     """Connects to all servers, through shared memory where `via` and the hosts allow it.
 
+    There is one compressor per shard, or none without a codec; the worker saves their state.
     Raises PeerLost if a server does not accept, and UsageError if `via=shared` is impossible.
     """
-    spec, layout = request.spec, request.layout
     links = [
         TcpTransport(
-            _open_channel(i, request), request.compressors[i] if request.compressors else None
+            Channel.connect(
+                host, port, token=context.token, peer=f"server {index}", timeout_s=context.timeout_s
+            ),
+            compressors[index] if compressors else None,
         )
-        for i in range(len(request.servers))
+        for index, (host, port) in enumerate(context.phase.servers)
     ]
     memory, reasons = None, set()
-    if request.compressors:
+    if compressors:
         reasons.add("a codec")
     elif spec.via != "network":
-        memory, reasons = _offer_memory(request, links)
+        memory, reasons = _offer_memory(spec, context, layout, links)
     shared = [link.kind == "shared" for link in links]
     reason = ", ".join(sorted(reasons))
     if spec.via == "shared" and not all(shared):
@@ -69,21 +61,14 @@ def connect(request: ConnectRequest) -> Connected:
     )
 
 
-def _open_channel(index: int, request: ConnectRequest) -> Channel:
-    host, port = request.servers[index]
-    return Channel.connect(
-        host, port, token=request.token, peer=f"server {index}", timeout_s=request.timeout_s
-    )
-
-
 def _offer_memory(
-    request: ConnectRequest, links: list[TcpTransport]
+    spec: ParameterServer, context: WorkerContext, layout: FlatLayout, links: list[TcpTransport]
 ) -> tuple[MailboxSegment | None, set[str]]:
     """Replaces the links to servers that accept this worker's shared memory.
 
     Returns the memory, unless no server accepts, and the reasons of those that do not.
     """
-    domain, layout = shm_domain_id(), request.layout
+    domain = shm_domain_id()
     if domain is None:
         return None, {"it needs Linux on x86-64 with /dev/shm"}
     try:
@@ -93,17 +78,8 @@ def _offer_memory(
     reasons = set()
     try:
         for index, (tcp, shard) in enumerate(zip(links, layout.shards, strict=True)):
-            tcp.send(
-                OfferMemory(
-                    worker=request.rank,
-                    domain=domain,
-                    segment=memory.name,
-                    server=index,
-                    servers=len(links),
-                    lo=shard.lo,
-                    hi=shard.hi,
-                )
-            )
+            place = (index, len(links), shard.lo, shard.hi)
+            tcp.send(OfferMemory(context.rank, domain, memory.name, *place))
             reply, _ = tcp.receive_message(MemoryReply)
             if reply.descriptor is None:
                 reasons.add(reply.reason)
@@ -117,8 +93,8 @@ def _offer_memory(
                 tcp.channel,
                 weights,
                 memory.mailbox(index, shard.lo, shard.hi),
-                in_place=request.spec.sync.includes_own_update,
-                timeout_s=request.timeout_s,
+                in_place=spec.sync.includes_own_update,
+                timeout_s=context.timeout_s,
             )
     finally:
         memory.unlink()

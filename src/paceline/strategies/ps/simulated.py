@@ -13,20 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.codecs.compressor import Compressor
+from paceline.comm.flat_layout import FlatLayout
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.protocol.shard import Handle
 from paceline.state import Section
-from paceline.strategies.ps.connect import Connect, ConnectRequest
+from paceline.strategies.ps.connect import Connect
 from paceline.strategies.ps.messages import PushHeader
+from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
 from paceline.strategies.ps.transport import Connected, Pulled, TransportKind, WaitForExchange
-from paceline.strategies.runner import (
-    CommReport,
-    PhaseContext,
-    Runner,
-    TrainStep,
-    WorkerContext,
-)
+from paceline.strategies.runner import CommReport, PhaseContext, Runner, TrainStep, WorkerContext
 from paceline.twin.replicas import RunnerGroup
 from paceline.twin.simulation import Groups
 from paceline.twin.updates import StepOutcome, WeightUpdates
@@ -47,15 +43,21 @@ class SimulatedServers:
         self.handles = [0] * workers
         """Number of each worker's next push, as the coordinator knows it."""
         self._snapshot: tuple[int, torch.Tensor] | None = None
-        self._pinned: dict[int, tuple[int, torch.Tensor]] = {}
+        self.pinned: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def connect(self, request: ConnectRequest) -> Connected:
-        compressor = request.compressors[0] if request.compressors else None
+    def connect(
+        self,
+        spec: ParameterServer,
+        context: WorkerContext,
+        layout: FlatLayout,
+        compressors: Sequence[Compressor],
+    ) -> Connected:
+        compressor = compressors[0] if compressors else None
         return Connected(
-            transports=(SimulatedTransport(self, request.rank, compressor),),
-            send_buffer=request.layout.new_buffer(),
+            transports=(SimulatedTransport(self, context.rank, compressor),),
+            send_buffer=layout.new_buffer(),
             report=CommReport(backend="simulated", reason=""),
-            exchanges=DeferredExchanges() if request.spec.overlap else None,
+            exchanges=DeferredExchanges() if spec.overlap else None,
         )
 
     def pin(self, worker: int) -> None:
@@ -67,13 +69,7 @@ class SimulatedServers:
                 values = weights.view(self.store.slices[0].parameter.dtype)
                 coder.decode(coder.encode(values), values)
             self._snapshot = (self.version, weights)
-        self._pinned[worker] = self._snapshot
-
-    def read(self, worker: int, *, exact: bool) -> tuple[int, torch.Tensor]:
-        """The pinned weights; with `exact` the newest ones, which no codec has changed."""
-        if exact:
-            return self.version, self.store.weights
-        return self._pinned[worker]
+        self.pinned[worker] = self._snapshot
 
     def load(self, state: ShardState) -> None:
         self.store.load(state)
@@ -123,7 +119,10 @@ class SimulatedTransport:
         self._exact = exact
 
     def receive(self, out: torch.Tensor) -> Pulled:
-        version, weights = self._servers.read(self._worker, exact=self._exact)
+        servers = self._servers
+        # With `exact` the newest weights, which no codec has changed.
+        newest = servers.version, servers.store.weights
+        version, weights = newest if self._exact else servers.pinned[self._worker]
         out.copy_(weights)
         self.bytes_received += out.numel()
         return Pulled(version, 0)
@@ -222,14 +221,9 @@ class ServedReplicas(WeightUpdates):
         self.sync()
         self._group.export()
         for runner, kept in zip(self._group.runners, self._backend.residuals, strict=True):
-            own = runner.export_local_state().tensors
-            kept.update(
-                {
-                    key.removeprefix("residual/"): value.clone()
-                    for key, value in own.items()
-                    if key.startswith("residual/")
-                }
-            )
+            for key, value in runner.export_local_state().tensors.items():
+                if key.startswith("residual/"):
+                    kept[key.removeprefix("residual/")] = value.clone()
 
     def close(self) -> None:
         self._group.close()

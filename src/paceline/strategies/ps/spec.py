@@ -103,10 +103,7 @@ RECORD = StrategyRecord(
     worker="paceline.strategies.ps.worker:ParameterServerRunner",
     simulate="paceline.strategies.ps.simulate:SIMULATE",
     cost="paceline.strategies.ps.cost:COST",
-    candidates=(
-        "ps",
-        "ps(servers=8)",
-    ),
+    candidates=("ps", "ps(servers=8)"),
     examples=(
         "ps",
         "ps(sync=bsp)",

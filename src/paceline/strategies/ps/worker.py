@@ -18,12 +18,12 @@ from paceline.protocol.messages import GradientPushed, ProcessFailing
 from paceline.protocol.shard import Handle
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
 from paceline.strategies.optimizer_traits import optimizer_traits
-from paceline.strategies.ps.connect import Connect, ConnectRequest, connect
+from paceline.strategies.ps.connect import Connect, connect
 from paceline.strategies.ps.messages import Options, PushHeader, SliceEntry
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ShardState, Slot, optimizer_options
 from paceline.strategies.ps.transport import ParameterTransport, WaitForExchange
-from paceline.strategies.runner import CommReport, Runner, TrainStep, WorkerContext
+from paceline.strategies.runner import Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 
 
@@ -61,9 +61,8 @@ class ParameterServerRunner(Runner):
         )
         self._compressors = self._make_compressors()
         self._uncompressed_bytes = 0
-        self._slice_parameters = [
-            [s.parameter for s in shard.slices] for shard in self._layout.shards
-        ]
+        shards = self._layout.shards
+        self._slice_parameters = [[s.parameter for s in shard.slices] for shard in shards]
         self._hooks: list[Any] = []
         self._in_place = False
         """Parameters are views of the receive buffer, so pulled weights are not copied again."""
@@ -73,17 +72,7 @@ class ParameterServerRunner(Runner):
         """Versions of the weights pulled last, and of those in the model."""
         self._queued_us = 0
         """Longest time that the last pull waited for updates in progress, over the servers."""
-        connected = connect(
-            ConnectRequest(
-                spec=spec,
-                layout=self._layout,
-                compressors=self._compressors,
-                servers=context.phase.servers,
-                rank=context.rank,
-                token=context.token,
-                timeout_s=context.timeout_s,
-            )
-        )
+        connected = connect(spec, context, self._layout, self._compressors)
         self._transports = connected.transports
         self._exchanges = connected.exchanges
         self._pending: WaitForExchange | None = None
@@ -97,9 +86,6 @@ class ParameterServerRunner(Runner):
             # An exchange next to the computation uses both buffers during it.
             self._use_buffers_in_place()
 
-    def comm_report(self) -> CommReport:
-        return self._comm_report
-
     def optimizer_path(self) -> str:
         where = "anywhere" if self._traits.elementwise else "only between parameters"
         return f"servers may split the parameters {where}: {self._traits.reason}"
@@ -110,12 +96,9 @@ class ParameterServerRunner(Runner):
             return  # Others may keep, clear or overwrite weights and gradients at any time.
         if any(p.device != v.device for p, v in self._parameters_and_views()):
             return
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _make_hook(view)
-            )
-            for parameter, view in zip(self._parameters, self._out_views, strict=True)
-        ]
+        for parameter, view in zip(self._parameters, self._out_views, strict=True):
+            register: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
+            self._hooks.append(register(_make_hook(view)))
         self._in_place = all(p.is_contiguous() for p in self._parameters)
         if self._in_place:
             with torch.no_grad():
@@ -130,10 +113,9 @@ class ParameterServerRunner(Runner):
         """Creates one compressor per shard, if gradients are compressed."""
         if self._spec.codec is None:
             return []
-        kinds = {p.dtype for p in self._parameters}
-        if len(kinds) > 1:
+        dtype, *others = {p.dtype for p in self._parameters}
+        if others:
             raise UsageError("ps(codec=...) requires parameters of one dtype")
-        dtype = kinds.pop()
         layout = self._layout
         return [Compressor(self._spec.codec, layout.shapes_of(s), dtype) for s in layout.shards]
 
@@ -213,17 +195,11 @@ class ParameterServerRunner(Runner):
         self._report_push(work, self._model_version if samples else work.version)
 
     def _report_push(self, work: TrainStep, base: int) -> None:
-        self.context.control.send(
-            GradientPushed(
-                worker=self.context.rank,
-                handle=self._handle,
-                lease=work.lease.id,
-                samples=work.lease.samples,
-                base=base,
-                step=work.step,
-                measured=work.measured,
-            )
+        lease, handle = work.lease, self._handle
+        pushed = GradientPushed(
+            self.context.rank, handle, lease.id, lease.samples, base, work.step, work.measured
         )
+        self.context.control.send(pushed)
 
     def pop_overlapped_us(self) -> int | None:
         return self._overlapped_us
@@ -286,12 +262,8 @@ class ParameterServerRunner(Runner):
         for (transport, shard), owners in zip(
             self._transports_and_shards(), self._slice_parameters, strict=True
         ):
-            header = PushHeader(
-                worker=self.context.rank,
-                handle=self._handle,
-                missing=tuple(i for i, p in enumerate(owners) if p in missing) if missing else (),
-                options=tuple(options),
-            )
+            absent = tuple(i for i, p in enumerate(owners) if p in missing) if missing else ()
+            header = PushHeader(self.context.rank, self._handle, absent, tuple(options))
             transport.push(header, self._outgoing[shard.lo : shard.hi])
 
     # ---- state --------------------------------------------------------------------------------
@@ -316,16 +288,9 @@ class ParameterServerRunner(Runner):
         for index, piece in enumerate(shard.slices):
             parameter, name = self._parameters[piece.parameter], self._names[piece.parameter]
             whole = piece.stop - piece.start == parameter.numel()
-            slices.append(
-                SliceEntry(
-                    name=name,
-                    offset=piece.offset - shard.lo,
-                    nbytes=piece.nbytes,
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    group=group_of[parameter],
-                    shape=tuple(parameter.shape) if whole else (piece.stop - piece.start,),
-                )
-            )
+            shape = tuple(parameter.shape) if whole else (piece.stop - piece.start,)
+            dtype, offset = str(parameter.dtype).removeprefix("torch."), piece.offset - shard.lo
+            slices.append(SliceEntry(name, offset, piece.nbytes, dtype, group_of[parameter], shape))
             for slot, value in slots.get(name, {}).items():
                 part = value if isinstance(value, torch.Tensor) else torch.tensor(value)
                 if part.shape == parameter.shape and not whole:

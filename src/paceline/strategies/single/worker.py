@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from paceline.comm.state_exchange import broadcast_section
-from paceline.state import Section, load_into_model, state_from_model
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
 from paceline.strategies.single.spec import Single
 from paceline.telemetry.phase_clock import OPTIMIZER
@@ -13,9 +12,6 @@ class SingleRunner(Runner):
     def __init__(self, spec: Single, context: WorkerContext) -> None:
         super().__init__(context)
 
-    def import_state(self, state: Section) -> None:
-        load_into_model(state, self.replica.model, self.replica.optimizer)
-
     def finish_step(self, work: TrainStep) -> None:
         if work.lease.samples:
             self.clock.enter(OPTIMIZER)
@@ -24,10 +20,4 @@ class SingleRunner(Runner):
     def sync_weights(self, version: int) -> None:
         if self.context.group.size > 1:
             # Only worker 0 has trained; its state is broadcast.
-            self.import_state(broadcast_section(self._mine(), self.context.group))
-
-    def export_state(self) -> Section:
-        return self._mine()
-
-    def _mine(self) -> Section:
-        return state_from_model(self.replica.model, self.replica.optimizer)
+            self.import_state(broadcast_section(self.export_state(), self.context.group))

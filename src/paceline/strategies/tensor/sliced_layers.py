@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,10 +161,7 @@ def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup)
     if parts == 1:
         return done
     wire = done.wire = TensorParallelGroup(group, part)
-    uses: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
+    uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     names = {p: n for n, p in model.named_parameters()}
     inside: set[nn.Module] = set()
     for module in model.modules():

@@ -15,13 +15,7 @@ import torch
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
-from paceline.state import (
-    RemoteTensor,
-    Section,
-    load_into_model,
-    persistent_buffers,
-    state_from_model,
-)
+from paceline.state import RemoteTensor, Section, persistent_buffers, state_from_model
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
 from paceline.strategies.runner import (
     Batch,
@@ -50,7 +44,6 @@ class TensorRunner(ModelParallelRunner):
             raise UsageError(
                 "tensor: the model has no linear, convolution or attention layer to slice"
             )
-        self._sent = 0
 
     # ---- a step -------------------------------------------------------------------------------
 
@@ -113,7 +106,7 @@ class TensorRunner(ModelParallelRunner):
         for key, tensor in state.tensors.items():
             cut = self._cut_of(key, tensor.dim())
             mine.tensors[key] = cut.take(tensor, self._part) if cut is not None else tensor
-        load_into_model(mine, self.replica.model, self.replica.optimizer)
+        super().import_state(mine)
 
     def _cut_of(self, key: str, dims: int) -> SliceSpec | None:
         """Returns how a tensor of the state is sliced; slots are like their weights or scalars."""
@@ -124,7 +117,7 @@ class TensorRunner(ModelParallelRunner):
         return cut if cut is not None and dims == cut.dims else None
 
     def export_state(self) -> Section:
-        mine = state_from_model(self.replica.model, self.replica.optimizer)
+        mine = super().export_state()
         slices = {
             key: tensor
             for key, tensor in mine.tensors.items()
