@@ -86,7 +86,7 @@ class ApplyAtOnce:
         self._transport.version += 1
         part = GradientRef(message.worker, message.handle, 1.0)
         order = ApplyUpdate(self._transport.version, (part,), 1.0, None)
-        self._transport.store.use_single_gradient(order)
+        self._transport.store.gather_gradient(order)
         self._transport.store.step(order, 1.0)
         self._transport.store.release_gradients(order)
 

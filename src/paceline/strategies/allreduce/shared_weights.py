@@ -10,6 +10,7 @@ element-wise optimizers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,8 +78,7 @@ class SharedModelWeights:
         self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         members = {p: i for i, g in enumerate(replica.optimizer.param_groups) for p in g["params"]}
         groups: list[dict[str, Any]] = [{**g, "params": []} for g in replica.optimizer.param_groups]
-        by_name = dict(replica.trained)
-        group_of = {name: members[parameter] for name, parameter in by_name.items()}
+        group_of = {name: members[parameter] for name, parameter in replica.trained}
         offset = 0
         for number, bucket in enumerate(buckets):
             dtype, count = bucket.flat.dtype, bucket.values.numel()
@@ -101,25 +101,22 @@ class SharedModelWeights:
     ) -> None:
         mine, total = self._sums.owned_range(number), self._sums.reduced_bucket(number)
         start = 0
-        runs: list[tuple[int, int, int, list[tuple[torch.nn.Parameter, int]]]] = []
-        """Runs of adjacent slices of one group: group, start, stop, slices."""
+        pieces: list[tuple[int, int, torch.nn.Parameter]] = []
+        """Group, start and weights of this worker's slices, which are adjacent."""
         for index, (name, parameter) in enumerate(bucket.parameters):
             stop = start + parameter.numel()
             self._views.append((parameter, flat[start:stop].view_as(parameter)))
             lo, hi = max(start, mine.start), min(stop, mine.stop)
             if lo < hi:
-                weights = torch.nn.Parameter(flat[lo:hi])
-                self._slices.append(
-                    OwnedSlice(name, number, index, lo - start, weights, total[lo:hi])
-                )
-                if runs and runs[-1][0] == group_of[name]:
-                    group, begin, _, pieces = runs.pop()
-                else:
-                    group, begin, pieces = group_of[name], lo, []
-                runs.append((group, begin, hi, [*pieces, (weights, lo - begin)]))
+                weights, gradient = torch.nn.Parameter(flat[lo:hi]), total[lo:hi]
+                self._slices.append(OwnedSlice(name, number, index, lo - start, weights, gradient))
+                pieces.append((group_of[name], lo, weights))
             start = stop
-        for group, begin, end, pieces in runs:
-            self._rows.append(FlatSegment(torch.nn.Parameter(flat[begin:end]), pieces, group))
+        for group, found in groupby(pieces, key=lambda piece: piece[0]):
+            run = [(weights, lo) for _, lo, weights in found]
+            begin, end = run[0][1], run[-1][1] + run[-1][0].numel()
+            row = torch.nn.Parameter(flat[begin:end])
+            self._rows.append(FlatSegment(row, [(w, lo - begin) for w, lo in run], group))
             self._row_gradients.append(total[begin:end])
 
     # ---- a step -------------------------------------------------------------------------------
@@ -201,11 +198,9 @@ class SharedModelWeights:
         for one in self._slices:
             kept = {}
             for slot, value in slots.get(one.name, {}).items():
-                whole = isinstance(value, torch.Tensor) and value.shape == shapes[one.name]
-                if whole:
-                    flat = value.reshape(-1)
-                    value = flat[one.start : one.start + one.weights.numel()].clone()
-                elif isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor):
+                    if value.shape == shapes[one.name]:
+                        value = value.reshape(-1)[one.start : one.start + one.weights.numel()]
                     value = value.clone()
                 kept[slot] = value
             if kept:

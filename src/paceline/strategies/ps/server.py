@@ -21,22 +21,8 @@ import torch
 from paceline.comm.control import ControlConnection
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
-from paceline.protocol.messages import (
-    ApplyUpdate,
-    ClipFactor,
-    Message,
-    ServerReady,
-    ShardSqNorm,
-    StopServer,
-)
-from paceline.protocol.shard import (
-    Handle,
-    SendWeights,
-    ServerShard,
-    ShardAction,
-    StepOptimizer,
-    SumGradients,
-)
+from paceline.protocol.messages import ApplyUpdate, ClipFactor, ServerReady, ShardSqNorm, StopServer
+from paceline.protocol.shard import Handle, ServerShard, ShardAction, StepOptimizer, SumGradients
 from paceline.strategies.ps.messages import (
     ExportSlots,
     Failed,
@@ -116,29 +102,23 @@ class ParameterServerProcess:
         threading.Thread(target=self._accept, daemon=True).start()
         self._clock.start_idle()
         self._control.send(ServerReady(self._index, host, port))
-        while True:
-            message = self._control.receive()
-            if isinstance(message, StopServer):
-                # shutdown wakes the accepting thread; close alone would leave it waiting.
-                self._listener.shutdown(socket.SHUT_RDWR)
-                self._listener.close()
-                with self._changed:
-                    for link in self._links:
-                        self._count(link.endpoint)
-                    self._store.close()
-                return
-            self._on_order(message)
-
-    def _on_order(self, message: Message) -> None:
+        while not isinstance(message := self._control.receive(), StopServer):
+            with self._changed:
+                if isinstance(message, ApplyUpdate):
+                    if self._shared:
+                        self._find_gradients(message)
+                    self._execute(self._shard.on_apply(message))
+                elif isinstance(message, ClipFactor):
+                    self._execute(self._shard.on_clip(message.version, message.factor))
+                else:
+                    raise WireError(f"unexpected {type(message).__name__} message to a server")
+        # shutdown wakes the accepting thread; close alone would leave it waiting.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         with self._changed:
-            if isinstance(message, ApplyUpdate):
-                if self._shared:
-                    self._find_gradients(message)
-                self._execute(self._shard.on_apply(message))
-            elif isinstance(message, ClipFactor):
-                self._execute(self._shard.on_clip(message.version, message.factor))
-            else:
-                raise WireError(f"unexpected {type(message).__name__} message to a server")
+            for link in self._links:
+                self._count(link.endpoint)
+            self._store.close()
 
     def _accept(self) -> None:
         while True:
@@ -322,12 +302,15 @@ class ParameterServerProcess:
                     shared.begin_update(endpoint.mailbox for endpoint in self._shared.values())
                 before_us = self._serving.apply_us
                 with self._applying():
-                    self._update(action)
+                    if not action.summed:
+                        self._store.gather_gradient(action.order)
+                    self._store.step(action.order, action.factor)
+                    self._store.release_gradients(action.order)
                 if shared is not None:
                     took_us = self._serving.apply_us - before_us
                     shared.end_update(action.order.version, took_us)
                 self._counters.steps += 1
-            elif isinstance(action, SendWeights):
+            else:
                 self._answered.add(action.ticket)
         if actions:
             self._changed.notify_all()
@@ -340,13 +323,3 @@ class ParameterServerProcess:
         took = time.perf_counter_ns() - began
         self._apply_ns, self._apply_began_ns = self._apply_ns + took, None
         self._serving.apply_us += took // 1000
-
-    def _update(self, action: StepOptimizer) -> None:
-        order = action.order
-        if not action.summed:
-            if len(order.parts) == 1 and order.parts[0].weight == 1.0:
-                self._store.use_single_gradient(order)
-            else:
-                self._store.sum_up(order)
-        self._store.step(order, action.factor)
-        self._store.release_gradients(order)

@@ -76,11 +76,8 @@ class SimulatedServers:
         self.version, self._snapshot = 0, None
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        if len(order.parts) == 1 and order.parts[0].weight == 1.0:
-            self.store.use_single_gradient(order)
-        else:
-            # Summed again even if its norm was computed: other updates may have used the buffer.
-            self.store.sum_up(order)
+        # Summed again even if its norm was computed: other updates may have used the buffer.
+        self.store.gather_gradient(order)
         self.store.step(order, factor)
         self.store.release_gradients(order)
         self.version += 1

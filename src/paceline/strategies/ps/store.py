@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,6 @@ class PendingGradient:
 
 
 class ParameterStore:
-    """Tensors of a shard: weights, optimizer state, and gradients not yet applied."""
-
     def __init__(self, *, use_shared_memory: bool = True) -> None:
         self._use_shared_memory = use_shared_memory
         self.slices: list[StoredSlice] = []
@@ -125,10 +124,8 @@ class ParameterStore:
             members[group].append(parameter)
         self.optimizer = optimizer_from_reference(state.optimizer, state.options, members)
         if self.optimizer is not None:
-            for slot in state.slots:
-                self.optimizer.state[self.slices[slot.slice_index].parameter][slot.name] = (
-                    slot.value
-                )
+            for index, name, value in state.slots:
+                self.optimizer.state[self.slices[index].parameter][name] = value
         self._rows, self._flat = [], None
         if state.codec is None:  # A codec writes into the padding between slices.
             self.flatten()
@@ -143,43 +140,34 @@ class ParameterStore:
         """Updates adjacent slices as one from now on, if the optimizer allows it."""
         if self.optimizer is None:
             return
-        runs: list[list[StoredSlice]] = []
-        for piece in self.slices:
-            last = runs[-1][-1] if runs else None
-            if (
-                last is not None
-                and last.group == piece.group
-                and last.parameter.dtype == piece.parameter.dtype
-            ):
-                runs[-1].append(piece)
-            else:
-                runs.append([piece])
-        rows, found = [], []
-        for run in runs:
-            lo, hi = run[0].offset, run[-1].offset + run[-1].nbytes
-            dtype = run[0].parameter.dtype
+        rows, segments = [], []
+        adjacent = groupby(self.slices, key=lambda piece: (piece.group, piece.parameter.dtype))
+        for (group, dtype), run in adjacent:
+            pieces = list(run)
+            lo, hi = pieces[0].offset, pieces[-1].offset + pieces[-1].nbytes
             weights = torch.nn.Parameter(self.weights[lo:hi].view(dtype))
-            rows.append(StoredSlice("", lo, hi - lo, weights, run[0].group))
-            places = [(p.parameter, (p.offset - lo) // dtype.itemsize) for p in run]
-            found.append(FlatSegment(weights, places, run[0].group))
-        self._flat = FlatOptimizer.from_optimizer(self.optimizer, found)
-        self._rows = rows if self._flat is not None else []
+            rows.append(StoredSlice("", lo, hi - lo, weights, group))
+            places = [(p.parameter, (p.offset - lo) // dtype.itemsize) for p in pieces]
+            segments.append(FlatSegment(weights, places, group))
+        self._flat = FlatOptimizer.from_optimizer(self.optimizer, segments)
+        self._rows = rows
 
-    def sync_slots(self) -> None:
-        """Writes the rows' optimizer state back to the slices' optimizer."""
-        if self._flat is not None:
-            self._flat.write_back()
+    @property
+    def _units(self) -> list[StoredSlice]:
+        """The parameters of the optimizer in use: rows or slices."""
+        return self.slices if self._flat is None else self._rows
 
     def _update_units(self, gradients: Iterable[PendingGradient]) -> list[StoredSlice]:
         """Returns the rows, or the slices from the first gradient on that lacks one."""
         if self._flat is not None and any(gradient.missing for gradient in gradients):
             self._flat.write_back()
             self._flat = None
-        return self.slices if self._flat is None else self._rows
+        return self._units
 
     def slots(self) -> list[Slot]:
         """Returns the optimizer state; the tensors are the optimizer's own."""
-        self.sync_slots()
+        if self._flat is not None:
+            self._flat.write_back()
         found = []
         for index, held in enumerate(self.slices):
             assert self.optimizer is not None
@@ -198,22 +186,24 @@ class ParameterStore:
             target = self._view(self.sums, piece)
             used = False
             for gradient, weight in found:
-                if index in gradient.missing:
-                    continue
-                values = self._view(gradient.buffer, piece)
-                if used:
-                    target.add_(values, alpha=weight)
-                else:
-                    torch.mul(values, weight, out=target)
-                used = True
+                if index not in gradient.missing:
+                    values = self._view(gradient.buffer, piece)
+                    if used:
+                        target.add_(values, alpha=weight)
+                    else:
+                        torch.mul(values, weight, out=target)
+                    used = True
             piece.parameter.grad = target if used else None
             if used and order.clip is not None:
                 square += float(target.double().square().sum())
         return square
 
-    def use_single_gradient(self, order: ApplyUpdate) -> None:
-        """Lets the optimizer read a single gradient from its own buffer, without a sum."""
+    def gather_gradient(self, order: ApplyUpdate) -> None:
+        """Prepares an update; a single gradient is read from its own buffer, without a sum."""
         first = order.parts[0]
+        if len(order.parts) > 1 or first.weight != 1.0:
+            self.sum_up(order)
+            return
         gradient = self.gradients[first.worker, first.handle]
         for index, piece in enumerate(self._update_units([gradient])):
             missing = index in gradient.missing
@@ -222,7 +212,7 @@ class ParameterStore:
     def step(self, order: ApplyUpdate, factor: float) -> None:
         if self.optimizer is None or not self.slices:
             return
-        units = self.slices if self._flat is None else self._rows
+        units = self._units
         if factor != 1.0:
             for piece in units:
                 if piece.parameter.grad is not None:
@@ -252,7 +242,7 @@ class ParameterStore:
 
     def release_gradients(self, order: ApplyUpdate) -> None:
         """Frees the buffers of an order's gradients after its update."""
-        for piece in self.slices if self._flat is None else self._rows:
+        for piece in self._units:
             piece.parameter.grad = None
         for part in order.parts:
             gradient = self.gradients.pop((part.worker, part.handle))

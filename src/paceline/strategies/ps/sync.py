@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.protocol.clock import (
-    AspClock,
-    BspClock,
-    Clock,
-    DsspClock,
-    GbaClock,
-    KAsyncClock,
-    SspClock,
-)
+from paceline.protocol import clock
 from paceline.specs.base import Spec, float_field, int_field, spec_field, spec_from_call
 from paceline.specs.expression import Value
 
@@ -37,7 +29,7 @@ class SyncMode(Spec):
     full_batch_updates: ClassVar[bool] = False
     """An update is worth a global batch, so that its learning rate needs no scaling."""
 
-    def make_clock(self, units: int) -> Clock:
+    def make_clock(self, units: int) -> clock.Clock:
         """The clock for this many units (workers, or groups of them) that push."""
         raise NotImplementedError
 
@@ -65,8 +57,8 @@ class Asp(SyncMode):
     name: ClassVar[str] = "asp"
     blocks_workers: ClassVar[bool] = False
 
-    def make_clock(self, units: int) -> Clock:
-        return AspClock(units)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.AspClock(units)
 
 
 @dataclass(frozen=True)
@@ -78,8 +70,8 @@ class Bsp(SyncMode):
     exact: ClassVar[bool] = True
     full_batch_updates: ClassVar[bool] = True
 
-    def make_clock(self, units: int) -> Clock:
-        return BspClock(units)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.BspClock(units)
 
     @property
     def lag_bound(self) -> float | None:
@@ -101,8 +93,8 @@ class Ssp(SyncMode):
         if self.bound < 0 or self.bound != self.bound:
             raise SpecError(f"ssp({self.bound}): the bound must be at least 0")
 
-    def make_clock(self, units: int) -> Clock:
-        return SspClock(units, self.bound)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.SspClock(units, self.bound)
 
     @property
     def lag_bound(self) -> float | None:
@@ -124,8 +116,8 @@ class Dssp(SyncMode):
                 f"dssp({self.low}, {self.high}): bounds must be at least 0, and low at most high"
             )
 
-    def make_clock(self, units: int) -> Clock:
-        return DsspClock(units, self.low, self.high)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.DsspClock(units, self.low, self.high)
 
     @property
     def lag_bound(self) -> float | None:
@@ -144,8 +136,8 @@ class KAsync(SyncMode):
         if self.k < 1:
             raise SpecError(f"kasync({self.k}): k must be at least 1")
 
-    def make_clock(self, units: int) -> Clock:
-        return KAsyncClock(units, self.k)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.KAsyncClock(units, self.k)
 
     def check_workers(self, workers: int) -> None:
         if self.k > workers:
@@ -170,8 +162,8 @@ class Gba(SyncMode):
     stale: int = spec_field(int_field(0), 4)
     decay: float = spec_field(float_field(0.0, 1.0), 0.5)
 
-    def make_clock(self, units: int) -> Clock:
-        return GbaClock(units)
+    def make_clock(self, units: int) -> clock.Clock:
+        return clock.GbaClock(units)
 
     def gradient_weight(self, staleness: int) -> float:
         beyond = max(0, staleness - self.stale)

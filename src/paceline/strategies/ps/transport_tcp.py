@@ -90,14 +90,8 @@ class TcpTransport:
 
     def load(self, state: ShardState) -> None:
         entries, tensors = pack_slots(state.slots)
-        message = LoadShard(
-            nbytes=state.weights.numel(),
-            slices=state.slices,
-            options=state.options,
-            optimizer=state.optimizer,
-            slots=entries,
-            codec=state.codec,
-        )
+        nbytes, slices, options = state.weights.numel(), state.slices, state.options
+        message = LoadShard(nbytes, slices, options, state.optimizer, entries, state.codec)
         self.send(message, as_memoryview(state.weights), *tensors)
         self.receive_message(Loaded)
 
@@ -168,8 +162,7 @@ class TcpEndpoint:
     def _receive_gradient(
         self, table: PayloadTable | None, body_bytes: int, buffer: torch.Tensor
     ) -> None:
-        expected = buffer.numel()
-        coder = self._store.coder
+        expected, coder = buffer.numel(), self._store.coder
         if table is None or coder is None:
             if body_bytes != expected or table is not None:
                 raise WireError(f"a gradient has {body_bytes} bytes, expected {expected}")
