@@ -21,7 +21,7 @@ from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.search import OBJECTIVES, candidates, parse_objective, search
 from paceline.protocol.run_spec import RunSpec
 from paceline.strategies.model_parallel_cost import StageHost
-from paceline.strategies.pipeline.cost import bubble_fraction, estimate_pipeline
+from paceline.strategies.pipeline.cost import estimate_pipeline
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.simulator import Simulator
@@ -233,9 +233,9 @@ def test_a_pipeline_waits_as_the_formula_says() -> None:
             spec = PipelineParallel(stages=stages, micro=micro)
             found = estimate_pipeline(work, spec, [machine] * stages, 64.0)
             assert found is not None
-            waits = 1 - found.computing[0] / found.step_s
-            assert waits == pytest.approx(bubble_fraction(stages, micro))
-            assert sum(found.computing) == pytest.approx(64e-3)
+            waits = 1 - found.busy[0] / found.step_s
+            assert waits == pytest.approx((stages - 1) / (micro + stages - 1))
+            assert sum(found.busy) == pytest.approx(64e-3)
 
 
 def test_an_unequal_pair_gets_an_unequal_cut() -> None:
@@ -248,5 +248,5 @@ def test_an_unequal_pair_gets_an_unequal_cut() -> None:
     )
     assert even is not None
     assert fitted is not None
-    assert fitted.computing[0] == pytest.approx(fitted.computing[1])
+    assert fitted.busy[0] == pytest.approx(fitted.busy[1])
     assert fitted.step_s < 0.75 * even.step_s

@@ -103,8 +103,6 @@ def parse_spec(text: str, known: Mapping[str, type[SpecT]], what: str) -> SpecT:
 
 def spec_field(read: Converter, default: Any = dataclasses.MISSING) -> Any:
     """Returns a dataclass field with its converter."""
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata={"read": read})
     return dataclasses.field(default=default, metadata={"read": read})
 
 

@@ -71,10 +71,7 @@ class Strategy(Spec):
         return ()
 
     def batch_weights(self, workers: int) -> tuple[int, ...] | None:
-        """Returns the proportions in which a batch is split across workers.
-
-        None for equal shares.
-        """
+        """Returns the proportions of the workers' shares of a batch; None if they are equal."""
         return None
 
     def state_fraction(self, workers: int) -> StateFraction:

@@ -47,10 +47,7 @@ class FlatOptimizer:
     def from_optimizer(
         cls, optimizer: torch.optim.Optimizer, rows: Sequence[FlatSegment]
     ) -> FlatOptimizer | None:
-        """Creates it with the optimizer's state.
-
-        None if parameters of a row have different states.
-        """
+        """Creates it with the optimizer's state; None if states within a row differ."""
         # The slot of a scalar cannot be distinguished from a step count that is kept next to it.
         scalar = any(piece.dim() == 0 for row in rows for piece, _ in row.pieces)
         if scalar or not optimizer_traits(optimizer).flattenable:

@@ -45,12 +45,8 @@ class ModelParallelRunner(Runner):
         """Rank of this replica's first part."""
         self._loss_part = spec.loss_part
         self._shares = spec.batch_weights(context.size)
-        self._data_parallel_group = context.group.new_subgroup(
-            tuple(
-                tuple(range(part, context.size, spec.model_parts))
-                for part in range(spec.model_parts)
-            )
-        )
+        groups = [tuple(range(p, context.size, self._parts)) for p in range(self._parts)]
+        self._data_parallel_group = context.group.new_subgroup(tuple(groups))
 
     def rows_for(self, lease: Lease) -> Lease:
         """Returns the rows of the part that holds the lease; all parts of a replica read them."""
@@ -61,9 +57,8 @@ class ModelParallelRunner(Runner):
             )
         cuts = split_batch(lease.stop - lease.start, self.context.size, self._shares)
         one = self._first + self._loss_part
-        return dataclasses.replace(
-            lease, lo=lease.start + cuts[one], hi=lease.start + cuts[one + 1]
-        )
+        lo, hi = (lease.start + cut for cut in cuts[one : one + 2])
+        return dataclasses.replace(lease, lo=lo, hi=hi)
 
     @property
     def eval_shard(self) -> tuple[int, int]:

@@ -10,21 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-ELEMENTWISE_TYPES: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-    }
-)
-"""torch.optim classes whose update of an element depends on that element alone."""
-
 SLICEABLE_TYPES: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.SGD,
@@ -36,6 +21,9 @@ SLICEABLE_TYPES: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 """Classes of which a second instance over slices of the parameters gives the same bits."""
+
+ELEMENTWISE_TYPES = SLICEABLE_TYPES | {torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax}
+"""torch.optim classes whose update of an element depends on that element alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,8 +159,9 @@ class FullyShardedRunner(Runner):
                     f"allreduce(shard=full): parameter {name} is a scalar, which torch "
                     "cannot shard; use the shape (1,)"
                 )
-        self._model: torch.nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        # Both are made from the imported state.
+        self._model: torch.nn.Module
+        self._optimizer: torch.optim.Optimizer
 
     def optimizer_path(self) -> str:
         reason = optimizer_traits(self.replica.optimizer).reason
@@ -207,7 +208,6 @@ class FullyShardedRunner(Runner):
         return dataclasses.replace(lease, lo=lease.start, hi=lease.start + 1)
 
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
-        assert self._model is not None
         # All workers must gather a layer: use a row with weight 0 that leaves no statistics.
         self._model.train(work.lease.samples > 0)
         if batch is None:
@@ -230,7 +230,6 @@ class FullyShardedRunner(Runner):
         return StepStats(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
 
     def finish_step(self, work: TrainStep) -> None:
-        assert self._optimizer is not None
         self.clock.enter(COMM)
         mine = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = [_local(p.grad) for p in mine if p.grad is not None]
@@ -248,24 +247,18 @@ class FullyShardedRunner(Runner):
         return 0, 1
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        assert self._model is not None
         self._model.train(self.replica.model.training)
         with layer_peer_errors("of an evaluation"):
             output = self._model(inputs)
         return output if self.context.rank == 0 else None
 
     def checksum(self) -> str:
-        assert self._model is not None
-        mine = {n: _local(p).detach() for n, p in self._model.named_parameters()}
-        gathered = all_gather_sections(
-            Section(plain={"digest": checksum(Section(mine))}), self.context.group
-        )
+        mine = checksum(Section({n: _local(p).detach() for n, p in self._model.named_parameters()}))
+        gathered = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
         return " ".join(s.plain["digest"] for s in gathered)
 
     def _state(self, *, slots: bool) -> Section:
         """Returns the state like `state_from_model`, with sharded tensors."""
-        assert self._model is not None
-        assert self._optimizer is not None
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left weights gathered
@@ -299,7 +292,6 @@ class FullyShardedRunner(Runner):
                     _whole(tensor)
 
     def model_part(self) -> dict[str, object]:
-        assert self._model is not None
         held = sum(_local(p).nbytes for p in self._model.parameters())
         return {"part": self.context.rank, "parts": self.context.size, "weight_bytes": held}
 
@@ -346,13 +338,12 @@ def copy_optimizer(replica: Replica, model: torch.nn.Module) -> torch.optim.Opti
         {**group, "params": [there[names[p]] for p in group["params"]]}
         for group in replica.optimizer.param_groups
     ]
+    kind: Any = type(replica.optimizer)
     try:
-        kind: Any = type(replica.optimizer)
         made: torch.optim.Optimizer = kind(groups)
     except TypeError as error:
-        raise UsageError(
-            f"allreduce(shard=full): the optimizer cannot be copied: {error}"
-        ) from None
+        why = f"allreduce(shard=full): the optimizer cannot be copied: {error}"
+        raise UsageError(why) from None
     return made
 
 

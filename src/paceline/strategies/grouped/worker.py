@@ -25,10 +25,9 @@ class GroupedRunner(ParameterServerRunner):
         self._mine = next(g for g in context.phase.groups if context.rank in g)
         self._leads = self._mine[0] == context.rank
         self._inner = context.group.new_subgroup(context.phase.groups)
-        kinds = {p.dtype for p in self._parameters}
-        if len(kinds) > 1:
+        self._dtype, *others = {p.dtype for p in self._parameters}
+        if others:
             raise UsageError("grouped requires parameters of one dtype; use ps for mixed dtypes")
-        self._dtype = kinds.pop()
 
     def begin_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)

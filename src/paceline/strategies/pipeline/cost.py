@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload
@@ -29,18 +28,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Numbers of micro-batches that the planner tries."""
 
 
-@dataclass(frozen=True)
-class PipelineEstimate:
-    """A partition of the model, and what a step of it takes."""
-
-    seconds: tuple[float, ...]
-    """Seconds of each stage per micro-batch, including communication with adjacent stages."""
-    computing: tuple[float, ...]
-    """Seconds of each stage per step, without communication."""
-    step_s: float
-    state_bytes: tuple[float, ...]
-
-
 def layer_shares(work: Workload) -> list[float]:
     """Fraction of a step's compute time per parameter, in the model's order."""
     if len(work.gradient_ready) != len(work.shapes):
@@ -55,7 +42,7 @@ def layer_shares(work: Workload) -> list[float]:
 
 def estimate_pipeline(
     work: Workload, spec: PipelineParallel, hosts: Sequence[StageHost], samples: float
-) -> PipelineEstimate | None:
+) -> ReplicaStep | None:
     """Estimates a pipeline over these hosts, in their order; None if no partition fits in memory.
 
     Raises UsageError if there are more stages than layers.
@@ -69,11 +56,9 @@ def estimate_pipeline(
     each = samples / micro
     shares = layer_shares(work)
     state = [math.prod(s) * work.item_bytes * (2 + work.slots) for s in work.shapes]
-    passed = (
-        work.input_bytes_per_sample
-        if len(work.input_bytes_per_sample) == len(work.shapes)
-        else (0.0,) * len(work.shapes)
-    )
+    passed = work.input_bytes_per_sample
+    if len(passed) != len(work.shapes):
+        passed = (0.0,) * len(work.shapes)
     even = spec.cut == "even"
     layers = [
         LayerCost("", share, int(size), 0, int(each * entering))
@@ -95,7 +80,8 @@ def estimate_pipeline(
     if starts is None:
         return None
     edges = [*starts, len(layers)]
-    seconds, computing, held = [], [], []
+    # Of each stage: per micro-batch with communication, and per step without.
+    seconds, computing = [], []
     for stage, host in enumerate(hosts):
         start, stop = edges[stage], edges[stage + 1]
         alone = host.fixed_s + each * host.per_sample_s
@@ -104,10 +90,7 @@ def estimate_pipeline(
         hops = 2 * host.latency_s * ((stage > 0) + (stop < len(layers)))
         seconds.append(stage_cost(layers, budget, start, stop) + hops)
         computing.append(micro * sum(times[start:stop]))
-        held.append(float(sum(state[start:stop])))
-    return PipelineEstimate(
-        tuple(seconds), tuple(computing), pipeline_s(seconds, micro), tuple(held)
-    )
+    return ReplicaStep(pipeline_s(seconds, micro), computing)
 
 
 def pipeline_s(stages: Sequence[float], micro: int) -> float:
@@ -115,17 +98,12 @@ def pipeline_s(stages: Sequence[float], micro: int) -> float:
     return sum(stages) + (micro - 1) * max(stages)
 
 
-def bubble_fraction(stages: int, micro: int) -> float:
-    """Fraction of a step that equal stages are idle."""
-    return (stages - 1) / (micro + stages - 1)
-
-
 class PipelineParallelCost(CostFacet[PipelineParallel]):
     def step(self, arrays: PoolArrays, hosts: Ints, spec: PipelineParallel) -> StepEstimate:
         def replica_step(machines: Sequence[StageHost], samples: float) -> ReplicaStep:
             found = estimate_pipeline(arrays.work, spec, machines, samples)
             assert found is not None, "call fits() first"
-            return ReplicaStep(found.step_s, found.computing)
+            return found
 
         return model_parallel_step(arrays, hosts, spec.model_parts, replica_step)
 

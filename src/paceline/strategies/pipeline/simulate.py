@@ -33,7 +33,7 @@ class PipelineSimulation(ModelParallelSimulation):
                 found = estimate_pipeline(work, spec, hosts, samples)
                 assert found is not None  # memory was checked before the simulation started
                 total = [spec.micro * h.fixed_s + samples * h.per_sample_s for h in hosts]
-                fractions += [c / t for c, t in zip(found.computing, total, strict=True)]
+                fractions += [c / t for c, t in zip(found.busy, total, strict=True)]
             self._fractions = np.array(fractions)
         return self._fractions
 

@@ -203,10 +203,7 @@ class PipelineRunner(ModelParallelRunner):
                 yield name, tensor
 
     def _holds(self, name: str) -> bool:
-        """Returns whether this is the first stage that holds it.
-
-        The first one holds unused ones.
-        """
+        """Returns whether this is the first stage that holds it; stage 0 holds unused ones."""
         return self._holders.get(name, (0,))[0] == self._stage
 
     def export_state(self) -> Section:

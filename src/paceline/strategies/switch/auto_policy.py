@@ -72,9 +72,8 @@ class AutoPolicy:
             why = f"{saved}, but {lesson}: stays until then"
             return SwitchDecision(FIRST, why, "failed before", measurements=figures)
         if self._on_hold(history):
-            return SwitchDecision(
-                FIRST, f"{saved}, but the last switch was too recent: stays", "on hold"
-            )
+            why = f"{saved}, but the last switch was too recent: stays"
+            return SwitchDecision(FIRST, why, "on hold")
         where = (
             f"{saved}; at {100 * progress:.0f}% of the run, safe from {100 * needed:.0f}% "
             f"(learning rate x{figures['lr_factor']:.3g}, staleness {figures['staleness']:.3g}, "

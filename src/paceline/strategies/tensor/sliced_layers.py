@@ -109,14 +109,13 @@ class TensorParallelGroup:
         return whole
 
     def gather_now(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
-        widest = max(b - a for a, b in itertools.pairwise(edges))
-        missing = widest - x.shape[dim]
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        missing = max(sizes) - x.shape[dim]
         front = x.movedim(dim, 0)
         if missing:
             front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
         pieces = self.group.all_gather(front.contiguous())
         self.bytes_sent += front.nbytes
-        sizes = [b - a for a, b in itertools.pairwise(edges)]
         whole = torch.cat([piece[:n] for piece, n in zip(pieces, sizes, strict=True)])
         return whole.movedim(0, dim).contiguous()
 
@@ -167,15 +166,12 @@ def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup)
     for module in model.modules():
         if module in inside:
             continue
-        mine = list(module.parameters())
-        if any(uses[p] > 1 for p in mine):
-            if isinstance(module, nn.MultiheadAttention):
-                inside.update(module.modules())
-            continue
-        plan = _plan(module, parts, wire)
         if isinstance(module, nn.MultiheadAttention):
             # Its output layer is never called separately: it is sliced here, or not at all.
             inside.update(module.modules())
+        if any(uses[p] > 1 for p in module.parameters()):
+            continue
+        plan = _plan(module, parts, wire)
         if plan is None:
             continue
         if isinstance(module, nn.MultiheadAttention) and torch.backends.mha.get_fastpath_enabled():
