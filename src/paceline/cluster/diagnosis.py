@@ -20,7 +20,7 @@ BUSY_FRACTION = 0.5
 SLOW_LINK_FRACTION = 1 / 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """A problem of one machine.
 
@@ -42,8 +42,7 @@ def _problem(
     level: Literal["error", "warning"] = "error",
 ) -> Problem:
     """Returns a problem that a command on the machine fixes or explains."""
-    fix = format_ssh_command(machine.host, command)
-    return Problem(host=machine.name, kind=kind, what=what, fix=fix, level=level)
+    return Problem(machine.name, kind, what, format_ssh_command(machine.host, command), level)
 
 
 def diagnose(found: Examination) -> list[Problem]:
@@ -70,9 +69,8 @@ def _present(found: Examination) -> list[MachineExamination]:
 
 def _unreachable(found: Examination) -> Iterator[Problem]:
     for machine in found.machines:
-        if machine.error is not None:
-            error = machine.error
-            yield Problem(host=machine.name, kind=error.kind, what=error.problem, fix=error.fix)
+        if (error := machine.error) is not None:
+            yield Problem(machine.name, error.kind, error.problem, error.fix)
 
 
 def _short(version: str) -> str:
@@ -84,17 +82,14 @@ def _versions(found: Examination) -> Iterator[Problem]:
     if len(machines) < 2:
         return
     usual = statistics.mode([_short(machine.facts["python"]) for machine in machines])
+    install = f"sudo apt-get install -y python{usual} python{usual}-venv"
     for machine in machines:
-        if _short(machine.facts["python"]) != usual:
-            install = f"sudo apt-get install -y python{usual} python{usual}-venv"
-            yield Problem(
-                host=machine.name,
-                kind="python",
-                what=f"Python {machine.facts['python']} ({machine.facts['executable']}), "
-                f"the others have {usual}",
-                fix=f"{format_ssh_command(machine.host, install)}; "
-                f"in the pool file: python: python{usual}",
-            )
+        python, executable = machine.facts["python"], machine.facts["executable"]
+        if _short(python) != usual:
+            what = f"Python {python} ({executable}), the others have {usual}"
+            fix = format_ssh_command(machine.host, install)
+            fix += f"; in the pool file: python: python{usual}"
+            yield Problem(machine.name, "python", what, fix)
     # Packages belong to an interpreter; they are checked again once it is the right one.
     machines = [machine for machine in machines if _short(machine.facts["python"]) == usual]
     for package in machines[0].facts["packages"]:
@@ -105,10 +100,9 @@ def _versions(found: Examination) -> Iterator[Problem]:
         for machine, installed in zip(machines, have, strict=True):
             if installed == version:
                 continue
-            python = machine.host.python or "python3"
             requirement = f"{package}=={version.split('+')[0]}"
             what = f"{package} is missing" if installed is None else f"{package} {installed}"
-            install = f"{python} -m pip install {requirement}"
+            install = f"{machine.host.python or 'python3'} -m pip install {requirement}"
             yield _problem(machine, "package", f"{what}, the others have {version}", install)
 
 
@@ -198,13 +192,11 @@ def _skewed(
     named = ", ".join(others)
     usual = machine.addresses.get(machine.address or "")
     if usual is None:
-        return Problem(
-            host=machine.name,
-            kind="interface",
-            what=f"its address {machine.address} is not on any of its interfaces (NAT): "
-            f"{named} see {source} ({interface})",
-            fix=f"in the pool file: host: {source}",
+        what = (
+            f"its address {machine.address} is not on any of its interfaces (NAT): "
+            f"{named} see {source} ({interface})"
         )
+        return Problem(machine.name, "interface", what, f"in the pool file: host: {source}")
     commands = [
         f"sudo ip route replace {found.of(other).address} dev {usual} src {machine.address}"
         for other in others
@@ -301,9 +293,5 @@ def _steps(found: Examination) -> Iterator[Problem]:
             what = f"cannot time the job's model: {steps['missing']}"
             yield _problem(machine, "package", what, f"{python} -m pip install paceline")
         elif "failed" in steps:
-            yield Problem(
-                host=machine.name,
-                kind="job",
-                what=f"the job does not run: {steps['failed']}",
-                fix="set another --data-dir, or copy the data to this machine",
-            )
+            fix = "set another --data-dir, or copy the data to this machine"
+            yield Problem(machine.name, "job", f"the job does not run: {steps['failed']}", fix)
