@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.comm.wire import (
@@ -24,20 +25,16 @@ from paceline.protocol.messages import Message, message_from_wire, message_to_wi
 MAX_STORE_BYTES = 1 << 20
 
 
+@dataclass(eq=False)
 class Hub:
     """Accepts connections; calls `on_message(who, message)` and `on_gone(who)`."""
 
-    def __init__(
-        self,
-        token: str,
-        on_message: Callable[[str, Message], None],
-        on_gone: Callable[[str], None],
-        on_refused: Callable[[str], None],
-    ) -> None:
-        self.token = token
-        self.on_message = on_message
-        self.on_gone = on_gone
-        self.on_refused = on_refused
+    token: str = field(repr=False)
+    on_message: Callable[[str, Message], None]
+    on_gone: Callable[[str], None]
+    on_refused: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.members: dict[str, HubConnection] = {}
         self.store = RendezvousStore()
         self._server: asyncio.Server | None = None
