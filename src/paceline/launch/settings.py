@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from paceline.errors import UsageError
-from paceline.options import PLACEMENT, RUN, SLOWDOWNS, Option
+from paceline.options import PLACEMENT, RUN, SLOWDOWNS, Option, settings
 from paceline.specs.slowdown import InjectedSlowdown, parse_slowdown
 
 MIN_TIMEOUT_S = 2.0
@@ -26,11 +25,9 @@ def parse_profile_epoch(value: object) -> object:
     return int(number)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class ProcessSettings:
     """Settings of the processes of a run, which apply equally to several runs of a comparison."""
-
-    option_group: ClassVar[str] = RUN
 
     threads: Annotated[int | None, Option(default="cores / workers")] = None
     """Threads per worker."""
@@ -51,7 +48,7 @@ class ProcessSettings:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(RUN)
 class RunSettings(ProcessSettings):
     """Settings of a single run."""
 
@@ -84,11 +81,9 @@ class RunSettings(ProcessSettings):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(SLOWDOWNS)
 class SlowdownSettings:
     """Slowdowns that are injected into workers, to study strategies under unequal speed."""
-
-    option_group: ClassVar[str] = SLOWDOWNS
 
     slow: Annotated[tuple[str, ...], Option(metavar="worker=K,factor=F")] = ()
     """Slow a worker down; optionally from=EPOCH,to=EPOCH. cores=C limits it to a fraction of a
@@ -104,11 +99,9 @@ class SlowdownSettings:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(PLACEMENT)
 class PlacementSettings:
     """Placement of a job: on this machine, on the machines of a pool, or on an engine."""
-
-    option_group: ClassVar[str] = PLACEMENT
 
     pool: Annotated[Path | None, Option(metavar="POOL")] = None
     """Pool file: train on these machines over SSH."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.options import Option
+from paceline.options import Option, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("Simulated machines")
 class TwinSettings:
     """Exactly one of `cluster`, `calibrate` and `probe` names the machines."""
-
-    option_group: ClassVar[str] = "Simulated machines"
 
     cluster: Annotated[str | None, Option(metavar="POOL|N")] = None
     """Pool file, name of a cluster that ships with Paceline, or number of equal machines."""
