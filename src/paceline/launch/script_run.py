@@ -10,7 +10,6 @@ import asyncio
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -38,6 +37,7 @@ from paceline.launch.script_tasks import (
     make_environment,
     place_tasks,
 )
+from paceline.launch.supervisor import cancel_on_sigterm
 from paceline.telemetry.run_folder import RunFolder, write_json
 
 SETTLE_S = 1.0
@@ -188,12 +188,14 @@ def launch_script(run: ScriptRun) -> dict[str, Any]:
     return _ScriptLaunch(run, ready, folder).go(config)
 
 
+@dataclass
 class _ScriptLaunch:
-    def __init__(self, run: ScriptRun, ready: PreparedScript, folder: RunFolder) -> None:
-        self._run = run
-        self._ready = ready
-        self._folder = folder
-        self._logs = ProcessLogs(folder)
+    _run: ScriptRun
+    _ready: PreparedScript
+    _folder: RunFolder
+
+    def __post_init__(self) -> None:
+        self._logs = ProcessLogs(self._folder)
         self._ended: list[TaskResult] = []
 
     def go(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -229,10 +231,7 @@ class _ScriptLaunch:
         return result
 
     async def _main(self) -> None:
-        task = asyncio.current_task()
-        if task is not None and threading.current_thread() is threading.main_thread():
-            # Batch systems end a job with SIGTERM, which is handled like Ctrl-C.
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        cancel_on_sigterm()
         run, ready = self._run, self._ready
         used = sorted({t.site for t in ready.tasks})
         async with AsyncExitStack() as stack:

@@ -55,6 +55,13 @@ PROGRESS_S = 0.5
 JUDGE_S = 1.0
 
 
+def cancel_on_sigterm() -> None:
+    """Treats SIGTERM, by which batch systems end a job, as Ctrl-C: the result is written."""
+    task = asyncio.current_task()
+    if task is not None and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
 @dataclass
 class RunOutcome:
     """The end of a run: status, error and the coordinator's final state."""
@@ -108,7 +115,7 @@ class Supervisor:
 
     async def run(self) -> RunOutcome:
         """Runs to the end and always cleans up; a cancelled run has the status `cancelled`."""
-        self._cancel_on_sigterm()
+        cancel_on_sigterm()
         try:
             if self.monitor is not None:
                 await self.monitor.start(self._now, self._token)
@@ -116,7 +123,9 @@ class Supervisor:
             await self._start()
             await self._ended.wait()
             if self._end is not None and self._end.status == "done":
-                await self._shut_down()
+                for server in range(self.plan.servers):
+                    self._hub.send(f"server-{server}", StopServer())
+                await self._wait_for_exits()
         except asyncio.CancelledError:
             self._carry_out(self._coordinator.stop("cancelled", "interrupted by the user"))
         finally:
@@ -131,12 +140,6 @@ class Supervisor:
             is_usage_error=self._end.usage or bool(cause and cause.is_usage_error),
             details=cause.details if cause else "",
         )
-
-    def _cancel_on_sigterm(self) -> None:
-        """Treats SIGTERM, by which batch systems end a job, as a cancel: the result is written."""
-        task = asyncio.current_task()
-        if task is not None and threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     async def _start(self) -> None:
         try:
@@ -359,12 +362,6 @@ class Supervisor:
         return f" at step {self._coordinator.members.last_step(int(who.split('-')[1]))}"
 
     # ---- the end ------------------------------------------------------------------------------
-
-    async def _shut_down(self) -> None:
-        """Stops the servers of a finished run and waits for all processes to exit."""
-        for server in range(self.plan.servers):
-            self._hub.send(f"server-{server}", StopServer())
-        await self._wait_for_exits()
 
     async def _wait_for_exits(self) -> None:
         ends = [asyncio.create_task(process.wait()) for process in self._processes]
