@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from conftest import RunCli
 from network_namespaces import PASSWORD, Lab
 from paceline.cluster.legacy_blueprint import is_blueprint, read_blueprint
-from paceline.cluster.pool import Host, Pool, read_pool
+from paceline.cluster.pool import SELECTIONS, Host, Pool, read_pool, select_hosts
 from paceline.cluster.pool_file import load_pool, pool_from_mapping, write_pool
-from paceline.cluster.selection import SELECTIONS, select_hosts
 from paceline.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

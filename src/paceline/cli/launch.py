@@ -133,7 +133,7 @@ def launch_on_pool(
 ) -> None:
     """Runs any script on machines over SSH."""
     from paceline.cli.pool import open_pool
-    from paceline.cluster.selection import select_hosts
+    from paceline.cluster.pool import select_hosts
     from paceline.cluster.ssh import SshTimeouts
     from paceline.launch.script_run import ScriptRun, describe_launch, launch_script, prepare_script
     from paceline.launch.script_tasks import read_roles

@@ -115,7 +115,7 @@ def _make_engine(where: PlacementSettings, threads: int) -> Any:
 def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
     from paceline.cli.plan import plan_on_pool
     from paceline.cli.pool import open_pool
-    from paceline.cluster.selection import select_hosts
+    from paceline.cluster.pool import select_hosts
     from paceline.launch.engines.ssh import SshLauncher, find_host
     from paceline.strategies.registry import parse_strategy
 

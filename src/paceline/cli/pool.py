@@ -45,7 +45,7 @@ class KeyOptions:
 
 @command
 def show(pool: PoolFile, /, *, options: ShowPoolOptions) -> None:
-    from paceline.cluster.selection import select_hosts
+    from paceline.cluster.pool import select_hosts
 
     found = open_pool(pool)
     hosts = select_hosts(found.pool, options.select)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, suggest_name
 
 FORMAT: Final = 1
 LOCAL = "localhost"
@@ -79,6 +80,9 @@ class StepCost(_Strict):
     """Optimizer time per step, or the time of one update on a server."""
     gradient_mb: float | None = Field(default=None, gt=0)
     """Size of a gradient, if these values represent another model than the job's."""
+
+    def step_s(self, samples: float) -> float:
+        return self.fixed_s + samples * self.per_sample_s if samples else 0.0
 
 
 class Watts(_Strict):
@@ -219,3 +223,38 @@ def read_pool(path: Path) -> Pool:
     from paceline.cluster.pool_file import load_pool  # imports this module
 
     return load_pool(path).pool
+
+
+SELECTIONS: dict[str, tuple[Callable[[Host], bool], str]] = {
+    "all": (lambda host: True, "exists"),
+    "gpu": (lambda host: host.gpu_count > 0, "has a GPU"),
+    "cpu": (lambda host: host.gpu_count == 0, "has no GPU"),
+    "energy": (lambda host: host.energy_efficient, "is marked energy_efficient"),
+}
+PLANNED = "auto"
+"""Handled by the planner, which needs the job; not a selection."""
+
+
+def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
+    """Returns the selected machines in the pool's order. Raises UsageError if there are none.
+
+    `words` contains every --select option; only one may be given.
+    """
+    requested = list(dict.fromkeys(words)) or ["all"]
+    for word in requested:
+        if word not in SELECTIONS and not (word == PLANNED and len(requested) > 1):
+            raise UsageError(f"unknown --select {word!r}; {suggest_name(word, SELECTIONS)}")
+    if len(requested) > 1:
+        selects = " and --select ".join(requested)
+        raise UsageError(
+            f"--select {selects} cannot be combined: a run uses one selection; remove one of them"
+        )
+    is_selected, rule = SELECTIONS[requested[0]]
+    chosen = tuple(host for host in pool.hosts if is_selected(host))
+    if not chosen:
+        others = [word for word, (fits, _) in SELECTIONS.items() if any(map(fits, pool.hosts))]
+        raise UsageError(
+            f"--select {requested[0]}: no machine in the pool {rule}; "
+            f"selections that match some of its {len(pool.hosts)} machines: {', '.join(others)}"
+        )
+    return chosen

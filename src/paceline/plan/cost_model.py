@@ -54,18 +54,6 @@ class Workload:
         return self.parameters * self.item_bytes
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Step time of this workload on one machine, in seconds."""
-
-    fixed_s: float
-    per_sample_s: float
-    update_s: float
-
-    def step_s(self, samples: float) -> float:
-        return self.fixed_s + samples * self.per_sample_s if samples else 0.0
-
-
 def find_measured(host: Host, model: str) -> StepCost | None:
     return host.measured.get(model) or host.measured.get("any")
 
@@ -81,7 +69,7 @@ def with_measured_gradient_size(work: Workload, host: Host) -> Workload:
     )
 
 
-def step_time_on(host: Host, work: Workload, pool: Pool) -> StepTime:
+def step_time_on(host: Host, work: Workload, pool: Pool) -> StepCost:
     """Returns the measured step time, or an estimate from floating-point operations."""
     measured = find_measured(host, work.model)
     if measured is None:
@@ -90,8 +78,8 @@ def step_time_on(host: Host, work: Workload, pool: Pool) -> StepTime:
             per_sample_s=max(work.flops_per_sample, 1.0) / (host.gflops * 1e9),
             update_s=work.bytes / (pool.apply_gb_s * 1e9),
         )
-    costs = (measured.fixed_s, measured.per_sample_s, measured.update_s)
-    return StepTime(*(seconds / host.speed for seconds in costs))
+    seconds = ("fixed_s", "per_sample_s", "update_s")
+    return measured.model_copy(update={n: getattr(measured, n) / host.speed for n in seconds})
 
 
 def ring_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
@@ -139,13 +127,13 @@ def endpoint_s(pool: Pool, members: int, nbytes: float) -> float:
     return 2 * (members - 1) / members * nbytes / (pool.collective_gb_s * 1e9)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BucketTiming:
     """Timing of one gradient bucket."""
 
-    ready: float
+    ready: float = 0.0
     """Fraction of a step's computation that is done when the bucket is ready."""
-    share: float
+    share: float = 0.0
     """Fraction of all bytes."""
 
 
@@ -158,10 +146,10 @@ def fill_buckets(work: Workload, bucket_bytes: float) -> list[BucketTiming]:
     for shape, ready in zip(reversed(work.shapes), reversed(work.gradient_ready), strict=True):
         if room <= 0:
             room = FIRST_BUCKET_BYTES if not buckets else bucket_bytes
-            buckets.append(BucketTiming(0.0, 0.0))
+            buckets.append(BucketTiming())
         nbytes = math.prod(shape) * work.item_bytes
-        last = buckets.pop()
-        buckets.append(BucketTiming(max(last.ready, ready), last.share + nbytes / total))
+        buckets[-1].ready = max(buckets[-1].ready, ready)
+        buckets[-1].share += nbytes / total
         room -= nbytes
     return buckets
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import SpecError, UsageError
-from paceline.plan.cost_model import Workload, find_measured, step_time_on
+from paceline.plan.cost_model import Workload, step_time_on
 from paceline.plan.estimate import correction_key, estimate
 from paceline.plan.pool_arrays import Correction, PoolArrays
 from paceline.strategies.registry import parse_strategy
@@ -102,13 +102,13 @@ def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun
     timings = [t for record in records for t in record.work if t.host == host.host][-MAX_RUNS:]
     if not timings:
         return host
-    base, known = step_time_on(host, work, pool), find_measured(host, work.model)
+    base = step_time_on(host, work, pool)
     factor = host.speed * statistics.median(t.busy_s / base.step_s(t.samples) for t in timings)
     cost = StepCost(
         fixed_s=base.fixed_s * factor,
         per_sample_s=base.per_sample_s * factor,
         update_s=base.update_s * host.speed,
-        gradient_mb=known.gradient_mb if known is not None else None,
+        gradient_mb=base.gradient_mb,
     )
     return host.model_copy(update={"measured": {**host.measured, work.model: cost}})
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.pool import Jitter, Pool
-from paceline.plan.cost_model import StepTime, Workload, step_time_on
+from paceline.plan.cost_model import Workload, step_time_on
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.twin.timeline import Callback, SharedCores, Timeline
@@ -88,7 +88,7 @@ class SimulatedMachines:
         self.hosts = pool.slots[: plan.workers]
         self.links = [pool.link_of(h) for h in self.hosts]
         self.latency = [link.latency_s for link in self.links]
-        self.compute: list[StepTime] = [step_time_on(h, work, pool) for h in self.hosts]
+        self.compute = [step_time_on(h, work, pool) for h in self.hosts]
         self._fixed = np.array([c.fixed_s for c in self.compute])
         self._per_sample = np.array([c.per_sample_s for c in self.compute])
         self.update = np.array([c.update_s for c in self.compute])
