@@ -50,18 +50,14 @@ def load_pool(path: Path) -> PoolFile:
         raise UsageError(f"pool {path} cannot be read: {reason}") from None
     if is_blueprint(text):
         plain, repairs = read_blueprint(text, str(path))
-        pool = _make(plain, str(path), None)
+        pool = pool_from_mapping(plain, str(path))
         return PoolFile(path=path, pool=pool, form="blueprint", repairs=tuple(repairs))
     is_json = path.suffix == ".json" or (
         text.lstrip().startswith("{") and path.suffix not in (".yaml", ".yml")
     )
     form: Literal["yaml", "json"] = "json" if is_json else "yaml"
-    return PoolFile(path=path, pool=_make(_parse(text, form, path), str(path), text), form=form)
-
-
-def pool_from_mapping(plain: Any, where: str) -> Pool:
-    """Builds a pool from plain data. Raises UsageError like `load_pool`, without a line."""
-    return _make(plain, where, None)
+    pool = pool_from_mapping(_parse(text, form, path), str(path), text)
+    return PoolFile(path=path, pool=pool, form=form)
 
 
 def write_pool(found: PoolFile, pool: Pool) -> None:
@@ -100,7 +96,8 @@ def _fail(path: Path, line: int, reason: str) -> NoReturn:
     raise UsageError(f"pool {path}, line {line}: {' '.join(reason.split())}")
 
 
-def _make(plain: Any, where: str, text: str | None) -> Pool:
+def pool_from_mapping(plain: Any, where: str, text: str | None = None) -> Pool:
+    """Builds a pool from plain data, read from `text`. Raises UsageError, with a line if given."""
     if not isinstance(plain, dict):
         kind = "nothing" if plain is None else f"a {type(plain).__name__}"
         raise UsageError(f"pool {where}: must be a mapping with 'hosts', but contains {kind}")

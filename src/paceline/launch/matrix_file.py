@@ -231,7 +231,8 @@ def make_cell(
         "epochs": scale_count(epochs, arm.epochs_times),
         "seed": seed,
     }
-    parts = (work.data, work.model, f"b{batch}", f"w{count}", make_slug(label), f"seed{seed}")
+    slug = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")[:60]
+    parts = (work.data, work.model, f"b{batch}", f"w{count}", slug, f"seed{seed}")
     return MatrixCell(
         name="-".join(parts),
         task=f"{work.model} on {work.data}, batch {batch}{per_worker}",
@@ -245,10 +246,6 @@ def make_cell(
 def scale_count(count: Any, times: float) -> Any:
     """Returns an integer of at least 1; the job rejects other values."""
     return max(1, round(count * times)) if times != 1 and isinstance(count, int) else count
-
-
-def make_slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60]
 
 
 def list_jobs(cells: list[MatrixCell]) -> list[Job]:
