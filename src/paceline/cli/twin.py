@@ -82,7 +82,7 @@ def twin(
     run = TwinOptions(
         out=options.out,
         pool=pool,
-        workers=options.workers,
+        workers=count,
         depth=machines.depth,
         slowdowns=slowdowns.parse(count),
         threads=options.threads,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines import fork_client
-from paceline.launch.run import check_sizes, run_to_result, run_training
+from paceline.launch.run import Run, check_sizes, run_to_result, run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.report.comparison import Comparison, write_comparison
@@ -58,8 +58,13 @@ def compare_strategies(
     *,
     seeds: int = 1,
     progress: bool = False,
+    run: Run = run_training,
+    check: Callable[[int, Strategy, int], object] = check_sizes,
 ) -> Comparison:
-    """Runs the comparison of `compare` with the given run options; `out` is its folder."""
+    """Runs the comparison of `compare` with the given run options; `out` is its folder.
+
+    `run` carries a run out, and `check` raises UsageError for one that it cannot carry out.
+    """
     folder, workers, force = options.out, options.workers, options.force
     chosen = [parse_strategy(s) for s in strategies]
     resolved = job.resolve() if isinstance(job, JobRef) else job
@@ -67,22 +72,24 @@ def compare_strategies(
     if seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {seeds}")
     for strategy in chosen:
-        check_sizes(resolved.batch, strategy, strategy.worker_count(workers))
+        check(resolved.batch, strategy, strategy.worker_count(workers))
     if (folder / "comparison.json").exists() and not force:
         raise UsageError(
             f"--out {folder} already contains a comparison; choose a new directory, or use "
             "--force to overwrite it"
         )
-    # All workers of all strategies get the same threads, including the one of `single`.
-    options = dataclasses.replace(options, threads=options.threads_each)
     clear_runs(folder)
-    fork_client.warm_up()
+    if run is run_training:
+        # All workers of all strategies get the same threads, including the one of `single`.
+        options = dataclasses.replace(options, threads=options.threads_each)
+        fork_client.warm_up()
     results: list[RunResult] = []
     # Seed by seed, so that a slow period of the machine affects all strategies equally.
     for seed in range(resolved.seed, resolved.seed + seeds):
         for number, strategy in enumerate(chosen):
             name = f"{number + 1}-{strategy.name}-seed{seed}"
-            with terminal_reporter(f"{strategy} [{name}]", quiet=not progress) as show:
+            label = f"[{name}]" if run is run_training else "(virtual)"
+            with terminal_reporter(f"{strategy} {label}", quiet=not progress) as show:
                 mine = dataclasses.replace(
                     options,
                     out=folder / name,
@@ -91,7 +98,7 @@ def compare_strategies(
                     on_event=show,
                 )
                 seeded = with_job_fields(job, seed=seed)
-                result = run_to_result(run_training, seeded, strategy, mine)
+                result = run_to_result(run, seeded, strategy, mine)
             results.append({**result, "dir": name})
     return write_comparison(folder / "comparison.json", results)
 

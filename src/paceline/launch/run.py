@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import current_process
 from pathlib import Path
@@ -25,6 +25,7 @@ from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.optimizer import parse_optimizer
+from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
 from paceline.telemetry.event_log import CollectivesNotice, EventLog
@@ -143,12 +144,6 @@ def describe_job(job: Job, reference: JobRef | None) -> Mapping[str, Any]:
     return facts
 
 
-def job_settings(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Returns the options of a job from the facts that `describe_job` returned."""
-    names = [each.field for each in option_fields(Job)]
-    return {name: facts[name] for name in names if name in facts}
-
-
 def job_reference(job: Job | JobRef, resolved: Job) -> JobRef | None:
     """A reference to the job; None for one that holds live objects."""
     if isinstance(job, JobRef):
@@ -169,6 +164,32 @@ def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
         checkpoint_epochs=point.epoch if point else None,
         checkpoint_samples=point.samples if point else None,
     )
+
+
+def describe_run(
+    plan: RunSpec,
+    facts: Mapping[str, Any],
+    slowdowns: Sequence[InjectedSlowdown],
+    labels: Mapping[str, str],
+    settings: Mapping[str, object],
+) -> RunConfig:
+    """The part of run.json that real and simulated runs have in common.
+
+    `facts` describes the job; `settings` are the options of the run besides those of the job.
+    """
+    what = {"strategy": str(plan.strategy), "workers": plan.workers}
+    of_job = {each.field: facts[each.field] for each in option_fields(Job) if each.field in facts}
+    return {
+        "format": 1,
+        "strategy": str(plan.strategy),
+        "workers": plan.workers,
+        "servers": plan.servers,
+        "troubles": [slowdown.to_plain() for slowdown in slowdowns],
+        "job": facts,
+        "settings": {**of_job, **what, **settings},
+        "labels": dict(labels),
+        "versions": versions(),
+    }
 
 
 def run_local_script(
@@ -212,28 +233,15 @@ def _run(
     earlier = folder.config.read_bytes() if options.resume else None
     if memory is not None:
         started_wall_s -= float(memory["elapsed_s"])
+    settings = {**settings_to_plain(options, RunSettings), **options.settings}
     config: RunConfig = {
-        "format": 1,
-        "strategy": str(plan.strategy),
+        **describe_run(plan, facts, options.slowdowns, options.labels, settings),
         "engine": options.launcher.engine,
-        "workers": options.workers,
-        "servers": plan.servers,
         "threads": options.threads_each,
         "pin": options.pin,
         "timeout_s": options.timeout_s,
-        "troubles": [t.to_plain() for t in options.slowdowns],
         "predicted": options.predicted,
-        "job": facts,
-        "settings": {
-            **job_settings(facts),
-            **settings_to_plain(options, RunSettings),
-            "strategy": str(plan.strategy),
-            "workers": options.workers,
-            **options.settings,
-        },
-        "labels": dict(options.labels),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": versions(),
         "machine": machine_info(),
     }
     write_json(folder.config, config)

@@ -24,7 +24,7 @@ from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.process_logs import ProcessLogs
 from paceline.protocol.coordinator import Coordinator
-from paceline.protocol.history import CoordinatorMemory
+from paceline.protocol.history import CoordinatorMemory, History
 from paceline.protocol.membership import MemberStatus
 from paceline.protocol.messages import (
     Message,
@@ -53,6 +53,16 @@ SHUTDOWN_TIMEOUT_S = 10.0
 LAST_LINES = 10
 PROGRESS_S = 0.5
 JUDGE_S = 1.0
+
+
+def describe_progress(t: float, history: History) -> RunProgress:
+    return RunProgress(
+        t=t,
+        epoch=history.epoch,
+        samples=history.samples,
+        updates=history.updates,
+        loss=history.tally.loss,
+    )
 
 
 def cancel_on_sigterm() -> None:
@@ -278,13 +288,7 @@ class Supervisor:
         if now < self._progress_due or not history.samples:
             return
         self._progress_due = now + PROGRESS_S
-        event = RunProgress(
-            t=round(now, 6),
-            epoch=history.epoch,
-            samples=history.samples,
-            updates=history.updates,
-            loss=history.tally.loss,
-        )
+        event = describe_progress(round(now, 6), history)
         if self.monitor is not None:
             self.monitor.live.progress = event
         self.show(event)

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.cluster.pool import Pool
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.compare_runs import clear_runs, label_as_given, with_job_fields
-from paceline.launch.environment import versions
+from paceline.launch.compare_runs import compare_strategies
 from paceline.launch.run import (
+    Run,
     check_sizes,
     describe_job,
+    describe_run,
     job_reference,
-    job_settings,
     make_plan,
     raise_unless_done,
     read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
-from paceline.launch.supervisor import RunOutcome
+from paceline.launch.supervisor import RunOutcome, describe_progress
+from paceline.options import field_values
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
-from paceline.report.comparison import Comparison, write_comparison
+from paceline.report.comparison import Comparison
 from paceline.report.terminal import terminal_reporter
-from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
-from paceline.strategies.registry import make_switch_policy, parse_strategy, simulation
-from paceline.telemetry.event_log import EventLog, OnEvent, ignore_notice
-from paceline.telemetry.events import RunProgress
+from paceline.strategies.registry import make_switch_policy, simulation
+from paceline.telemetry.event_log import EventLog, OnEvent
 from paceline.telemetry.result import make_result
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
@@ -44,51 +42,40 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinOptions:
-    """Settings of a simulation, except job and strategy."""
+class TwinOptions(RunOptions):
+    """Options of a simulated run; those of real processes, such as `pin`, have no effect."""
 
-    out: Path
     pool: Pool
-    workers: int | None = None
-    """Default: one per slot of the pool."""
+    workers: int = 0
+    """0: one per worker slot of the pool."""
     depth: str = "learn"
-    slowdowns: tuple[InjectedSlowdown, ...] = ()
-    threads: int | None = None
-    force: bool = False
-    start_from: Path | None = None
-    keep_checkpoints: int = 2
-    labels: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Options of the command that started the run, recorded in run.json."""
-    show: OnEvent = ignore_notice
 
     def __post_init__(self) -> None:
         if self.depth not in DEPTHS:
             raise UsageError(f"--depth must be {' or '.join(DEPTHS)}, got {self.depth!r}")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads must be at least 1, got {self.threads}")
         slots = len(self.pool.slots)
-        if self.workers is not None and not 1 <= self.workers <= slots:
+        if self.workers == 0:
+            object.__setattr__(self, "workers", slots)
+        if not 1 <= self.workers <= slots:
             raise UsageError(
                 f"--workers must be 1 to {slots}, got {self.workers}: "
                 f"the cluster has {slots} worker slots"
             )
-
-    @property
-    def count(self) -> int:
-        return self.workers if self.workers is not None else len(self.pool.slots)
+        super().__post_init__()
 
 
 def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> RunResult:
     """Simulates a job and returns its result. Raises like a real run."""
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
-    workers = check_workers(resolved, strategy, options)
+    workers = strategy.worker_count(options.workers)
+    check_twin_sizes(resolved.batch, strategy, workers)
     for phase in strategy.phases:
         simulation(phase)  # Raises UsageError where a strategy has no simulate facet.
     plan = make_plan(resolved, strategy, workers)
     folder = RunFolder(options.out)
-    memory = read_coordinator_state(options.start_from) if options.start_from is not None else None
+    checkpoint = options.from_checkpoint
+    memory = read_coordinator_state(checkpoint) if checkpoint is not None else None
     # All usage errors are raised before anything is written or replaced.
     work, weights = prepare_twin(resolved, workers, options, folder)
     work = with_measured_gradient_size(work, options.pool.hosts[0])
@@ -105,30 +92,16 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     slowdowns = tuple(t for t in options.slowdowns if t.worker < workers)
     folder.prepare(force=options.force, resume=False)
     facts = describe_job(resolved, job_reference(job, resolved))
+    settings = {"threads": options.threads, "depth": options.depth, **options.settings}
     config: RunConfig = {
-        "format": 1,
-        "strategy": str(strategy),
-        "workers": workers,
-        "servers": plan.servers,
-        "troubles": [t.to_plain() for t in slowdowns],
-        "job": facts,
-        "settings": {
-            **job_settings(facts),
-            "strategy": str(strategy),
-            "workers": workers,
-            "threads": options.threads,
-            "depth": options.depth,
-            **options.settings,
-        },
-        "labels": dict(options.labels),
-        "versions": versions(),
+        **describe_run(plan, facts, slowdowns, options.labels, settings),
         "virtual": True,
         "depth": options.depth,
         "pool": options.pool.to_plain(),
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
-    event_log = EventLog(writer, options.show)
+    event_log = EventLog(writer, options.on_event)
     event_log.started(strategy=str(strategy), workers=workers, servers=plan.servers)
     simulator = Simulator(
         plan,
@@ -141,7 +114,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
     )
-    _show_progress(simulator, options.show)
+    _show_progress(simulator, options.on_event)
     end = simulator.run()
     seconds = simulator.timeline.now
     outcome = RunOutcome(end.status, end.error, seconds, simulator.coordinator, end.usage)
@@ -152,27 +125,13 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     return raise_unless_done(result, outcome, folder)
 
 
-def run_in_twin(pool: Pool) -> Callable[[Job | JobRef, Strategy, RunOptions], RunResult]:
+def run_in_twin(pool: Pool, depth: str = "learn") -> Run:
     """Returns a function that simulates a run with the options of a real run."""
 
     def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> RunResult:
-        return run_twin(
-            job,
-            strategy,
-            TwinOptions(
-                out=options.out,
-                pool=pool,
-                workers=min(options.workers, len(pool.slots)),
-                slowdowns=options.slowdowns,
-                threads=options.threads,
-                force=options.force,
-                start_from=options.from_checkpoint,
-                keep_checkpoints=options.keep_checkpoints,
-                labels=options.labels,
-                settings=options.settings,
-                show=options.on_event,
-            ),
-        )
+        values = field_values(options, RunOptions)
+        values["workers"] = min(options.workers, len(pool.slots))
+        return run_twin(job, strategy, TwinOptions(**values, pool=pool, depth=depth))
 
     return run
 
@@ -181,7 +140,7 @@ def run_labelled(
     job: Job | JobRef, strategy: Strategy, options: TwinOptions, *, progress: bool
 ) -> RunResult:
     with terminal_reporter(f"{strategy} (virtual)", quiet=not progress) as show:
-        return run_twin(job, strategy, dataclasses.replace(options, show=show))
+        return run_twin(job, strategy, dataclasses.replace(options, on_event=show))
 
 
 def compare_twins(
@@ -193,47 +152,24 @@ def compare_twins(
     progress: bool = False,
 ) -> Comparison:
     """Simulates every strategy with every seed; failed and diverged runs are included."""
-    folder = options.out
-    resolved = job.resolve() if isinstance(job, JobRef) else job
-    resolved.check()
-    chosen = [parse_strategy(strategy) for strategy in strategies]
-    for strategy in chosen:
-        check_workers(resolved, strategy, options)
-    if (folder / "comparison.json").exists() and not options.force:
-        raise UsageError(
-            f"--out {folder} already contains a comparison; choose a new directory, or use "
-            "--force to overwrite it"
-        )
-    clear_runs(folder)
-    results: list[RunResult] = []
-    for seed in range(resolved.seed, resolved.seed + seeds):
-        for number, strategy in enumerate(chosen):
-            out = folder / f"{number + 1}-{strategy.name}-seed{seed}"
-            labels = {**options.labels, **label_as_given(strategies[number], strategy)}
-            run_options = dataclasses.replace(options, out=out, labels=labels)
-            try:
-                result = run_labelled(
-                    with_job_fields(job, seed=seed), strategy, run_options, progress=progress
-                )
-            except UsageError:
-                raise
-            except PacelineError:
-                result = RunFolder(out).read_result()
-            results.append({**result, "dir": out.name})
-    return write_comparison(folder / "comparison.json", results)
+    return compare_strategies(
+        *(job, strategies, options),
+        seeds=seeds,
+        progress=progress,
+        run=run_in_twin(options.pool, options.depth),
+        check=check_twin_sizes,
+    )
 
 
-def check_workers(job: Job, strategy: Strategy, options: TwinOptions) -> int:
-    """Returns the number of workers. Raises UsageError if the strategy cannot run on them."""
-    workers = strategy.worker_count(options.count)
-    check_sizes(job.batch, strategy, workers)
+def check_twin_sizes(batch: int, strategy: Strategy, workers: int) -> None:
+    """Raises UsageError if the strategy cannot run on this many simulated machines."""
+    check_sizes(batch, strategy, workers)
     servers = strategy.servers_for(workers)
     if servers > workers:
         raise UsageError(
             f"{strategy} needs {servers} servers, but the cluster has {workers} machines; "
             "use fewer servers or more machines"
         )
-    return workers
 
 
 def prepare_twin(
@@ -257,8 +193,8 @@ def prepare_twin(
     training = GradientBackend(
         job, tables, workers, checkpoints=folder.checkpoints, keep=options.keep_checkpoints
     )
-    if options.start_from is not None:
-        training.load_checkpoint(options.start_from)
+    if options.from_checkpoint is not None:
+        training.load_checkpoint(options.from_checkpoint)
     return work, training
 
 
@@ -271,15 +207,6 @@ def _show_progress(simulator: Simulator, show: OnEvent) -> None:
         if time.monotonic() < due:
             return
         due = time.monotonic() + PROGRESS_INTERVAL_S
-        history = simulator.coordinator.history
-        show(
-            RunProgress(
-                t=now,
-                epoch=history.epoch,
-                samples=history.samples,
-                updates=history.updates,
-                loss=history.tally.loss,
-            )
-        )
+        show(describe_progress(now, simulator.coordinator.history))
 
     simulator.observers.append(watch)
