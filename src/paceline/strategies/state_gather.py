@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,31 +17,43 @@ TAG = 1 << 24
 """First tag of state transfers, above all tags of activations."""
 
 
+def parameter_of_key(key: str) -> str:
+    """Returns the parameter or buffer that a tensor of the state belongs to."""
+    kind, _, name = key.partition("/")
+    return name.rpartition("/")[0] if kind == "slots" else name
+
+
+def select_state(whole: Section, is_selected: Callable[[str], bool]) -> Section:
+    """Returns the state of the selected parameters and buffers."""
+    slots = {n: v for n, v in whole.plain.get("slots", {}).items() if is_selected(n)}
+    tensors = {k: t for k, t in whole.tensors.items() if is_selected(parameter_of_key(k))}
+    return Section(tensors, {"slots": slots})
+
+
 @contextmanager
 def gather_to_rank0(
-    group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
+    group: CollectiveGroup, mine: Section
 ) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
     """Yields this worker's state and the remote state; no name occurs on two workers.
 
     All workers call it. Worker 0 fetches remote tensors inside the context, in order; the others
-    send on exit. `slots` are those that are not tensors.
+    send on exit. Slots that are not tensors are sent at once.
     """
-    forms = {k: [list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in mine.items()}
-    gathered = all_gather_sections(Section(plain={"forms": forms, "slots": dict(slots)}), group)
+    forms = {
+        k: [list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in mine.tensors.items()
+    }
+    gathered = all_gather_sections(Section(plain={**mine.plain, "forms": forms}), group)
     distant: dict[str, RemoteTensor] = {}
-    plain: dict[str, Any] = {}
-    for rank, section in enumerate(gathered):
-        for name, values in section.plain["slots"].items():
-            plain.setdefault(name, {}).update(values)
-        for key, (shape, dtype) in section.plain["forms"].items() if rank else ():
+    for rank, section in enumerate(gathered[1:], 1):
+        for key, (shape, dtype) in section.plain["forms"].items():
             distant[key] = _distant(group, shape, dtype, rank, TAG + len(distant))
-    yield Section(dict(mine), {"slots": plain} if plain else {}), distant
+    yield Section(mine.tensors, _merge_plain(gathered)), distant
     if group.rank == 0:
         return
     for place, key in enumerate(distant):
-        if key in mine:
+        if key in mine.tensors:
             with peer_errors(f"worker 0 did not receive {key}"):
-                value = mine[key].detach().contiguous().reshape(-1)
+                value = mine.tensors[key].detach().contiguous().reshape(-1)
                 group.isend(value, 0, TAG + place).wait()
 
 
@@ -51,7 +63,7 @@ def _distant(
     kind = getattr(torch, dtype)
 
     def fetch() -> torch.Tensor:
-        value = torch.empty(torch.Size(shape).numel(), dtype=kind)
+        value = torch.empty(shape, dtype=kind)
         with peer_errors(f"worker {rank} did not send its state"):
             group.recv(value, rank, tag)
         return value
@@ -59,22 +71,16 @@ def _distant(
     return RemoteTensor(torch.Size(shape), kind, fetch)
 
 
-def gather_to_all(
-    group: CollectiveGroup, mine: Mapping[str, torch.Tensor], slots: Mapping[str, Any]
-) -> Section:
+def gather_to_all(group: CollectiveGroup, mine: Section) -> Section:
     """Gathers the whole state on all workers, for a strategy that continues with all of it."""
-    merged = Section()
-    plain: dict[str, Any] = {}
-    for section in all_gather_sections(Section(dict(mine), {"slots": dict(slots)}), group):
-        merged.tensors.update(section.tensors)
-        for name, values in section.plain["slots"].items():
-            plain.setdefault(name, {}).update(values)
-    if plain:
-        merged.plain["slots"] = plain
-    return merged
+    gathered = all_gather_sections(mine, group)
+    tensors = {k: t for section in gathered for k, t in section.tensors.items()}
+    return Section(tensors, _merge_plain(gathered))
 
 
-def parameter_of_key(key: str) -> str:
-    """Returns the parameter or buffer that a tensor of the state belongs to."""
-    kind, _, name = key.partition("/")
-    return name.rpartition("/")[0] if kind == "slots" else name
+def _merge_plain(sections: Iterable[Section]) -> dict[str, Any]:
+    slots: dict[str, Any] = {}
+    for section in sections:
+        for name, values in section.plain.get("slots", {}).items():
+            slots.setdefault(name, {}).update(values)
+    return {"slots": slots} if slots else {}

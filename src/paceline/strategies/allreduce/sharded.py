@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from paceline.accuracy import count_correct
 from paceline.comm.state_exchange import all_gather_sections
@@ -27,8 +28,8 @@ from paceline.state import (
     RemoteTensor,
     Section,
     checksum,
+    is_model_tensor,
     persistent_buffers,
-    set_slot,
     slots_by_parameter,
     state_from_model,
 )
@@ -49,7 +50,7 @@ from paceline.strategies.runner import (
     layer_peer_errors,
     peer_errors,
 )
-from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
+from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16
@@ -110,31 +111,27 @@ class ShardedOptimizerRunner(AllReduceRunner):
                 self.replica.optimizer.state.pop(parameter, None)
 
     def export_state(self) -> Section:
-        whole = state_from_model(self.replica.model, self.replica.optimizer)
-        merged = gather_to_all(self.context.group, *self._slots(whole))
-        kept = {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
-        return Section({**kept, **merged.tensors}, merged.plain)
+        weights, slots = self._split_state()
+        merged = gather_to_all(self.context.group, slots)
+        return Section({**weights, **merged.tensors}, merged.plain)
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-        whole = state_from_model(self.replica.model, self.replica.optimizer)
-        tensors, plain = self._slots(whole) if slots else ({}, {})
+        weights, mine = self._split_state()
+        if not slots:
+            mine = Section()
         if self.context.rank == 0:
-            tensors |= {k: t for k, t in whole.tensors.items() if not k.startswith("slots/")}
-        with gather_to_rank0(self.context.group, tensors, plain) as handed:
+            mine.tensors |= weights
+        with gather_to_rank0(self.context.group, mine) as handed:
             yield handed
 
-    def _slots(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns the slots of the parameters that this worker updates."""
+    def _split_state(self) -> tuple[dict[str, torch.Tensor], Section]:
+        """Returns weights and buffers, and the slots of the parameters that this worker updates."""
+        whole = state_from_model(self.replica.model, self.replica.optimizer)
+        weights = {k: t for k, t in whole.tensors.items() if is_model_tensor(k)}
+        slots = Section({k: t for k, t in whole.tensors.items() if k not in weights}, whole.plain)
         rank, owners = self.context.rank, self._owners
-        return (
-            {
-                k: t
-                for k, t in whole.tensors.items()
-                if k.startswith("slots/") and owners.get(parameter_of_key(k)) == rank
-            },
-            {n: v for n, v in whole.plain.get("slots", {}).items() if owners.get(n) == rank},
-        )
+        return weights, select_state(slots, lambda name: owners.get(name) == rank)
 
     @property
     def bytes_sent(self) -> int:
@@ -257,39 +254,33 @@ class FullyShardedRunner(Runner):
         gathered = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
         return " ".join(s.plain["digest"] for s in gathered)
 
-    def _state(self, *, slots: bool) -> Section:
-        """Returns the state like `state_from_model`, with sharded tensors."""
+    def _state(self) -> Section:
+        """Returns the state with sharded tensors."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left weights gathered
-        section = Section()
-        for name, parameter in self._model.named_parameters():
-            section.tensors[f"weights/{name}"] = parameter.detach()
-            for slot, value in self._optimizer.state.get(parameter, {}).items() if slots else ():
-                set_slot(section, name, slot, value)
-        for name, buffer in persistent_buffers(self.replica.model).items():
-            section.tensors[f"buffers/{name}"] = buffer
-        return section
+        return state_from_model(self._model, self._optimizer)
 
     def export_state(self) -> Section:
-        section = self._state(slots=True)
+        section = self._state()
         section.tensors = {k: _whole(t) for k, t in section.tensors.items()}
         return section
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-        section = self._state(slots=slots)
-        sharded = {k: t for k, t in section.tensors.items() if _is_sharded(t)}
-        plain = {k: t for k, t in section.tensors.items() if k not in sharded}
+        section = self._state()
+        kept = {k: t for k, t in section.tensors.items() if slots or is_model_tensor(k)}
         distant = {
             key: RemoteTensor(tensor.shape, tensor.dtype, functools.partial(_whole, tensor))
-            for key, tensor in sharded.items()
+            for key, tensor in kept.items()
+            if isinstance(tensor, DTensor)
         }
-        yield Section(plain, section.plain), distant
+        here = {k: t for k, t in kept.items() if k not in distant}
+        yield Section(here, section.plain if slots else {}), distant
         if self.context.rank:
-            for tensor in sharded.values():  # all workers must gather it
+            for remote in distant.values():  # all workers must gather it
                 with peer_errors("worker 0 did not receive the state"):
-                    _whole(tensor)
+                    remote.fetch()
 
     def model_part(self) -> dict[str, object]:
         held = sum(_local(p).nbytes for p in self._model.parameters())
@@ -354,15 +345,9 @@ def restore_buffers(state: Section, model: torch.nn.Module) -> None:
             buffer.copy_(given)
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
-    return whole
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return here
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -19,14 +18,14 @@ from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer import count_slots
-from paceline.state import RemoteTensor, Section, persistent_buffers, state_from_model
+from paceline.state import RemoteTensor, Section, is_model_tensor, persistent_buffers
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
 from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.pipeline.stage_exchange import StageExchange
 from paceline.strategies.pipeline.stage_graph import StageGraph, stage_schedule, trace_stages
 from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, peer_errors
-from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, parameter_of_key
+from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
 
@@ -207,32 +206,24 @@ class PipelineRunner(ModelParallelRunner):
         return self._holders.get(name, (0,))[0] == self._stage
 
     def export_state(self) -> Section:
-        whole = state_from_model(self.replica.model, self.replica.optimizer)
         if not self._holders or self.context.size == 1:
-            return whole
-        return gather_to_all(self.context.group, *self._given(whole))
+            return super().export_state()
+        return gather_to_all(self.context.group, self._own_state())
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-        whole = state_from_model(self.replica.model, self.replica.optimizer)
         if not self._holders or self.context.size == 1:
-            yield whole, {}
+            yield super().export_state(), {}
             return
-        tensors, plain = self._given(whole)
+        mine = self._own_state()
         if not slots:
-            tensors = {k: t for k, t in tensors.items() if not k.startswith("slots/")}
-        with gather_to_rank0(self.context.group, tensors, plain) as handed:
+            mine.tensors = {k: t for k, t in mine.tensors.items() if is_model_tensor(k)}
+        with gather_to_rank0(self.context.group, mine) as handed:
             yield handed
 
-    def _given(self, whole: Section) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _own_state(self) -> Section:
         """Returns the state that this worker contributes: its stage, in the first replica."""
-        if self._replica:
-            return {}, {}
-        plain = whole.plain.get("slots", {})
-        return (
-            {k: t for k, t in whole.tensors.items() if self._holds(parameter_of_key(k))},
-            {name: values for name, values in plain.items() if self._holds(name)},
-        )
+        return Section() if self._replica else select_state(super().export_state(), self._holds)
 
     # ---- reports --------------------------------------------------------------------------------
 

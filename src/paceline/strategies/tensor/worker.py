@@ -15,7 +15,7 @@ import torch
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
-from paceline.state import RemoteTensor, Section, persistent_buffers, state_from_model
+from paceline.state import RemoteTensor, Section, is_model_tensor, persistent_buffers
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
 from paceline.strategies.runner import (
     Batch,
@@ -25,7 +25,7 @@ from paceline.strategies.runner import (
     layer_peer_errors,
     peer_errors,
 )
-from paceline.strategies.state_gather import TAG
+from paceline.strategies.state_gather import gather_to_rank0, parameter_of_key
 from paceline.strategies.tensor.sliced_layers import SliceSpec, slice_model
 from paceline.strategies.tensor.spec import TensorParallel
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
@@ -110,61 +110,34 @@ class TensorRunner(ModelParallelRunner):
 
     def _cut_of(self, key: str, dims: int) -> SliceSpec | None:
         """Returns how a tensor of the state is sliced; slots are like their weights or scalars."""
-        kind, _, name = key.partition("/")
-        if kind == "slots":
-            name = name.rpartition("/")[0]
-        cut = self._sliced.cuts.get(name) if kind in ("weights", "slots") else None
+        cut = self._sliced.cuts.get(parameter_of_key(key))
         return cut if cut is not None and dims == cut.dims else None
+
+    def _slices(self, tensors: dict[str, torch.Tensor]) -> dict[str, SliceSpec]:
+        cuts = {key: self._cut_of(key, tensor.dim()) for key, tensor in tensors.items()}
+        return {key: cut for key, cut in cuts.items() if cut is not None}
 
     def export_state(self) -> Section:
         mine = super().export_state()
-        slices = {
-            key: tensor
-            for key, tensor in mine.tensors.items()
-            if self._cut_of(key, tensor.dim()) is not None and self._replica == 0
-        }
-        gathered = all_gather_sections(Section(slices), self.context.group)[: self._parts]
-        for key in gathered[0].tensors:
-            pieces = [section.tensors[key] for section in gathered]
-            cut = self._cut_of(key, pieces[0].dim())
-            assert cut is not None
-            mine.tensors[key] = cut.join(pieces)
+        cuts = self._slices(mine.tensors)
+        given = {key: mine.tensors[key] for key in cuts if self._replica == 0}
+        gathered = all_gather_sections(Section(given), self.context.group)[: self._parts]
+        for key, cut in cuts.items():
+            mine.tensors[key] = cut.join([section.tensors[key] for section in gathered])
         return mine
 
     @contextmanager
     def gather_state(self, *, slots: bool) -> Iterator[tuple[Section, dict[str, RemoteTensor]]]:
-        mine = state_from_model(self.replica.model, self.replica.optimizer)
-        kept = {k: t for k, t in mine.tensors.items() if slots or not k.startswith("slots/")}
-        sliced = {k: t for k, t in kept.items() if self._cut_of(k, t.dim()) is not None}
-        distant = {
-            key: self._distant(key, tensor, TAG + place)
-            for place, (key, tensor) in enumerate(sliced.items())
-        }
-        yield Section({k: t for k, t in kept.items() if k not in sliced}, mine.plain), distant
-        if self._replica or not self._part:
-            return
-        for place, tensor in enumerate(sliced.values()):
-            with peer_errors("worker 0 did not receive the state"):
-                value = tensor.detach().contiguous().reshape(-1)
-                self.context.group.isend(value, 0, TAG + place).wait()
-
-    def _distant(self, key: str, own: torch.Tensor, tag: int) -> RemoteTensor:
-        cut = self._cut_of(key, own.dim())
-        assert cut is not None
-        shapes = [cut.shape_of(own.shape, self._part, part) for part in range(self._parts)]
-
-        def fetch() -> torch.Tensor:
-            pieces = [own.detach()]
-            for part in range(1, self._parts):
-                piece = torch.empty(shapes[part], dtype=own.dtype)
-                with peer_errors(f"worker {part} did not send its state"):
-                    self.context.group.recv(piece, part, tag)
-                pieces.append(piece)
-            return cut.join(pieces)
-
-        whole = list(own.shape)
-        whole[cut.dim] = sum(shape[cut.dim] for shape in shapes)
-        return RemoteTensor(torch.Size(whole), own.dtype, fetch)
+        mine = super().export_state()
+        kept = {k: t for k, t in mine.tensors.items() if slots or is_model_tensor(k)}
+        cuts = self._slices(kept)
+        given = {f"{self._part}/{key}": kept[key] for key in cuts if self._replica == 0}
+        with gather_to_rank0(self.context.group, Section(given)) as (_, pieces):
+            distant = {
+                key: _joined(cut, kept[key], [pieces[f"{p}/{key}"] for p in range(1, self._parts)])
+                for key, cut in cuts.items()
+            }
+            yield Section({k: t for k, t in kept.items() if k not in cuts}, mine.plain), distant
 
     @property
     def bytes_sent(self) -> int:
@@ -177,3 +150,12 @@ class TensorRunner(ModelParallelRunner):
     def close(self) -> None:
         """Allocates the weights of the model again, for the next strategy."""
         self._sliced.undo()
+
+
+def _joined(cut: SliceSpec, own: torch.Tensor, others: list[RemoteTensor]) -> RemoteTensor:
+    """Returns the whole of a tensor that is sliced over worker 0 and others."""
+    shape = list(own.shape)
+    shape[cut.dim] += sum(other.shape[cut.dim] for other in others)
+    return RemoteTensor(
+        torch.Size(shape), own.dtype, lambda: cut.join([own, *(o.fetch() for o in others)])
+    )
