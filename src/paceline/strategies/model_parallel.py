@@ -105,6 +105,22 @@ def reject_non_cpu(word: str, model: torch.nn.Module) -> None:
         raise UsageError(f"{word} exchanges parts of a model in CPU memory; use --device cpu")
 
 
+def callable_layers(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, list[torch.nn.Parameter]]]:
+    """Yields modules with their names and the parameters that they use directly.
+
+    Attention is yielded as a whole, because it uses the weights of its parts and never calls them.
+    """
+    inside: set[torch.nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside:
+            whole = isinstance(module, torch.nn.MultiheadAttention)
+            if whole:
+                inside.update(module.modules())
+            yield name, module, list(module.parameters(recurse=whole))
+
+
 def all_reduce_gradients(
     parameters: list[torch.nn.Parameter], group: CollectiveGroup | None
 ) -> int:

@@ -63,10 +63,10 @@ def _distant(
     kind = getattr(torch, dtype)
 
     def fetch() -> torch.Tensor:
-        value = torch.empty(shape, dtype=kind)
+        value = torch.empty(torch.Size(shape).numel(), dtype=kind)
         with peer_errors(f"worker {rank} did not send its state"):
             group.recv(value, rank, tag)
-        return value
+        return value.view(shape)
 
     return RemoteTensor(torch.Size(shape), kind, fetch)
 

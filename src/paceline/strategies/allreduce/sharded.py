@@ -35,7 +35,7 @@ from paceline.state import (
 )
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.allreduce.worker import AllReduceRunner
-from paceline.strategies.model_parallel import reject_compiled, reject_non_cpu
+from paceline.strategies.model_parallel import callable_layers, reject_compiled, reject_non_cpu
 from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.runner import (
     Batch,
@@ -307,19 +307,13 @@ def fsdp_copy(model: torch.nn.Module, workers: int) -> torch.nn.Module:
 def fsdp_units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns layers that are gathered separately: large enough, with weights not shared."""
     uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-    inside: set[torch.nn.Module] = set()
-    units = []
-    for module in model.modules():
-        whole = isinstance(module, torch.nn.MultiheadAttention)  # it uses its parts' weights
-        mine = list(module.parameters(recurse=whole))
-        if module is model or module in inside or not mine:
-            continue
-        if whole:
-            inside.update(module.modules())
-        size = sum(p.numel() * p.element_size() for p in mine)
-        if size >= UNIT_BYTES and all(uses[p] == 1 for p in mine):
-            units.append(module)
-    return units
+    return [
+        module
+        for _, module, mine in callable_layers(model)
+        if module is not model
+        and sum(p.nbytes for p in mine) >= UNIT_BYTES
+        and all(uses[p] == 1 for p in mine)
+    ]
 
 
 def copy_optimizer(replica: Replica, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.state import Section
+from paceline.strategies.model_parallel import callable_layers
 from paceline.strategies.pipeline.partition import LayerCost, StageBudget, partition_layers
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.telemetry.proc_stats import available_memory_bytes
@@ -22,18 +23,11 @@ BACKWARD_COST = 2.0
 
 def parameter_modules(model: torch.nn.Module) -> list[tuple[str, int]]:
     """Returns modules with direct parameters, in order, and their numbers of elements."""
-    found = []
-    inside: set[torch.nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in inside:
-            continue
-        whole = isinstance(module, torch.nn.MultiheadAttention)  # it calls none of its parts
-        if whole:
-            inside.update(module.modules())
-        count = sum(p.numel() for p in module.parameters(recurse=whole) if p.requires_grad)
-        if count:
-            found.append((name, count))
-    return found
+    counts = [
+        (name, sum(p.numel() for p in parameters if p.requires_grad))
+        for name, _, parameters in callable_layers(model)
+    ]
+    return [(name, count) for name, count in counts if count]
 
 
 def check_cuts(model: torch.nn.Module, cuts: tuple[str, ...]) -> None:
@@ -84,7 +78,7 @@ def choose_cuts(
         # Every replica has a worker for this stage; the slowest and the smallest decide.
         mine = [s.plain for s in gathered[stage :: spec.stages]]
         seconds = [max(s["seconds"][i] for s in mine) for i in range(len(layers))]
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        weights = sum(p.nbytes for p in model.parameters())
         room = min(s["room"] for s in mine) + weights  # the whole model is in memory at this point
         waiting = spec.micro if spec.schedule == "gpipe" else min(spec.micro, spec.stages - stage)
         places.append(StageBudget(seconds, room, waiting))
@@ -118,7 +112,7 @@ def profile_layers(model: torch.nn.Module, example: torch.Tensor, slots: int) ->
     generator = torch.get_rng_state()
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     names = dict(parameter_modules(model))
-    modules = {n: m for n, m in model.named_modules() if n in names}
+    layers = {n: (module, own) for n, module, own in callable_layers(model) if n in names}
     best: dict[str, tuple[float, int, int]] = {}
     order: list[str] = []
     for _ in range(PASSES):
@@ -136,7 +130,7 @@ def profile_layers(model: torch.nn.Module, example: torch.Tensor, slots: int) ->
 
         hooks = [
             module.register_forward_pre_hook(lambda _, given, name=name: on_begin(name, given))
-            for name, module in modules.items()
+            for name, (module, _) in layers.items()
         ]
         try:
             with torch.autograd.graph.saved_tensors_hooks(on_keep, lambda tensor: tensor):
@@ -152,13 +146,9 @@ def profile_layers(model: torch.nn.Module, example: torch.Tensor, slots: int) ->
     torch.set_rng_state(generator)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-    layers = []
+    costs = []
     for name in order:
         seconds, held, nbytes = best[name]
-        whole = isinstance(modules[name], torch.nn.MultiheadAttention)
-        mine = modules[name].parameters(recurse=whole)
-        weights = sum(p.numel() * p.element_size() for p in mine)
-        layers.append(
-            LayerCost(name, (1 + BACKWARD_COST) * seconds, (2 + slots) * weights, held, nbytes)
-        )
-    return layers
+        state_bytes = (2 + slots) * sum(p.nbytes for p in layers[name][1])
+        costs.append(LayerCost(name, (1 + BACKWARD_COST) * seconds, state_bytes, held, nbytes))
+    return costs

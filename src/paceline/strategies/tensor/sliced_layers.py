@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.process_group import CollectiveGroup
+from paceline.strategies.model_parallel import callable_layers
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -38,13 +39,6 @@ class SliceSpec:
             return whole.narrow(self.dim, lo, hi - lo).contiguous()
         return torch.cat([b.narrow(self.dim, lo, hi - lo) for b in whole.chunk(self.blocks)])
 
-    def shape_of(self, own: torch.Size, part: int, other: int) -> torch.Size:
-        """Returns the shape of another worker's slice, given this worker's."""
-        shape = list(own)
-        mine, theirs = (self.edges[p + 1] - self.edges[p] for p in (part, other))
-        shape[self.dim] = shape[self.dim] // mine * theirs
-        return torch.Size(shape)
-
     def join(self, pieces: list[Tensor]) -> Tensor:
         if self.blocks == 1:
             return torch.cat(pieces, self.dim)
@@ -58,7 +52,7 @@ class SlicedModel:
 
     cuts: dict[str, SliceSpec] = field(default_factory=dict)
     """Slices by name of the parameter."""
-    shapes: dict[nn.Parameter, torch.Size] = field(default_factory=dict)
+    shapes: dict[Tensor, torch.Size] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     wire: TensorParallelGroup | None = None
     fast_attention: bool = False
@@ -89,27 +83,29 @@ class TensorParallelGroup:
 
     def enter(self, x: Tensor) -> Tensor:
         """Returns the input; backward sums the gradients of the slices."""
-        made: Tensor = _CopyToTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
-        return made
+        return _exchange(x, _view, self._sum)
 
     def gather(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
         """Concatenates the parts of all workers; backward takes the local part."""
-        made: Tensor = _GatherFromTensorParallel.apply(x, self, dim, edges)  # type: ignore[no-untyped-call]
-        return made
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        start, size = edges[self.part], sizes[self.part]
+        return _exchange(
+            x,
+            lambda part: self._gather(part, dim, sizes),
+            lambda gradient: gradient.narrow(dim, start, size).contiguous(),
+        )
 
     def add(self, x: Tensor) -> Tensor:
         """Sums over all workers; each has the same gradient."""
-        made: Tensor = _ReduceFromTensorParallel.apply(x, self)  # type: ignore[no-untyped-call]
-        return made
+        return _exchange(x, self._sum, _view)
 
-    def sum_now(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor) -> Tensor:
         whole = x.contiguous().clone()
         self.group.all_reduce(whole)
         self.bytes_sent += whole.nbytes
         return whole
 
-    def gather_now(self, x: Tensor, dim: int, edges: tuple[int, ...]) -> Tensor:
-        sizes = [b - a for a, b in itertools.pairwise(edges)]
+    def _gather(self, x: Tensor, dim: int, sizes: list[int]) -> Tensor:
         missing = max(sizes) - x.shape[dim]
         front = x.movedim(dim, 0)
         if missing:
@@ -120,38 +116,29 @@ class TensorParallelGroup:
         return whole.movedim(0, dim).contiguous()
 
 
-class _CopyToTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: TensorParallelGroup) -> Tensor:
-        ctx.wire = wire
-        return x.view_as(x)
+TensorMap = Callable[[Tensor], Tensor]
+
+
+class _Exchange(torch.autograd.Function):
+    """Applies one function to the input and another one to the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.sum_now(gradient), None
-
-
-class _GatherFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, wire: TensorParallelGroup, dim: int, edges: tuple[int, ...]
-    ) -> Tensor:
-        ctx.place = (dim, edges[wire.part], edges[wire.part + 1] - edges[wire.part])
-        return wire.gather_now(x, dim, edges)
+    def forward(ctx: Any, x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:
+        ctx.backward_map = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient.narrow(*ctx.place).contiguous(), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_map(gradient), None, None
 
 
-class _ReduceFromTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: TensorParallelGroup) -> Tensor:
-        return wire.sum_now(x)
+def _exchange(x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:
+    made: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return made
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup) -> SlicedModel:
@@ -161,17 +148,9 @@ def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup)
         return done
     wire = done.wire = TensorParallelGroup(group, part)
     uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-    names = {p: n for n, p in model.named_parameters()}
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside:
-            continue
-        if isinstance(module, nn.MultiheadAttention):
-            # Its output layer is never called separately: it is sliced here, or not at all.
-            inside.update(module.modules())
-        if any(uses[p] > 1 for p in module.parameters()):
-            continue
-        plan = _plan(module, parts, wire)
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
+    for _, module, parameters in callable_layers(model):
+        plan = None if any(uses[p] > 1 for p in parameters) else _plan(module, parts, wire)
         if plan is None:
             continue
         if isinstance(module, nn.MultiheadAttention) and torch.backends.mha.get_fastpath_enabled():
@@ -187,7 +166,7 @@ def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup)
     return done
 
 
-Plan = tuple[Callable[..., Any], dict[nn.Parameter, SliceSpec]]
+Plan = tuple[Callable[..., Any], dict[Tensor, SliceSpec]]
 
 
 def _plan(module: nn.Module, parts: int, wire: TensorParallelGroup) -> Plan | None:
@@ -270,12 +249,12 @@ def _plan_attention(
             out = out + module.out_proj.bias
         return (out.transpose(0, 1) if turned else out), weights_out
 
-    cuts: dict[nn.Parameter, SliceSpec] = {
-        _parameter(module.in_proj_weight): SliceSpec(0, width, 2, blocks=3),
-        _parameter(module.out_proj.weight): SliceSpec(1, width, 2),
+    cuts: dict[Tensor, SliceSpec] = {
+        module.in_proj_weight: SliceSpec(0, width, 2, blocks=3),
+        module.out_proj.weight: SliceSpec(1, width, 2),
     }
     if module.in_proj_bias is not None:
-        cuts[_parameter(module.in_proj_bias)] = SliceSpec(0, width, 1, blocks=3)
+        cuts[module.in_proj_bias] = SliceSpec(0, width, 1, blocks=3)
     return forward, cuts
 
 
@@ -308,11 +287,6 @@ def _attend(
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     attended = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return attended @ v, attended
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    assert isinstance(tensor, nn.Parameter)
-    return tensor
 
 
 def _by_heads(x: Tensor, heads: int, width: int) -> Tensor:

@@ -144,7 +144,7 @@ class TensorRunner(ModelParallelRunner):
         return self._sent + self._sliced.bytes_sent
 
     def model_part(self) -> dict[str, object]:
-        held = sum(p.numel() * p.element_size() for p in self.replica.model.parameters())
+        held = sum(p.nbytes for p in self.replica.model.parameters())
         return {"part": self._part, "parts": self._parts, "weight_bytes": held}
 
     def close(self) -> None:
