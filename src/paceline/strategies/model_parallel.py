@@ -44,6 +44,7 @@ class ModelParallelRunner(Runner):
         self._first = context.rank - self._part
         """Rank of this replica's first part."""
         self._loss_part = spec.loss_part
+        self._computes_loss = self._part == spec.loss_part
         self._shares = spec.batch_weights(context.size)
         groups = [tuple(range(p, context.size, self._parts)) for p in range(self._parts)]
         self._data_parallel_group = context.group.new_subgroup(tuple(groups))
@@ -65,9 +66,15 @@ class ModelParallelRunner(Runner):
         return self._replica, self._replicas
 
     def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights and buffers that this part has, each named by one part of a replica alone or,
-        where all have it whole, by the first."""
-        raise NotImplementedError
+        """Yields weights and buffers that this part holds."""
+        model = self.replica.model
+        for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
+            if self._holds(name):
+                yield name, tensor
+
+    def _holds(self, name: str) -> bool:
+        """Returns whether this part holds a parameter or buffer, or a slice of it."""
+        return True
 
     def average_buffers(self, samples: int) -> None:
         """Averages the statistics of a part over its data-parallel group."""

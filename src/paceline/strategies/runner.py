@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -35,34 +35,29 @@ NORMS_EVERY = 16
 """Steps between two measurements of the gradient's norms, for the gradient noise scale."""
 
 
+@dataclass(eq=False)
 class Replica:
     """A worker's copy of the model, and the optimizer with the current hyper-parameters."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        clip: float | None = None,
-        reduce_in_backward: bool = False,
-        exclusive: bool = True,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.apply_gradients: Callable[[], object] = optimizer.step
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    clip: float | None = None
+    reduce_in_backward: bool = False
+    """True for custom training loops, which may read gradients after backward()."""
+    exclusive: bool = True
+    """True if the model belongs to one runner, which may move its weights to other buffers."""
+    bucket_layout: list[list[str]] | None = field(default=None, init=False)
+    """Bucket layout of gradients; fixed for a run and stored in checkpoints."""
+    comm_backend: str | None = field(default=None, init=False)
+    """Backend of the sums, `shared` or `network`; fixed once it is chosen."""
+
+    def __post_init__(self) -> None:
+        self.apply_gradients: Callable[[], object] = self.optimizer.step
         """The optimizer's original step, which is replaced in custom training loops."""
-        self.clip = clip
-        self.reduce_in_backward = reduce_in_backward
-        """True for custom training loops, which may read gradients after backward()."""
-        self.exclusive = exclusive
-        """True if the model belongs to one runner, which may move its weights to other buffers."""
-        self.bucket_layout: list[list[str]] | None = None
-        """Bucket layout of gradients; fixed for a run and stored in checkpoints."""
-        self.comm_backend: str | None = None
-        """Backend of the sums, `shared` or `network`; fixed once it is chosen."""
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         self.trained: list[tuple[str, torch.nn.Parameter]] = [
-            (n, p) for n, p in model.named_parameters() if p in mine and p.requires_grad
+            (n, p) for n, p in self.model.named_parameters() if p in mine and p.requires_grad
         ]
         """Parameters that the optimizer updates, in the model's order; tied parameters once."""
 
@@ -160,8 +155,7 @@ class Runner(ABC):
         loss = loss_of(output, targets)
         self.clock.enter(BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
-        correct, predictions = count_correct(output, targets)
-        return StepStats(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
+        return measure(work.lease.samples, loss, output, targets)
 
     @abstractmethod
     def finish_step(self, work: TrainStep) -> None:
@@ -200,7 +194,10 @@ class Runner(ABC):
 
     def checksum(self) -> str:
         """Returns a checksum of weights and buffers, which must be equal on all workers."""
-        return model_checksum(self.replica.model)
+        model = self.replica.model
+        tensors = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
+        tensors.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
+        return checksum(Section(tensors))
 
     def export_local_state(self) -> Section:
         """Returns the per-worker state (residuals, inner optimizers)."""
@@ -248,10 +245,12 @@ class Runner(ABC):
         return
 
 
-def model_checksum(model: torch.nn.Module) -> str:
-    weights = {f"weights/{n}": p.detach() for n, p in model.named_parameters()}
-    weights.update({f"buffers/{n}": b for n, b in persistent_buffers(model).items()})
-    return checksum(Section(weights))
+def measure(
+    samples: int, loss: torch.Tensor, output: torch.Tensor, targets: torch.Tensor
+) -> StepStats:
+    """Returns the results of a forward pass with a mean loss over these samples."""
+    correct, predictions = count_correct(output, targets)
+    return StepStats(samples, predictions, loss.item() * samples, correct)
 
 
 def average_running_stats(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,29 +18,23 @@ PLACES = 64
 """Maximum number of values between two stages; skip connections need more than one."""
 
 
+@dataclass
 class StageExchange:
     """Runs the micro-batches of one step on one stage. Raises PeerLost."""
 
-    def __init__(
-        self,
-        group: CollectiveGroup,
-        clock: PhaseClock,
-        stage: int,
-        first: int,
-        step: int,
-        *,
-        recompute: bool = False,
-    ) -> None:
-        """`first` is the rank of the replica's first stage."""
-        self._group = group
-        self._clock = clock
-        self._stage = stage
-        self._first = first
-        self._step = step
-        self._recompute = recompute
-        self._graphs: dict[int, StageGraph] = {}
-        self._arguments: dict[int, list[torch.Tensor]] = {}
-        self._outputs: dict[int, tuple[torch.Tensor, ...]] = {}
+    group: CollectiveGroup
+    clock: PhaseClock
+    stage: int
+    first: int
+    """Rank of the replica's first stage."""
+    step: int
+    _: KW_ONLY
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        self._passes: dict[int, tuple[StageGraph, list[torch.Tensor], tuple[torch.Tensor, ...]]]
+        """Graph, arguments and outputs of each micro-batch between forward and backward."""
+        self._passes = {}
         self._coming: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
         """Receive buffers by stage and tag."""
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
@@ -76,36 +71,37 @@ class StageExchange:
         """Posts receives for the next values while the current ones are computed."""
         if kind == "forward":
             graph = graph_of(parts[k])
-            for place, source in enumerate(graph.sources[self._stage]):
+            for place, source in enumerate(graph.sources[self.stage]):
                 if source.stage is not None:
-                    shape, dtype = graph.shapes[self._stage][place]
+                    shape, dtype = graph.shapes[self.stage][place]
                     self._prepare(source.stage, shape, dtype, _tag(k, place, back=False))
-        elif k in self._outputs:
-            for index, takers in self._graphs[k].takers[self._stage].items():
-                value = self._outputs[k][index]
+        elif k in self._passes:
+            graph, _, outputs = self._passes[k]
+            for index, takers in graph.takers[self.stage].items():
+                value = outputs[index]
                 for stage, place in takers if value.is_floating_point() else ():
                     self._prepare(stage, value.shape, value.dtype, _tag(k, place, back=True))
 
     def forward(self, k: int, graph: StageGraph, part: torch.Tensor) -> torch.Tensor:
         """Runs the forward pass of a micro-batch; returns the first output of the stage."""
         arguments = []
-        for place, source in enumerate(graph.sources[self._stage]):
+        for place, source in enumerate(graph.sources[self.stage]):
             if source.stage is None:
                 arguments.append(part)
                 continue
-            shape, dtype = graph.shapes[self._stage][place]
+            shape, dtype = graph.shapes[self.stage][place]
             value = self._receive(source.stage, shape, dtype, k, place, back=False)
             arguments.append(value.requires_grad_(dtype.is_floating_point))
-        self._clock.enter(FORWARD)
-        module = graph.modules[self._stage]
-        if self._recompute and torch.is_grad_enabled():
+        self.clock.enter(FORWARD)
+        module = graph.modules[self.stage]
+        if self.recompute and torch.is_grad_enabled():
             made = torch.utils.checkpoint.checkpoint(module, *arguments, use_reentrant=False)
         else:
             made = module(*arguments)
         values = made if isinstance(made, tuple | list) else (made,)
-        self._graphs[k], self._arguments[k], self._outputs[k] = graph, arguments, tuple(values)
-        self._clock.enter(COMM)
-        for index, takers in graph.takers[self._stage].items():
+        self._passes[k] = graph, arguments, tuple(values)
+        self.clock.enter(COMM)
+        for index, takers in graph.takers[self.stage].items():
             for stage, place in takers:
                 self._send(values[index].detach(), stage, k, place, back=False)
         output: torch.Tensor = values[0]
@@ -113,14 +109,13 @@ class StageExchange:
 
     def backward(self, k: int, loss: torch.Tensor | None) -> None:
         """Runs the backward pass of a micro-batch; `loss` is only set on the last stage."""
-        graph, arguments = self._graphs.pop(k), self._arguments.pop(k)
-        outputs = self._outputs.pop(k)
+        graph, arguments, outputs = self._passes.pop(k)
         if loss is not None:
-            self._clock.enter(BACKWARD)
+            self.clock.enter(BACKWARD)
             torch.autograd.backward(loss)
         else:
             kept, gradients = [], []
-            for index, takers in graph.takers[self._stage].items():
+            for index, takers in graph.takers[self.stage].items():
                 value = outputs[index]
                 if not value.is_floating_point():
                     continue
@@ -134,45 +129,43 @@ class StageExchange:
                     gradients.append(
                         arrived[0] if len(arrived) == 1 else torch.stack(arrived).sum(0)
                     )
-            self._clock.enter(BACKWARD)
+            self.clock.enter(BACKWARD)
             if kept:  # a frozen stage has nothing to compute
                 torch.autograd.backward(kept, gradients)
-        self._clock.enter(COMM)
+        self.clock.enter(COMM)
         # A stage that has sent its gradients has received the activations; their memory is free.
         self._see_off(self._sent.pop(k, []))
-        for place, source in enumerate(graph.sources[self._stage]):
+        for place, source in enumerate(graph.sources[self.stage]):
             argument = arguments[place]
             if source.stage is not None and argument.requires_grad:
-                gradient = argument.grad
-                if gradient is None:
-                    gradient = torch.zeros_like(argument)
+                gradient = torch.zeros_like(argument) if argument.grad is None else argument.grad
                 self._send(gradient, source.stage, k, place, back=True)
 
     def finish(self) -> None:
         """Waits until all sends are complete."""
-        self._clock.enter(COMM)
+        self.clock.enter(COMM)
         for sent in self._sent.values():
             self._see_off(sent)
         self._see_off(self._returned)
 
     def _see_off(self, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
         for work, _ in sent:
-            with peer_errors(f"an adjacent stage did not receive in step {self._step}"):
+            with peer_errors(f"an adjacent stage did not receive in step {self.step}"):
                 work.wait()
 
     def _send(self, value: torch.Tensor, stage: int, k: int, place: int, *, back: bool) -> None:
         value = value.contiguous()
-        rank = self._first + stage
-        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self._step}"):
-            work = self._group.isend(value, rank, _tag(k, place, back=back))
+        rank = self.first + stage
+        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self.step}"):
+            work = self.group.isend(value, rank, _tag(k, place, back=back))
         (self._returned if back else self._sent.setdefault(k, [])).append((work, value))
-        self.bytes_sent += value.numel() * value.element_size()
+        self.bytes_sent += value.nbytes
 
     def _receive(
         self, stage: int, shape: torch.Size, dtype: torch.dtype, k: int, place: int, *, back: bool
     ) -> torch.Tensor:
-        self._clock.enter(WAIT)
-        rank, tag = self._first + stage, _tag(k, place, back=back)
+        self.clock.enter(WAIT)
+        rank, tag = self.first + stage, _tag(k, place, back=back)
         self._prepare(stage, shape, dtype, tag)
         value, work = self._coming.pop((stage, tag))
         try:
@@ -180,16 +173,16 @@ class StageExchange:
         except RuntimeError as error:
             what = "gradients" if back else "activations"
             raise PeerLost(
-                f"no {what} of step {self._step} from stage {stage} (worker {rank}): {error}"
+                f"no {what} of step {self.step} from stage {stage} (worker {rank}): {error}"
             ) from None
         return value
 
     def _prepare(self, stage: int, shape: torch.Size, dtype: torch.dtype, tag: int) -> None:
         if (stage, tag) in self._coming:
             return
-        value, rank = torch.empty(shape, dtype=dtype), self._first + stage
-        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self._step}"):
-            self._coming[stage, tag] = value, self._group.irecv(value, rank, tag)
+        value, rank = torch.empty(shape, dtype=dtype), self.first + stage
+        with peer_errors(f"stage {stage} (worker {rank}) was lost in step {self.step}"):
+            self._coming[stage, tag] = value, self.group.irecv(value, rank, tag)
 
 
 def _tag(k: int, place: int, *, back: bool) -> int:

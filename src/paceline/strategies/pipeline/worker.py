@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.accuracy import count_correct
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
@@ -24,7 +23,7 @@ from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.pipeline.stage_exchange import StageExchange
 from paceline.strategies.pipeline.stage_graph import StageGraph, stage_schedule, trace_stages
-from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, peer_errors
+from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, measure, peer_errors
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
@@ -49,6 +48,7 @@ class PipelineRunner(ModelParallelRunner):
         self._holders: dict[str, tuple[int, ...]] = {}
         """Stages that hold each parameter or buffer; several for tied ones."""
         self._tied_groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        """Parameters that several stages use, by those stages: their gradients are added up."""
         self._remote_parameters: set[str] = set()
         """Parameters whose weights only other stages hold; here only their shape is kept."""
         self._waited_ns = self._passed_ns = 0
@@ -66,15 +66,15 @@ class PipelineRunner(ModelParallelRunner):
         parts, wanted = torch.tensor_split(inputs, micro), torch.tensor_split(targets, micro)
         self._prepare(parts[0])
         flow = self._stage_exchange(work.step)
-        rows, totals = len(inputs), _MicroBatchTotals()
+        measured: list[StepStats] = []
         self.clock.enter(OTHER)
         began_ns, waited_ns = sum(self.clock.total_ns), self.clock.total_ns[WAIT]
 
         def judge(k: int, output: torch.Tensor) -> torch.Tensor | None:
-            if not self._is_last:
+            if not self._computes_loss:
                 return None
             loss = loss_of(output, wanted[k])
-            totals.add(loss, output, wanted[k])
+            measured.append(measure(len(parts[k]), loss, output, wanted[k]))
             return loss * (len(parts[k]) / work.lease.batch)
 
         steps = stage_schedule(self._stage, self._stages, micro, self._spec.schedule)
@@ -83,31 +83,21 @@ class PipelineRunner(ModelParallelRunner):
         self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
         self._passed_ns += sum(self.clock.total_ns) - began_ns
         self._sent += flow.bytes_sent
-        return totals.measured(rows) if self._is_last else StepStats(0, 0, 0.0, 0)
-
-    @property
-    def _is_last(self) -> bool:
-        return self._stage == self._stages - 1
+        return add_up(measured)
 
     def _stage_exchange(self, step: int) -> StageExchange:
-        return StageExchange(
-            self.context.group,
-            self.clock,
-            self._stage,
-            self._first,
-            step,
-            recompute=self._spec.recompute,
-        )
+        group, recompute = self.context.group, self._spec.recompute
+        return StageExchange(group, self.clock, self._stage, self._first, step, recompute=recompute)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         if not self._holders:  # no step yet: the model is not split
-            return super().predict(inputs) if self._is_last else None
+            return super().predict(inputs) if self._computes_loss else None
         phase = self.clock.current
         flow = self._stage_exchange(0)
         output = flow.forward(0, self._graph(inputs), inputs)
         flow.finish()
         self.clock.enter(phase)
-        return output if self._is_last else None
+        return output if self._computes_loss else None
 
     # ---- splitting ----------------------------------------------------------------------------
 
@@ -126,7 +116,10 @@ class PipelineRunner(ModelParallelRunner):
                 self._remote_parameters.add(name)
                 parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 self.replica.optimizer.state.pop(parameter, None)
-        self._tied_groups = self._tied_parameter_groups()
+        for name, parameter in self.replica.trained:
+            stages = self._holders.get(name, ())
+            if len(stages) > 1:
+                self._tied_groups.setdefault(stages, []).append(parameter)
 
     def _agree_on_example(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows with the shape of some worker's rows; their values do not matter."""
@@ -148,15 +141,6 @@ class PipelineRunner(ModelParallelRunner):
             if not self._holders:
                 self._holders = find_holders(model, graph)
         return self._graphs[key]
-
-    def _tied_parameter_groups(self) -> dict[tuple[int, ...], list[torch.nn.Parameter]]:
-        """Parameters that several stages use, by those stages: their gradients are added up."""
-        ties: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        for name, parameter in self.replica.trained:
-            stages = self._holders.get(name, ())
-            if len(stages) > 1:
-                ties.setdefault(stages, []).append(parameter)
-        return ties
 
     # ---- exchange and update ------------------------------------------------------------------
 
@@ -195,12 +179,6 @@ class PipelineRunner(ModelParallelRunner):
                 if name not in mine:
                     buffers[name].copy_(tensor)
 
-    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        model = self.replica.model
-        for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
-            if self._holds(name):
-                yield name, tensor
-
     def _holds(self, name: str) -> bool:
         """Returns whether this is the first stage that holds it; stage 0 holds unused ones."""
         return self._holders.get(name, (0,))[0] == self._stage
@@ -229,7 +207,7 @@ class PipelineRunner(ModelParallelRunner):
 
     def model_part(self) -> dict[str, object]:
         """Returns the stage and the fraction of time that it waited for adjacent stages."""
-        held = sum(p.numel() * p.element_size() for n, p in self.owned_tensors())
+        held = sum(tensor.nbytes for _, tensor in self.owned_tensors())
         return {
             "stage": self._stage,
             "stages": self._stages,
@@ -246,32 +224,22 @@ class PipelineRunner(ModelParallelRunner):
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
-class _MicroBatchTotals:
-    """Sums over the micro-batches of a step."""
-
-    def __init__(self) -> None:
-        self._loss_sum = 0.0
-        self._predictions = 0
-        self._correct: int | None = 0
-
-    def add(self, loss: torch.Tensor, output: torch.Tensor, targets: torch.Tensor) -> None:
-        self._loss_sum += loss.item() * len(output)
-        right, made = count_correct(output, targets)
-        self._predictions += made
-        self._correct = None if right is None or self._correct is None else self._correct + right
-
-    def measured(self, rows: int) -> StepStats:
-        return StepStats(rows, self._predictions, self._loss_sum, self._correct)
+def add_up(measured: list[StepStats]) -> StepStats:
+    """Adds up the results of the micro-batches of a step."""
+    correct = [m.correct for m in measured if m.correct is not None]
+    return StepStats(
+        sum(m.samples for m in measured),
+        sum(m.predictions for m in measured),
+        sum(m.loss_sum or 0.0 for m in measured),
+        sum(correct) if len(correct) == len(measured) else None,
+    )
 
 
 def find_holders(model: torch.nn.Module, graph: StageGraph) -> dict[str, tuple[int, ...]]:
     """Returns the stages that use each parameter or buffer."""
-    names = {id(t): n for n, t in model.named_parameters()}
-    names.update({id(b): n for n, b in model.named_buffers()})
+    names = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
     holders: dict[str, tuple[int, ...]] = {}
     for stage, module in enumerate(graph.modules):
-        for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
-            name = names.get(id(tensor))
-            if name is not None:
-                holders[name] = (*holders.get(name, ()), stage)
+        for key in names.keys() & {id(t) for t in [*module.parameters(), *module.buffers()]}:
+            holders[names[key]] = (*holders.get(names[key], ()), stage)
     return holders

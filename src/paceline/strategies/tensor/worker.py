@@ -15,7 +15,7 @@ import torch
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
-from paceline.state import RemoteTensor, Section, is_model_tensor, persistent_buffers
+from paceline.state import RemoteTensor, Section, is_model_tensor
 from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
 from paceline.strategies.runner import (
     Batch,
@@ -59,7 +59,7 @@ class TensorRunner(ModelParallelRunner):
             self._compare(batch)
         with layer_peer_errors(f"inside step {work.step}"):
             measured = super().forward_backward(work, batch, loss_of)
-        return measured if self._part == self._loss_part else StepStats(0, 0, 0.0, 0)
+        return measured if self._computes_loss else StepStats(0, 0, 0.0, 0)
 
     def _compare(self, batch: Batch) -> None:
         """Checks that all parts of a replica have the same rows."""
@@ -88,18 +88,13 @@ class TensorRunner(ModelParallelRunner):
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         with layer_peer_errors("of an evaluation"):
             output = super().predict(inputs)
-        return output if self._part == self._loss_part else None
+        return output if self._computes_loss else None
 
     # ---- state --------------------------------------------------------------------------------
 
     def _counts(self, name: str) -> bool:
         """Returns whether this worker contributes a tensor: its slices; the first also the rest."""
         return name in self._sliced.cuts or self._part == 0
-
-    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        model = self.replica.model
-        yield from model.named_parameters()
-        yield from persistent_buffers(model).items()
 
     def import_state(self, state: Section) -> None:
         mine = Section(plain=state.plain)
