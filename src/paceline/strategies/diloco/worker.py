@@ -16,24 +16,20 @@ class DiLoCoRunner(LocalStepsRunner):
     def __init__(self, spec: DiLoCo, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = spec
-        self._outer: torch.optim.SGD | None = None
+        self._outer: torch.optim.SGD  # made for the imported weights
 
     def import_state(self, state: Section) -> None:
         super().import_state(state)
+        self._outer = torch.optim.SGD(
+            self._anchor,
+            lr=self._spec.outer_lr,
+            momentum=self._spec.outer_momentum,
+            nesterov=self._spec.outer_momentum > 0,
+        )
         for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
             momentum = state.tensors.get(f"outer/{name}")
             if momentum is not None:
-                self._outer_optimizer().state[anchor]["momentum_buffer"] = momentum.clone()
-
-    def _outer_optimizer(self) -> torch.optim.SGD:
-        if self._outer is None:
-            self._outer = torch.optim.SGD(
-                self._anchor,
-                lr=self._spec.outer_lr,
-                momentum=self._spec.outer_momentum,
-                nesterov=self._spec.outer_momentum > 0,
-            )
-        return self._outer
+                self._outer.state[anchor]["momentum_buffer"] = momentum.clone()
 
     def _is_due(self) -> bool:
         return self._steps >= self._spec.steps_between_syncs
@@ -44,7 +40,7 @@ class DiLoCoRunner(LocalStepsRunner):
             self._average_in_place(delta)
             for anchor, moved in zip(self._anchor, delta, strict=True):
                 anchor.grad = moved
-            self._outer_optimizer().step()
+            self._outer.step()
             for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
                 anchor.grad = None
                 parameter.copy_(anchor)
@@ -53,7 +49,7 @@ class DiLoCoRunner(LocalStepsRunner):
     def export_state(self) -> Section:
         section = super().export_state()
         for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
-            momentum = self._outer_optimizer().state.get(anchor, {}).get("momentum_buffer")
+            momentum = self._outer.state.get(anchor, {}).get("momentum_buffer")
             if momentum is not None:
                 section.tensors[f"outer/{name}"] = momentum
         return section
