@@ -59,23 +59,18 @@ def estimate_pipeline(
     passed = work.input_bytes_per_sample
     if len(passed) != len(work.shapes):
         passed = (0.0,) * len(work.shapes)
-    even = spec.cut == "even"
     layers = [
         LayerCost("", share, int(size), 0, int(each * entering))
         for share, size, entering in zip(shares, state, passed, strict=True)
     ]
-    budgets = [
-        StageBudget(
-            # cut=even balances parameters only.
-            [float(size) for size in state]
-            if even
-            else [share * (h.fixed_s + each * h.per_sample_s) for share in shares],
-            h.memory_bytes,
-            0,
-            math.inf if even else h.bytes_per_s,
-        )
-        for h in hosts
-    ]
+    times = [[share * (h.fixed_s + each * h.per_sample_s) for share in shares] for h in hosts]
+    if spec.cut == "even":  # balances parameters only
+        budgets = [StageBudget(state, h.memory_bytes, 0, math.inf) for h in hosts]
+    else:
+        budgets = [
+            StageBudget(seconds, h.memory_bytes, 0, h.bytes_per_s)
+            for seconds, h in zip(times, hosts, strict=True)
+        ]
     starts = partition_layers(layers, budgets)
     if starts is None:
         return None
@@ -84,12 +79,10 @@ def estimate_pipeline(
     seconds, computing = [], []
     for stage, host in enumerate(hosts):
         start, stop = edges[stage], edges[stage + 1]
-        alone = host.fixed_s + each * host.per_sample_s
-        times = [share * alone for share in shares]
-        budget = StageBudget(times, math.inf, 0, host.bytes_per_s)
+        budget = StageBudget(times[stage], math.inf, 0, host.bytes_per_s)
         hops = 2 * host.latency_s * ((stage > 0) + (stop < len(layers)))
         seconds.append(stage_cost(layers, budget, start, stop) + hops)
-        computing.append(micro * sum(times[start:stop]))
+        computing.append(micro * sum(times[stage][start:stop]))
     return ReplicaStep(pipeline_s(seconds, micro), computing)
 
 

@@ -211,7 +211,7 @@ def _plan_attention(
         return None
     heads = _edges(module.num_heads, parts)
     width = tuple(h * module.head_dim for h in heads)
-    here = heads[wire.part + 1] - heads[wire.part]
+    first, end = heads[wire.part : wire.part + 2]
 
     def forward(
         query: Tensor,
@@ -230,10 +230,13 @@ def _plan_attention(
         weights = module.in_proj_weight.chunk(3)
         biases = module.in_proj_bias.chunk(3) if module.in_proj_bias is not None else (None,) * 3
         q, k, v = (
-            _by_heads(F.linear(x, w, b), here, module.head_dim)
+            _by_heads(F.linear(x, w, b), end - first, module.head_dim)
             for x, w, b in zip(given, weights, biases, strict=True)
         )
-        mask = _join_masks(attn_mask, key_padding_mask, module.num_heads, heads, wire.part, q)
+        if attn_mask is not None and attn_mask.dim() == 3:  # one for every sample and head
+            by_sample = attn_mask.reshape(-1, module.num_heads, *attn_mask.shape[1:])
+            attn_mask = by_sample[:, first:end]
+        mask = _join_masks(attn_mask, key_padding_mask, q.dtype)
         dropout = module.dropout if module.training else 0.0
         causal = is_causal and mask is None
         with _drawing_apart(dropout, wire.part):
@@ -294,27 +297,15 @@ def _by_heads(x: Tensor, heads: int, width: int) -> Tensor:
     return x.reshape(*x.shape[:-1], heads, width).transpose(-3, -2)
 
 
-def _join_masks(
-    mask: Tensor | None,
-    padding: Tensor | None,
-    count: int,
-    heads: tuple[int, ...],
-    part: int,
-    like: Tensor,
-) -> Tensor | None:
+def _join_masks(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Joins masks to one that is added to the scores of the local heads."""
-    total = None
-    if mask is not None:
-        total = _as_added(mask, like)
-        if total.dim() == 3:  # one for every sample and head
-            total = total.reshape(-1, count, *total.shape[1:])[:, heads[part] : heads[part + 1]]
     if padding is not None:
-        added = _as_added(padding, like)[:, None, None, :]
-        total = added if total is None else total + added
-    return total
+        padding = padding[:, None, None, :]
+    added = [_as_added(given, dtype) for given in (mask, padding) if given is not None]
+    return sum(added[1:], added[0]) if added else None
 
 
-def _as_added(mask: Tensor, like: Tensor) -> Tensor:
+def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
