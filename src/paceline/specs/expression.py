@@ -51,7 +51,9 @@ def parse_expression(text: str) -> Value:
         )
     reader = _ExpressionParser(text)
     value = reader.value(0)
-    reader.expect_end()
+    kind, _, position = reader.peek()
+    if kind != "end":
+        reader.fail(position, "the expression should end here")
     return value
 
 
@@ -84,17 +86,15 @@ class _ExpressionParser:
         self.index += 1
         return token
 
-    def expect_end(self) -> None:
-        kind, _, position = self.peek()
-        if kind != "end":
-            self.fail(position, "the expression should end here")
-
     def value(self, depth: int) -> Value:
         kind, text, position = self.next()
         if depth > _MAX_DEPTH:
             self.fail(position, f"nested more than {_MAX_DEPTH} levels deep")
         if kind == "number":
-            return self.number(text)
+            if self.peek()[1] == "%":
+                self.next()
+                return Percent(float(text))
+            return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
         if kind == "word":
             if self.peek()[1] != "(":
                 return Call(text)
@@ -107,12 +107,6 @@ class _ExpressionParser:
                 self.fail(position, "a tuple cannot have named values")
             return args
         self.fail(position, "expected a value")
-
-    def number(self, text: str) -> Value:
-        if self.peek()[1] == "%":
-            self.next()
-            return Percent(float(text))
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
 
     def arguments(self, depth: int) -> tuple[tuple[Value, ...], tuple[tuple[str, Value], ...]]:
         args: list[Value] = []
@@ -137,12 +131,8 @@ class _ExpressionParser:
         return tuple(args), tuple(named)
 
 
-def format_expression(value: Value | bool | str) -> str:
+def format_expression(value: Value) -> str:
     """Returns the text that `parse_expression` parses back to the same value."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return value
     if isinstance(value, Percent):
         return f"{_write_number(value.value)}%"
     if isinstance(value, int | float):

@@ -66,17 +66,16 @@ def parse_slowdown(kind: str, text: str, workers: int) -> InjectedSlowdown:
     amount = amounts[0]
     if values["worker"] not in range(workers):
         raise SpecError(f"--{kind} {text!r}: worker must be 0 to {workers - 1}")
-    least = 1.0 if amount == "factor" else 0.0
     if amount == "cores" and not 0 < values[amount] <= 1:
         raise SpecError(f"--{kind} {text!r}: cores must be greater than 0 and at most 1")
+    least = 1.0 if amount == "factor" else 0.0
     if values[amount] < least:
         raise SpecError(f"--{kind} {text!r}: {amount} must be at least {least:g}")
     begin, end = values.get("from", 0.0), values.get("to", float("inf"))
     if not 0 <= begin < end:
         raise SpecError(f"--{kind} {text!r}: from={begin:g} must be before to={end:g}, in epochs")
-    worker = int(values["worker"])
     return InjectedSlowdown(
-        worker,
+        int(values["worker"]),
         factor=values.get("factor", 1.0),
         cores=values.get("cores", 1.0),
         delay_s=values.get("ms", 0.0) / 1000,
