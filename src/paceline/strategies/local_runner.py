@@ -12,6 +12,7 @@ import torch
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import StateError
+from paceline.specs.strategy import LocalSteps
 from paceline.state import Section, checksum, slots_by_parameter, state_from_model
 from paceline.strategies.runner import (
     INNER_PREFIX,
@@ -28,8 +29,9 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 class LocalStepsRunner(Runner):
     """Local steps and synchronization; subclasses define how replicas are combined."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, spec: LocalSteps, context: WorkerContext) -> None:
         super().__init__(context)
+        self._steps_between_syncs = spec.steps_between_syncs
         self._parameters = [p for _, p in self.replica.trained]
         self._anchor: list[torch.Tensor] = []
         self._samples = 0
@@ -59,7 +61,7 @@ class LocalStepsRunner(Runner):
                 self._synchronize()
 
     def _is_due(self) -> bool:
-        raise NotImplementedError
+        return self._steps >= self._steps_between_syncs
 
     def _synchronize(self) -> None:
         """Makes the replicas equal; every worker calls it after the same step."""

@@ -14,7 +14,7 @@ class DiLoCoRunner(LocalStepsRunner):
     """Applies an outer optimizer to the change of the weights since the last synchronization."""
 
     def __init__(self, spec: DiLoCo, context: WorkerContext) -> None:
-        super().__init__(context)
+        super().__init__(spec, context)
         self._spec = spec
         self._outer: torch.optim.SGD  # made for the imported weights
 
@@ -30,9 +30,6 @@ class DiLoCoRunner(LocalStepsRunner):
             momentum = state.tensors.get(f"outer/{name}")
             if momentum is not None:
                 self._outer.state[anchor]["momentum_buffer"] = momentum.clone()
-
-    def _is_due(self) -> bool:
-        return self._steps >= self._spec.steps_between_syncs
 
     def _synchronize(self) -> None:
         with torch.no_grad():

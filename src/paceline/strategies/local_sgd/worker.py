@@ -14,13 +14,13 @@ class LocalSgdRunner(LocalStepsRunner):
     """Weights are averaged every `h` steps, or when a replica has drifted too far."""
 
     def __init__(self, spec: LocalSgd, context: WorkerContext) -> None:
-        super().__init__(context)
+        super().__init__(spec, context)
         self._spec = spec
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def _is_due(self) -> bool:
         if self._spec.drift is None:
-            return self._steps >= self._spec.steps_between_syncs
+            return super()._is_due()
         # The vote of a step is read one step later, so that no worker waits for it.
         verdict = self._finish_drift_check() > self._spec.drift
         self._start_drift_check(0.0 if verdict else self._drift())
