@@ -28,14 +28,13 @@ class ModelParallelRunner(Runner):
     def __init__(self, spec: ModelParallel, context: WorkerContext) -> None:
         super().__init__(context)
         model = self.replica.model
-        reject_non_cpu(spec.name, model)
+        reject_unsupported(spec.name, model)
         if self.replica.reduce_in_backward:
             raise UsageError(
                 f"{spec.name} splits the model and does not support custom training loops"
             )
         if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
             raise UsageError(f"{spec.name} splits torch models and does not support Keras models")
-        reject_compiled(spec.name, model)
         self._word = spec.name
         self._parts = spec.model_parts
         self._part = context.rank % spec.model_parts
@@ -101,15 +100,12 @@ class ModelParallelRunner(Runner):
         clip_parts(self.replica.clip, counted, gradients, self.context.group)
 
 
-def reject_compiled(word: str, model: torch.nn.Module) -> None:
+def reject_unsupported(word: str, model: torch.nn.Module) -> None:
     """Raises UsageError for settings that a split model does not support."""
-    if model._compiled_call_impl is not None:
-        raise UsageError(f"{word} splits the model and does not support compile; remove it")
-
-
-def reject_non_cpu(word: str, model: torch.nn.Module) -> None:
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise UsageError(f"{word} exchanges parts of a model in CPU memory; use --device cpu")
+    if model._compiled_call_impl is not None:
+        raise UsageError(f"{word} splits the model and does not support compile; remove it")
 
 
 def callable_layers(

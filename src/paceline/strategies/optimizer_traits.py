@@ -46,14 +46,12 @@ def optimizer_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     known = kind in ELEMENTWISE_TYPES
     declared = getattr(optimizer, "elementwise", None)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    elementwise = known if declared is None else bool(declared)
     if declared is not None:
-        elementwise = bool(declared)
         reason = f"{name} declares elementwise={elementwise}"
     elif known:
-        elementwise = True
         reason = f"torch.optim.{kind.__name__} updates each element independently"
     else:
-        elementwise = False
         reason = f"{name} is not known to be element-wise and has no `elementwise` attribute"
     # torch's fused kernels compute the last few elements of a tensor differently.
     fused = any(group.get("fused") for group in optimizer.param_groups)

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.accuracy import count_correct
 from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import Lease, StepStats
@@ -35,7 +34,7 @@ from paceline.state import (
 )
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.allreduce.worker import AllReduceRunner
-from paceline.strategies.model_parallel import callable_layers, reject_compiled, reject_non_cpu
+from paceline.strategies.model_parallel import callable_layers, reject_unsupported
 from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.runner import (
     Batch,
@@ -48,6 +47,7 @@ from paceline.strategies.runner import (
     copy_flat,
     copy_options,
     layer_peer_errors,
+    measure,
     peer_errors,
 )
 from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
@@ -144,8 +144,7 @@ class FullyShardedRunner(Runner):
     def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
         super().__init__(context)
         model = self.replica.model
-        reject_non_cpu("allreduce(shard=full)", model)
-        reject_compiled("allreduce(shard=full)", model)
+        reject_unsupported("allreduce(shard=full)", model)
         if self.replica.reduce_in_backward:
             raise UsageError("allreduce(shard=full) does not support custom training loops")
         if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
@@ -167,9 +166,8 @@ class FullyShardedRunner(Runner):
     def import_state(self, state: Section) -> None:
         """Moves the weights into shards and frees the memory of the model."""
         slots = slots_by_parameter(state)
-        names = [name for name, _ in self.replica.model.named_parameters()]
-        weights = {name: state.tensors[f"weights/{name}"] for name in names}
-        restore_buffers(state, self.replica.model)
+        for name, buffer in persistent_buffers(self.replica.model).items():
+            buffer.copy_(state.tensors[f"buffers/{name}"])
         for parameter in self.replica.model.parameters():
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         self.replica.optimizer.state.clear()
@@ -177,11 +175,11 @@ class FullyShardedRunner(Runner):
         self._optimizer = copy_optimizer(self.replica, self._model)
         for name, parameter in self._model.named_parameters():
             with torch.no_grad():
-                _local(parameter).copy_(self._shard(weights[name]))
-            given = slots.get(name, {})
-            kept = {slot: self._shard_slot(value, parameter) for slot, value in given.items()}
-            if kept:
-                self._optimizer.state[parameter] = kept
+                _local(parameter).copy_(self._shard(state.tensors[f"weights/{name}"]))
+            if name in slots:
+                self._optimizer.state[parameter] = {
+                    slot: self._shard_slot(value, parameter) for slot, value in slots[name].items()
+                }
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this worker's rows of a tensor; the last workers may have none."""
@@ -223,8 +221,7 @@ class FullyShardedRunner(Runner):
         self._sent += 3 * sum(_local(p).nbytes for p in self._model.parameters())
         if not work.lease.samples:
             return StepStats(0, 0, 0.0, 0)
-        correct, predictions = count_correct(output, targets)
-        return StepStats(work.lease.samples, predictions, loss.item() * work.lease.samples, correct)
+        return measure(work.lease.samples, loss, output, targets)
 
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
@@ -330,13 +327,6 @@ def copy_optimizer(replica: Replica, model: torch.nn.Module) -> torch.optim.Opti
         why = f"allreduce(shard=full): the optimizer cannot be copied: {error}"
         raise UsageError(why) from None
     return made
-
-
-def restore_buffers(state: Section, model: torch.nn.Module) -> None:
-    for name, buffer in persistent_buffers(model).items():
-        given = state.tensors[f"buffers/{name}"]
-        if given.data_ptr() != buffer.data_ptr():
-            buffer.copy_(given)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class AllReduceRunner(Runner):
                 self.replica.bucket_layout = plan_layout(self.replica.trained, bucket_bytes)
             chosen = self._choose_backend(spec)
             room = self._shared_weight_memory(chosen)
-            self._exchange = GradientExchange(
+            exchange = self._exchange = GradientExchange(
                 self.replica.trained,
                 context.group,
                 self.replica.bucket_layout,
@@ -56,14 +56,10 @@ class AllReduceRunner(Runner):
                 own_pieces=room is not None,
             )
             if room is not None:
-                assert self._exchange.shared is not None
+                shared, buckets = exchange.shared, exchange.buckets
+                assert shared is not None
                 self._common = SharedModelWeights(
-                    self.replica,
-                    context.group,
-                    room,
-                    self._exchange.shared,
-                    self._exchange.buckets,
-                    self.clock,
+                    self.replica, context.group, room, shared, buckets, self.clock
                 )
 
     def optimizer_path(self) -> str | None:
@@ -73,17 +69,12 @@ class AllReduceRunner(Runner):
         return None if self._exchange is None else "every worker updates all of its weights"
 
     def _choose_backend(self, spec: AllReduce) -> BackendChoice:
-        replica = self.replica
-        assert replica.bucket_layout is not None
+        replica, group = self.replica, self.context.group
+        layout = replica.bucket_layout
+        assert layout is not None
         if spec.codec is not None:
             return BackendChoice(None, "a codec")
-        chosen = choose_backend(
-            spec.via,
-            replica.comm_backend,
-            replica.trained,
-            replica.bucket_layout,
-            self.context.group,
-        )
+        chosen = choose_backend(spec.via, replica.comm_backend, replica.trained, layout, group)
         if spec.via == "auto" and self.context.size > 1:
             replica.comm_backend = chosen.name
         self._comm_report = CommReport(backend=chosen.name, reason=chosen.reason)

@@ -75,17 +75,12 @@ def trace_stages(
         )
     graph = read_graph(pipe)
     for stage in graph.modules:
-        _bind(stage, model)
+        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+            mine = model.get_parameter(name)
+            if parameter is not mine:  # tracing duplicates tied weights
+                owner, _, last = name.rpartition(".")
+                setattr(stage.get_submodule(owner), last, mine)
     return graph
-
-
-def _bind(stage: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Restores tied weights, which tracing duplicates."""
-    for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
-        owner, _, last = name.rpartition(".")
-        mine = model.get_parameter(name)
-        if parameter is not mine:
-            setattr(stage.get_submodule(owner), last, mine)
 
 
 def read_graph(pipe: Any) -> StageGraph:
