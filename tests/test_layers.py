@@ -282,7 +282,6 @@ TORCH_FREE_MODULES = {
         "csv_source",
         "tf_example",
         "fixed_records",
-        "formats",
         "text",
         "discovery",
         "parquet",

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.blocks import Array, ColumnSelection, bad_file
+from paceline.data.blocks import Array, ColumnSelection
 from paceline.data.stores import StoredFile
 
 
@@ -40,7 +40,7 @@ def to_arrays(
             arrays.append(to_array(table.column(name), selection.fill))
         except ColumnError as error:
             row = "" if error.row is None else f", row {error.row}{row_of}"
-            raise bad_file(file, f"column {name!r} contains {error}", where + row) from None
+            raise file.error(f"column {name!r} contains {error}", where + row) from None
     return arrays
 
 

@@ -1,19 +1,18 @@
-"""Blocks of data that are read at once (a row group or a byte range), and sources of blocks."""
+"""Blocks of data that are read at once (a row group or a byte range), and sources by format."""
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.stores import StoredFile, read_bytes
+from paceline.data.stores import StoredFile
 from paceline.errors import DataError, UsageError, suggest_name
 
 if TYPE_CHECKING:
@@ -24,6 +23,26 @@ Rows = tuple[Array, Array]
 """Features and labels as stored; batches are scaled and converted later."""
 
 GZIP_MAGIC = b"\x1f\x8b"
+
+FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "parquet": ("parquet:ParquetSource", (".parquet", ".pq")),
+    "tfrecord": (
+        "tfrecord:TFRecordSource",
+        (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
+    ),
+    "csv": ("csv_source:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "idx": (
+        "fixed_records:IdxSource",
+        ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz"),
+    ),
+    "cifar": ("fixed_records:CifarSource", (".bin",)),
+    "images": (
+        "image_folder:ImageFolderSource",
+        (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"),
+    ),
+    "text": ("text:TextSource", (".txt",)),
+}
+"""The "module:class" of each source, called with files and selection, and lower-case suffixes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class ColumnSelection:
         found = replace(self, features=features, label=label)
         for name in found.names:
             if name not in known:
-                raise bad_file(file, f"has no {unit} {name!r}: {suggest_name(name, known)}")
+                raise file.error(f"has no {unit} {name!r}: {suggest_name(name, known)}")
         return found
 
 
@@ -115,7 +134,7 @@ class BlockSource(ABC):
                 blocks += found
                 kept.append(file)
             elif not skip:
-                raise bad_file(file, f"contains no {unit}s; remove it or use --skip-empty")
+                raise file.error(f"contains no {unit}s; remove it or use --skip-empty")
         if not blocks:
             raise DataError(f"{files[0].url}: none of {len(files)} files contains a {unit}")
         self.files, self.blocks = tuple(kept), tuple(blocks)
@@ -145,35 +164,50 @@ class BlockSource(ABC):
         if have != math.prod(shape):
             text = "x".join(map(str, shape))
             what = f"{have:,} values per row do not match the shape {text}"
-            raise bad_file(self.files[block.file], what, where)
+            raise self.files[block.file].error(what, where)
         return joined.reshape(len(joined), *shape)
-
-
-def bad_file(file: StoredFile, what: str, where: str = "") -> DataError:
-    return DataError(f"{file.url}{where}: {' '.join(what.split())}")
 
 
 def check_not_empty(files: Sequence[StoredFile]) -> None:
     for file in files:
         if file.size == 0:
-            raise bad_file(file, "is empty (0 bytes); rewrite or remove it")
-
-
-def read_block(file: StoredFile, block: DataBlock) -> bytes:
-    return read_bytes(file.url, block.offset, block.offset + block.size)
-
-
-def unpack(
-    file: StoredFile, content: bytes, decompress: Callable[[bytes], bytes] = gzip.decompress
-) -> bytes:
-    """Decompresses a file. Raises DataError if it is truncated or damaged."""
-    try:
-        return decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise bad_file(file, f"is truncated or damaged ({error})") from None
+            raise file.error("is empty (0 bytes); rewrite or remove it")
 
 
 def row_bytes(rows: Rows) -> int:
     """Returns the size of one row in memory, in bytes."""
     features, labels = rows
     return int((features.nbytes + labels.nbytes) / max(1, len(labels)))
+
+
+def check_format(name: str) -> str:
+    if name not in FORMATS:
+        raise UsageError(f"unknown format {name!r}; {suggest_name(name, FORMATS)}")
+    return name
+
+
+def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
+    """Returns the format by file names. Raises UsageError if it is unknown or ambiguous."""
+    names = [file.name.lower() for file in files]
+    known = sorted(
+        form for form, (_, suffixes) in FORMATS.items() if any(n.endswith(suffixes) for n in names)
+    )
+    if len(known) > 1:
+        raise UsageError(
+            f"{url}: files of several formats ({', '.join(known)}); use a pattern such as "
+            f"'*{FORMATS[known[0]][1][0]}', or --format"
+        )
+    if not known or not all(name.endswith(FORMATS[known[0]][1]) for name in names):
+        raise UsageError(
+            f"{url}: cannot infer the format of {files[0].name}; use --format "
+            f"({', '.join(sorted(FORMATS))})"
+        )
+    return known[0]
+
+
+def open_source(
+    form: str, files: tuple[StoredFile, ...], selection: ColumnSelection
+) -> BlockSource:
+    module, _, name = FORMATS[check_format(form)][0].partition(":")
+    source: BlockSource = getattr(import_module(f"paceline.data.{module}"), name)(files, selection)
+    return source

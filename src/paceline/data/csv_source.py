@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 
 from paceline.data.arrow_columns import to_arrays
-from paceline.data.blocks import (
-    GZIP_MAGIC,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    bad_file,
-    read_block,
-    unpack,
-)
-from paceline.data.stores import StoredFile, read_bytes, require_extra
+from paceline.data.blocks import GZIP_MAGIC, BlockSource, ColumnSelection, DataBlock, Rows
+from paceline.data.stores import StoredFile, require_extra
 
 BLOCK_BYTES = 4 << 20
 
@@ -65,18 +56,18 @@ class CsvSource(BlockSource):
             self._head, self._head_url = head, file.url
         if head.strip() != self._head.strip():
             ours, theirs = (h.decode(errors="replace").strip() for h in (head, self._head))
-            raise bad_file(file, f"has the columns {ours!r}, but {self._head_url} {theirs!r}")
+            raise file.error(f"has the columns {ours!r}, but {self._head_url} {theirs!r}")
 
     def _parse(self, block: DataBlock, types: dict[str, Any] | None) -> Any:
         import pyarrow as pa
         from pyarrow import csv
 
         file = self.files[block.file]
-        content = read_block(file, block)
+        content = file.read(block.offset, block.offset + block.size)
         if block.offset:
             content = self._head + content
         elif content[:2] == GZIP_MAGIC:
-            content = unpack(file, content)
+            content = file.unpack(content)
         try:
             return csv.read_csv(
                 io.BytesIO(content),
@@ -89,7 +80,7 @@ class CsvSource(BlockSource):
                 ),
             )
         except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-            raise bad_file(file, str(error), f" (at byte {block.offset:,})") from None
+            raise file.error(str(error), at=block.offset) from None
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
@@ -97,7 +88,7 @@ class CsvSource(BlockSource):
         table = self._parse(block, self._types)
         if table.num_rows != block.rows:
             what = f"{table.num_rows:,} rows in {block.rows:,} lines: a value contains a line break"
-            raise bad_file(file, what, where)
+            raise file.error(what, where)
         columns = to_arrays(table, self.selection, file, where, " of the block")
         return self._make_rows(block, columns, where)
 
@@ -106,16 +97,16 @@ def _ranges(file: StoredFile) -> Iterator[tuple[int, int, bytes]]:
     """Yields (offset, bytes in the file, complete lines); a compressed file is one range."""
     begin = 0
     while begin < file.size:
-        content = read_bytes(file.url, begin, min(file.size, begin + BLOCK_BYTES))
+        content = file.read(begin, min(file.size, begin + BLOCK_BYTES))
         if begin == 0 and content[:2] == GZIP_MAGIC:
-            yield 0, file.size, unpack(file, read_bytes(file.url))
+            yield 0, file.size, file.unpack(file.read())
             return
         size = len(content)
         if begin + size < file.size:
             size = content.rfind(b"\n") + 1
             if not size:
                 what = f"no line ends within {BLOCK_BYTES:,} bytes"
-                raise bad_file(file, what, f" (at byte {begin:,})")
+                raise file.error(what, at=begin)
         yield begin, size, content[:size]
         begin += size
 

@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.blocks import BlockSource
-from paceline.data.formats import guess_format, open_source
+from paceline.data.blocks import BlockSource, guess_format, open_source
 from paceline.data.pipeline import DataPipeline
 from paceline.data.stores import StoredFile, join_url, list_files, parent_url, read_if_exists
 from paceline.errors import DataError

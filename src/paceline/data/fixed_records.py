@@ -19,13 +19,9 @@ from paceline.data.blocks import (
     ColumnSelection,
     DataBlock,
     Rows,
-    bad_file,
     check_not_empty,
-    read_block,
-    unpack,
 )
-from paceline.data.stores import StoredFile, list_files, read_bytes
-from paceline.errors import DataError
+from paceline.data.stores import StoredFile, list_files
 
 BLOCK_BYTES = 4 << 20
 CIFAR_SHAPE = (3, 32, 32)
@@ -42,11 +38,10 @@ class CifarSource(BlockSource):
     def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
         rows, rest = divmod(file.size, CIFAR_RECORD)
         if rest:
-            raise bad_file(
-                file,
+            raise file.error(
                 f"has {file.size:,} bytes, not a multiple of {CIFAR_RECORD:,}: it is "
                 "truncated, or not in CIFAR's format",
-                f" (at byte {rows * CIFAR_RECORD:,})",
+                at=rows * CIFAR_RECORD,
             )
         step = BLOCK_BYTES // CIFAR_RECORD
         counts = [min(step, rows - first) for first in range(0, rows, step)]
@@ -57,9 +52,9 @@ class CifarSource(BlockSource):
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
-        content = read_block(file, block)
+        content = file.read(block.offset, block.offset + block.size)
         if len(content) != block.size:
-            raise bad_file(file, "is truncated", f" (at byte {block.offset + len(content):,})")
+            raise file.error("is truncated", at=block.offset + len(content))
         records = np.frombuffer(content, np.uint8).reshape(block.rows, CIFAR_RECORD)
         images = records[:, 1:].reshape(block.rows, *CIFAR_SHAPE)
         return self._shape_features(block, [images]), records[:, 0]
@@ -79,24 +74,22 @@ class IdxSource(BlockSource):
         for number, file in enumerate(self.files):
             url = file.url.replace("images-idx3", "labels-idx1")
             if url == file.url:
-                raise bad_file(
-                    file,
+                raise file.error(
                     "its name must contain images-idx3, from which that of its labels is derived",
                 )
             labels = named.get(url) or list_files(url)[0]
             shape, packed = _read_head(file)
             (count,), labels_packed = _read_head(labels)
             if count != shape[0]:
-                raise bad_file(file, f"{shape[0]:,} images, but {count:,} labels in {labels.url}")
+                raise file.error(f"{shape[0]:,} images, but {count:,} labels in {labels.url}")
             self._labels.append(labels)
             self._shapes.append(shape[1:])
             size = math.prod(shape[1:])
             needed = 4 + 4 * len(shape) + count * size
             if not packed and file.size != needed:
-                raise bad_file(
-                    file,
+                raise file.error(
                     f"has {file.size:,} bytes, but its header requires {needed:,}",
-                    f" (at byte {min(file.size, needed):,})",
+                    at=min(file.size, needed),
                 )
             step = count if packed or labels_packed else max(1, BLOCK_BYTES // size)
             for first in range(0, count, step):
@@ -114,31 +107,31 @@ class IdxSource(BlockSource):
 
 def _read_head(file: StoredFile) -> tuple[tuple[int, ...], bool]:
     """Returns the dimensions, and whether the file is compressed."""
-    head = read_bytes(file.url, 0, min(file.size, 4096))
+    head = file.read(0, min(file.size, 4096))
     packed = head[:2] == GZIP_MAGIC
     if packed:
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, 64)
         except zlib.error as error:
-            raise bad_file(file, f"is damaged ({error})", " (at byte 0)") from None
+            raise file.error(f"is damaged ({error})", at=0) from None
     if len(head) < 8 or head[:3] != b"\x00\x00\x08" or not 1 <= head[3] <= 4:
         what = f"begins with {head[:4].hex()}: not an IDX file of bytes"
-        raise bad_file(file, what, " (at byte 0)")
+        raise file.error(what, at=0)
     length = 4 + 4 * head[3]
     if len(head) < length:
-        raise bad_file(file, "is truncated in its header")
+        raise file.error("is truncated in its header")
     shape = struct.unpack(f">{head[3]}I", head[4:length])
     if 0 in shape:
-        raise bad_file(file, "contains no rows; remove it")
+        raise file.error("contains no rows; remove it")
     return shape, packed
 
 
 def _read_rows(file: StoredFile, begin: int, size: int, block: DataBlock) -> npt.NDArray[np.uint8]:
     start, stop = begin + block.offset * size, begin + (block.offset + block.rows) * size
-    if read_bytes(file.url, 0, 2) == GZIP_MAGIC:
-        content = unpack(file, read_bytes(file.url))[start:stop]
+    if file.read(0, 2) == GZIP_MAGIC:
+        content = file.unpack(file.read())[start:stop]
     else:
-        content = read_bytes(file.url, start, stop)
+        content = file.read(start, stop)
     if len(content) != stop - start:
-        raise DataError(f"{file.url} (at byte {start + len(content):,}): is truncated")
+        raise file.error("is truncated", at=start + len(content))
     return np.frombuffer(content, np.uint8)

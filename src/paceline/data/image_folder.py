@@ -18,10 +18,9 @@ from paceline.data.blocks import (
     ColumnSelection,
     DataBlock,
     Rows,
-    bad_file,
     check_not_empty,
 )
-from paceline.data.stores import StoredFile, read_bytes, require_extra
+from paceline.data.stores import StoredFile, require_extra
 from paceline.errors import DataError
 
 IMAGES_PER_BLOCK = 128
@@ -59,8 +58,7 @@ class ImageFolderSource(BlockSource):
         for row, file in enumerate(self._images[part]):
             image = _read_image(file, self.selection.shape)
             if image.shape != self._shape:
-                raise bad_file(
-                    file,
+                raise file.error(
                     f"has the size {_name(image.shape)}, but {self._images[0].url} has "
                     f"{_name(self._shape)}; use --shape to resize all images",
                 )
@@ -86,12 +84,12 @@ def _read_image(file: StoredFile, shape: tuple[int, ...] | None) -> Array:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(read_bytes(file.url))) as opened:
+        with Image.open(io.BytesIO(file.read())) as opened:
             gray = shape[0] == 1 if shape else opened.mode in ("1", "L", "I", "F")
             converted = opened.convert("L" if gray else "RGB")
             if shape is not None and converted.size != (shape[2], shape[1]):
                 converted = converted.resize((shape[2], shape[1]))
             pixels = np.asarray(converted)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-        raise bad_file(file, f"is not a readable image ({error})") from None
+        raise file.error(f"is not a readable image ({error})") from None
     return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, 2, 0)

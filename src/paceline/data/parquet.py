@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from paceline.data.arrow_columns import to_arrays
-from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows, bad_file
-from paceline.data.stores import StoredFile, read_bytes, require_extra, scheme_of
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows
+from paceline.data.stores import StoredFile, require_extra, scheme_of
 from paceline.errors import DataError
 
 TAIL_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ class CachedRangeFile(io.RawIOBase):
         self._at = max(start, stop)
         if self._begin <= start and stop <= self._begin + len(self._content):
             return self._content[start - self._begin : stop - self._begin]
-        return read_bytes(self._file.url, start, stop) if stop > start else b""
+        return self._file.read(start, stop) if stop > start else b""
 
 
 class ParquetSource(BlockSource):
@@ -65,11 +65,10 @@ class ParquetSource(BlockSource):
             self._types = {name: schema.field(name).type for name in self.selection.names}
         for name, kind in self._types.items():
             if name not in schema.names:
-                raise bad_file(file, f"has no column {name!r}, unlike {self._first.url}")
+                raise file.error(f"has no column {name!r}, unlike {self._first.url}")
             found = schema.field(name).type
             if not found.equals(kind):
-                raise bad_file(
-                    file,
+                raise file.error(
                     f"column {name!r} has the type {found}, but {kind} in {self._first.url}; "
                     "all files must have the same schema",
                 )
@@ -89,10 +88,10 @@ class ParquetSource(BlockSource):
         except DataError:
             raise
         except ValueError as error:
-            raise bad_file(file, str(error), where) from None
+            raise file.error(str(error), where) from None
         except Exception as error:
-            at = f"{where} (at byte {self._range(block)[0]:,})"
-            raise bad_file(file, f"is truncated or damaged ({error})", at) from error
+            at = self._range(block)[0]
+            raise file.error(f"is truncated or damaged ({error})", where, at=at) from error
 
     def _chunks(self, block: DataBlock) -> list[Any]:
         """Returns the metadata of all column chunks of a row group."""
@@ -117,7 +116,7 @@ class ParquetSource(BlockSource):
         source: Any = file.url.removeprefix("file://")
         if scheme_of(file.url) != "file":
             start, stop = self._range(block)
-            content = read_bytes(file.url, start, stop)
+            content = file.read(start, stop)
             if len(content) < stop - start:
                 raise EOFError(f"{len(content):,} bytes instead of {stop - start:,}")
             source = CachedRangeFile(file, start, content)
@@ -143,19 +142,18 @@ def read_footer(file: StoredFile) -> Any:
     import pyarrow.parquet as pq
 
     if file.size < 12:
-        raise bad_file(file, f"has only {file.size} bytes: too short for Parquet")
+        raise file.error(f"has only {file.size} bytes: too short for Parquet")
     start = max(0, file.size - TAIL_BYTES)
-    tail = read_bytes(file.url, start, file.size)
+    tail = file.read(start, file.size)
     if tail[-4:] != MARK:
-        raise bad_file(
-            file,
+        raise file.error(
             f"ends with {tail[-4:].hex()} instead of {MARK.hex()} ({MARK.decode()}): it is "
             "truncated, or not a Parquet file",
-            f" (at byte {file.size - 4:,})",
+            at=file.size - 4,
         )
     try:
         return pq.read_metadata(CachedRangeFile(file, start, tail))
     except DataError:
         raise
     except Exception as error:
-        raise bad_file(file, f"has a damaged footer ({error})", f" (at byte {start:,})") from error
+        raise file.error(f"has a damaged footer ({error})", at=start) from error

@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from paceline.data.blocks import ColumnSelection
-from paceline.data.formats import check_format
+from paceline.data.blocks import ColumnSelection, check_format
 from paceline.data.stores import make_absolute
 from paceline.errors import UsageError, suggest_name
 

@@ -8,8 +8,10 @@ user's SSH keys, and hdfs uses HADOOP_CONF_DIR if it is set.
 
 from __future__ import annotations
 
+import gzip
 import os
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +44,40 @@ class StoredFile:
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Reads a byte range in one request. Raises DataError with the URL and the range."""
+        store, path = open_store(self.url)
+        scheme = scheme_of(self.url)
+
+        def read() -> bytes:
+            content: bytes
+            if scheme in ("file", "sftp"):
+                # The cat_file of sftp ignores the range and returns the whole file.
+                with store.open(path, "rb") as stream:
+                    stream.seek(start)
+                    content = stream.read(-1 if stop is None else stop - start)
+            else:
+                content = store.cat_file(path, start=start or None, end=stop)
+            return content
+
+        remote_range = stop is not None and scheme != "file"
+        where = f" (bytes {start:,} to {stop:,})" if remote_range else ""
+        return with_retries(self.url, read, where)
+
+    def unpack(
+        self, content: bytes, decompress: Callable[[bytes], bytes] = gzip.decompress
+    ) -> bytes:
+        """Decompresses contents of the file. Raises DataError if they are truncated or damaged."""
+        try:
+            return decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise self.error(f"is truncated or damaged ({error})") from None
+
+    def error(self, what: str, where: str = "", *, at: int | None = None) -> DataError:
+        """Returns a one-line error about the file, at a position or at a byte of it."""
+        byte = "" if at is None else f" (at byte {at:,})"
+        return DataError(f"{self.url}{where}{byte}: {' '.join(what.split())}")
 
 
 def is_url_or_path(text: str) -> bool:
@@ -226,26 +262,6 @@ def parent_url(url: str) -> str:
 
 def join_url(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}"
-
-
-def read_bytes(url: str, start: int = 0, stop: int | None = None) -> bytes:
-    """Reads a byte range in one request. Raises DataError with the URL and the range."""
-    store, path = open_store(url)
-    scheme = scheme_of(url)
-
-    def read() -> bytes:
-        content: bytes
-        if scheme in ("file", "sftp"):
-            # The cat_file of sftp ignores the range and returns the whole file.
-            with store.open(path, "rb") as stream:
-                stream.seek(start)
-                content = stream.read(-1 if stop is None else stop - start)
-        else:
-            content = store.cat_file(path, start=start or None, end=stop)
-        return content
-
-    remote_range = stop is not None and scheme != "file"
-    return with_retries(url, read, f" (bytes {start:,} to {stop:,})" if remote_range else "")
 
 
 def read_if_exists(url: str) -> bytes | None:

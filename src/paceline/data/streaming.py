@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from paceline.data.array_cache import DiskBlockCache
-from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, bad_file
+from paceline.data.blocks import Array, BlockSource, DataBlock, Rows
 from paceline.data.dataset import MapDataset
 from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
 from paceline.data.pipeline import Change, DataPipeline
@@ -138,15 +138,12 @@ class BlockReader:
         x, y = rows
         file = self.source.files[block.file]
         if len(x) != block.rows or len(y) != block.rows:
-            raise bad_file(
-                file, f"has {len(x):,} rows and {len(y):,} labels, expected {block.rows:,}"
-            )
+            raise file.error(f"has {len(x):,} rows and {len(y):,} labels, expected {block.rows:,}")
         like = (x.dtype, x.shape[1:], y.dtype.kind, y.shape[1:])
         if self._like is None:
             self._like, self._like_file = like, file.url
         elif like != self._like:
-            raise bad_file(
-                file,
+            raise file.error(
                 f"rows have {_name(like)}, but {_name(self._like)} in {self._like_file}; all "
                 "rows must have the same layout",
                 f" (at {block.offset:,})",

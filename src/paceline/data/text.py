@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.blocks import (
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    bad_file,
-    check_not_empty,
-)
-from paceline.data.stores import StoredFile, read_bytes
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows, check_not_empty
+from paceline.data.stores import StoredFile
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetSplits
@@ -53,9 +46,9 @@ class TextSource(BlockSource):
         texts = []
         for file in self.files:
             try:
-                texts.append(read_bytes(file.url).decode("utf-8"))
+                texts.append(file.read().decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise bad_file(file, "is not UTF-8 text", f" (at byte {error.start:,})") from None
+                raise file.error("is not UTF-8 text", at=error.start) from None
         window = self.selection.shape[0] if self.selection.shape else WINDOW
         codes, classes = encode_characters("".join(texts))
         cut = len(codes) * 9 // 10 if hold_out else len(codes)

@@ -23,18 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import array_cache
-from paceline.data.blocks import (
-    GZIP_MAGIC,
-    Array,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    bad_file,
-    read_block,
-    unpack,
-)
-from paceline.data.stores import StoredFile, read_bytes, require_extra
+from paceline.data.blocks import GZIP_MAGIC, Array, BlockSource, ColumnSelection, DataBlock, Rows
+from paceline.data.stores import StoredFile, require_extra
 from paceline.data.tf_example import ExampleError, decode, encode, find_features
 
 BLOCK_BYTES = 4 << 20
@@ -69,7 +59,7 @@ class TFRecordSource(BlockSource):
         try:
             names = sorted(find_features(content[starts[0] : starts[0] + lengths[0]]))
         except ValueError as error:
-            raise bad_file(file, f"its first record is not a tf.train.Example ({error})") from None
+            raise file.error(f"its first record is not a tf.train.Example ({error})") from None
         self.selection = selection.resolve(file, names, "feature")
 
     def read(self, block: DataBlock) -> Rows:
@@ -78,12 +68,12 @@ class TFRecordSource(BlockSource):
         content, starts, lengths = _read_records(file, block)
         if len(starts) != block.rows:
             what = f"{len(starts):,} records instead of {block.rows:,}: the file has changed"
-            raise bad_file(file, what, where)
+            raise file.error(what, where)
         try:
             columns = decode(content, starts, lengths, self.selection.names)
         except ExampleError as error:
             at = block.offset + int(starts[error.row]) - HEAD
-            raise bad_file(file, f"a record that {error}", f" (at byte {at:,})") from None
+            raise file.error(f"a record that {error}", at=at) from None
         return self._make_rows(block, columns, where)
 
 
@@ -116,7 +106,7 @@ def _check_head(
             what = f"is truncated: a record of {length:,} bytes, of which {left:,} exist"
         else:
             return int(length)
-    raise bad_file(file, what, f" (at byte {at:,})")
+    raise file.error(what, at=at)
 
 
 def _check_records(file: StoredFile, content: bytes, base: int) -> Iterator[tuple[int, int]]:
@@ -127,7 +117,7 @@ def _check_records(file: StoredFile, content: bytes, base: int) -> Iterator[tupl
         start, stop = at + HEAD, at + HEAD + length
         if masked_crc(content[start:stop]) != struct.unpack_from("<I", content, stop)[0]:
             what = "wrong checksum of a record: the file is damaged"
-            raise bad_file(file, what, f" (at byte {base + at:,})")
+            raise file.error(what, at=base + at)
         yield start, length
         at = stop + FOOT
 
@@ -136,9 +126,9 @@ def _read_records(
     file: StoredFile, block: DataBlock
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns the bytes of a block, and the starts and lengths of its records' data."""
-    content = read_block(file, block)
+    content = file.read(block.offset, block.offset + block.size)
     if block.offset == 0 and (decompress := _decompressor(content)):
-        content = unpack(file, content, decompress)
+        content = file.unpack(content, decompress)
     spans = np.array(list(_check_records(file, content, block.offset)), np.int64).reshape(-1, 2)
     return np.frombuffer(content, np.uint8), spans[:, 0], spans[:, 1]
 
@@ -162,8 +152,8 @@ def _find_blocks(file: StoredFile, number: int) -> list[DataBlock]:
 
 def _scan(file: StoredFile) -> Iterator[tuple[int, int, int]]:
     """Yields (offset, bytes, records) of each block of a file."""
-    if decompress := _decompressor(read_bytes(file.url, 0, min(file.size, HEAD))):
-        content = unpack(file, read_bytes(file.url), decompress)
+    if decompress := _decompressor(file.read(0, min(file.size, HEAD))):
+        content = file.unpack(file.read(), decompress)
         count = sum(1 for _ in _check_records(file, content, 0))
         if count:
             yield 0, file.size, count
@@ -172,7 +162,7 @@ def _scan(file: StoredFile) -> Iterator[tuple[int, int, int]]:
     base, content = 0, b""
     while at < file.size:
         if at + HEAD > base + len(content):
-            base, content = at, read_bytes(file.url, at, min(file.size, at + READ_BYTES))
+            base, content = at, file.read(at, min(file.size, at + READ_BYTES))
         head = content[at - base : at - base + HEAD]
         damage = "it is damaged, or not a TFRecord file"
         at += HEAD + _check_head(file, head, at, file.size, damage) + FOOT
