@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 
 from paceline import data
 from paceline.data import adult, array_cache, augmentation, catalog, cifar, hashing, idx
-from paceline.data.dataset_files import find_dataset_files
+from paceline.data.catalog import find_dataset_files
 from paceline.data.in_memory import PixelScaling
 from paceline.errors import DataError, UsageError
 

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data import as_dataset, read, stores
-from paceline.data.arrow_columns import ColumnError, to_array
+from paceline.data.arrow_columns import to_array
+from paceline.data.blocks import RowError
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.discovery import check_source
@@ -104,14 +105,14 @@ def test_columns_become_arrays(column: Any, expected: list[Any]) -> None:
 
 
 def test_nulls_are_refused_or_filled() -> None:
-    with pytest.raises(ColumnError, match="a null") as caught:
+    with pytest.raises(RowError, match="a null") as caught:
         to_array(pa.array([1.0, None, 3.0]))
     assert caught.value.row == 1
     assert to_array(pa.array([1.0, None, 3.0]), fill=-1.0).tolist() == [1, -1, 3]
-    with pytest.raises(ColumnError, match="a null") as caught:
+    with pytest.raises(RowError, match="a null") as caught:
         to_array(pa.array([[1.0, 2.0], [3.0, None]], pa.list_(pa.float64(), 2)))
     assert caught.value.row == 1
-    with pytest.raises(ColumnError, match=r"a null; remove such rows$"):
+    with pytest.raises(RowError, match=r"a null; remove such rows$"):
         to_array(pa.array([[1.0], None]), fill=0.0)
 
 
@@ -124,7 +125,7 @@ def test_nulls_are_refused_or_filled() -> None:
     ],
 )
 def test_columns_without_numbers_are_refused(column: Any, text: str) -> None:
-    with pytest.raises(ColumnError, match=text):
+    with pytest.raises(RowError, match=text):
         to_array(column)
 
 

@@ -570,7 +570,7 @@ def test_unchanged_script_on_real_mnist(
 def mnist_files(tmp_path: Path) -> Path:
     """MNIST in the form of Keras's own file."""
     from paceline.data import idx
-    from paceline.data.dataset_files import find_dataset_files
+    from paceline.data.catalog import find_dataset_files
     from paceline.errors import DataError
 
     try:

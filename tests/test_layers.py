@@ -273,7 +273,6 @@ TORCH_FREE_MODULES = {
     "comm": {"__init__", "wire", "control"},
     "data": {
         "__init__",
-        "thread_pool",
         "blocks",
         "array_cache",
         "catalog",
@@ -288,7 +287,6 @@ TORCH_FREE_MODULES = {
         "image_folder",
         "pipeline",
         "stores",
-        "dataset_files",
         "tfrecord",
     },
     "models": {"__init__", "catalog"},

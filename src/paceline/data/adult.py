@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.dataset_files import DatasetFiles
+from paceline.data.catalog import DatasetFiles
 
 NUMBERS = (0, 2, 4, 10, 11, 12)
 CATEGORIES = (1, 3, 5, 6, 7, 8, 9, 13)
@@ -25,11 +25,6 @@ class AdultRows:
     numbers: npt.NDArray[np.float64]
     words: npt.NDArray[np.str_]
     labels: npt.NDArray[np.int64]
-
-
-def locate(files: DatasetFiles) -> tuple[Path, Path]:
-    """Returns the training and test files. Raises DataError for a missing file or a wrong size."""
-    return files.require("adult.data"), files.require("adult.test")
 
 
 def read(files: DatasetFiles, path: Path) -> AdultRows:

@@ -18,16 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.blocks import Array, ColumnSelection
+from paceline.data.blocks import Array, ColumnSelection, RowError
 from paceline.data.stores import StoredFile
-
-
-class ColumnError(ValueError):
-    """Raised when a column cannot be converted; `row` counts from the start of the column."""
-
-    def __init__(self, text: str, row: int | None = None) -> None:
-        super().__init__(text)
-        self.row = row
 
 
 def to_arrays(
@@ -38,14 +30,14 @@ def to_arrays(
     for name in selection.names:
         try:
             arrays.append(to_array(table.column(name), selection.fill))
-        except ColumnError as error:
+        except RowError as error:
             row = "" if error.row is None else f", row {error.row}{row_of}"
             raise file.error(f"column {name!r} contains {error}", where + row) from None
     return arrays
 
 
 def to_array(column: Any, fill: float | None = None) -> Array:
-    """Converts a pyarrow Array or ChunkedArray to one NumPy array. Raises ColumnError."""
+    """Converts a pyarrow Array or ChunkedArray to one NumPy array. Raises RowError."""
     import pyarrow as pa
 
     if isinstance(column, pa.ChunkedArray):
@@ -73,13 +65,13 @@ def _convert(column: Any, fill: float | None) -> Array:
         if fill is None or nested or binary or types.is_fixed_size_binary(kind):
             row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
             remedy = "" if nested or binary else ", or set a fill value"
-            raise ColumnError(f"a null; remove such rows{remedy}", row)
+            raise RowError(f"a null; remove such rows{remedy}", row)
         if types.is_decimal(kind):
             column = column.cast(pa.float64())
         try:
             column = column.fill_null(pa.scalar(fill).cast(column.type))
         except pa.ArrowInvalid:
-            raise ColumnError(f"nulls of {kind} cannot be filled with {fill!r}") from None
+            raise RowError(f"nulls of {kind} cannot be filled with {fill!r}") from None
         return _convert(column, None)
     if nested:
         fixed = types.is_fixed_size_list(kind)
@@ -87,9 +79,9 @@ def _convert(column: Any, fill: float | None) -> Array:
         try:
             # `values` would ignore the offset of a slice; `flatten` respects it without a copy.
             inner = to_array(column.flatten(), fill)
-        except ColumnError as error:
+        except RowError as error:
             outer_row = None if error.row is None else error.row // max(1, length)
-            raise ColumnError(str(error), outer_row) from None
+            raise RowError(str(error), outer_row) from None
         return inner.reshape(len(column), length, *inner.shape[1:])
     if types.is_fixed_size_binary(kind):
         width = kind.byte_width
@@ -104,7 +96,7 @@ def _convert(column: Any, fill: float | None) -> Array:
         return np.asarray(column.cast(pa.float64()).to_numpy())
     if types.is_integer(kind) or types.is_floating(kind):
         return np.asarray(column.to_numpy())
-    raise ColumnError(f"values of the unsupported type {kind}")
+    raise RowError(f"values of the unsupported type {kind}")
 
 
 def _convert_binary(column: Any, width: type[np.int32] | type[np.int64]) -> Array:
@@ -124,14 +116,12 @@ def _one_length(lengths: Array) -> int:
     differs = lengths != lengths[0]
     if differs.any():
         row = int(np.argmax(differs))
-        raise ColumnError(
-            f"{int(lengths[row]):,} values where others have {int(lengths[0]):,}", row
-        )
+        raise RowError(f"{int(lengths[row]):,} values where others have {int(lengths[0]):,}", row)
     return int(lengths[0])
 
 
 def _convert_vectors(column: Any, fill: float | None) -> Array:
     sparse = to_array(column.field("type"), fill) != 1
     if sparse.any():
-        raise ColumnError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
+        raise RowError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
     return to_array(column.field("values"), fill)

@@ -45,6 +45,14 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
 """The "module:class" of each source, called with files and selection, and lower-case suffixes."""
 
 
+class RowError(ValueError):
+    """Raised for a value that cannot be decoded; `row` counts within the block."""
+
+    def __init__(self, text: str, row: int | None = None) -> None:
+        super().__init__(text)
+        self.row = row
+
+
 @dataclass(frozen=True)
 class DataBlock:
     """Consecutive rows of one file. The meaning of `offset` depends on the format."""

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.data import array_cache
 from paceline.data.array_cache import ByteArrays
 from paceline.data.blocks import GZIP_MAGIC
-from paceline.data.dataset_files import DatasetFiles
+from paceline.data.catalog import DatasetFiles
 from paceline.errors import DataError
 
 CLASSES = 10

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.blocks import GZIP_MAGIC
-from paceline.data.dataset_files import DatasetFiles
+from paceline.data.catalog import DatasetFiles
 
 IMAGES, LABELS = 3, 1  # The number of dimensions is the last byte of the magic number.
 SIDE = 28

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from paceline.data import adult, catalog, cifar, digits, hashing, idx, text
 from paceline.data.augmentation import choose_augmentation
+from paceline.data.catalog import DatasetFiles, find_dataset_files
 from paceline.data.dataset import DatasetSplits, FeatureOptions
-from paceline.data.dataset_files import DatasetFiles, find_dataset_files
 from paceline.errors import DataError, UsageError
 
 # Mean and standard deviation of the training pixels per channel, as commonly published. Digits has
@@ -30,6 +30,8 @@ PIXELS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": (255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
 IMAGE_CLASSES = 10
+PLAIN_FILES = {"adult": ("adult.data", "adult.test"), "tinyshakespeare": ("input.txt",)}
+"""Files of datasets that are published in one form only."""
 
 Indices = npt.NDArray[np.int64]
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]
@@ -37,27 +39,47 @@ ImagePart = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], Indices | None]
 """Images, labels, and the rows to use; all by default."""
 
 
-def locate(name: str, data_dir: Path | None) -> tuple[Path, ...]:
-    """Returns the files of a dataset after quick checks. Raises DataError."""
+def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
+    """Checks quickly, without torch, that a dataset can be read; returns its files.
+
+    Checks existence, size and first bytes only, so that a run fails before a process is started;
+    `load` finds what only a full read shows (checksums, truncated gzip streams). Returns no file
+    for `digits`, which is part of the package. Raises UsageError for an unknown name and DataError
+    for a file that is missing or does not match its name.
+    """
+    name = catalog.check_name(name)
     if name == "digits":
         digits.locate()
         return ()
     files = find_dataset_files(name, data_dir)
     if name == "cifar10":
         return cifar.locate(files)
-    if name == "adult":
-        return adult.locate(files)
-    if name == "tinyshakespeare":
-        return text.locate(files)
+    if name in PLAIN_FILES:
+        return tuple(files.require(file) for file in PLAIN_FILES[name])
     return tuple(path for part in idx.locate(files) for path in (part.images, part.labels))
 
 
-def load(name: str, data_dir: Path | None, options: FeatureOptions) -> DatasetSplits:
-    """Loads a dataset by its canonical name. Raises like `paceline.data.load`."""
+def load(
+    name: str,
+    *,
+    data_dir: Path | None = None,
+    dtype: str = "float32",
+    augment: bool = False,
+    seed: int = 0,
+) -> DatasetSplits:
+    """Loads a dataset and splits it into training, validation and test data.
+
+    The split is the same for every `seed`, which only affects the augmentation of training images.
+    `dtype` applies to features ("float32" or "float64"); labels and the characters of a text are
+    int64. Raises UsageError for an unknown name or dtype, or if `augment` is set for a dataset
+    without images, and DataError if a file is missing, damaged or empty.
+    """
     from paceline.data.in_memory import check_dtype
 
-    check_dtype(options.dtype)
-    if options.augment and catalog.kind(name) != "image":
+    name = catalog.check_name(name)
+    options = FeatureOptions(dtype=dtype, augment=augment, seed=seed)
+    check_dtype(dtype)
+    if augment and catalog.kind(name) != "image":
         raise UsageError(f"augment: {name} is not an image dataset")
     if name == "digits":
         images, labels = digits.read()
@@ -65,7 +87,7 @@ def load(name: str, data_dir: Path | None, options: FeatureOptions) -> DatasetSp
         return _load_images(name, [(images, labels, rows) for rows in split], options)
     files = find_dataset_files(name, data_dir)
     if name == "adult":
-        return _load_adult(files, options.dtype)
+        return _load_adult(files, dtype)
     if name == "tinyshakespeare":
         return _load_text(files)
     train: Pair
@@ -109,7 +131,8 @@ def _load_images(
 def _load_adult(files: DatasetFiles, dtype: str) -> DatasetSplits:
     from paceline.data.in_memory import ArrayDataset
 
-    rows, tests = (adult.read(files, path) for path in adult.locate(files))
+    paths = [files.require(file) for file in PLAIN_FILES["adult"]]
+    rows, tests = (adult.read(files, path) for path in paths)
     train, val = _hold_out_tenth("adult", len(rows.labels))
     encoder = adult.fit_encoder(rows, train)
     features = encoder.encode(rows)
@@ -127,7 +150,7 @@ def _load_adult(files: DatasetFiles, dtype: str) -> DatasetSplits:
 def _load_text(files: DatasetFiles) -> DatasetSplits:
     from paceline.data.in_memory import TextWindowDataset
 
-    parts, classes = text.read(files, *text.locate(files))
+    parts, classes = text.read(files, *map(files.require, PLAIN_FILES["tinyshakespeare"]))
     train, val, test = (TextWindowDataset(part, text.WINDOW) for part in parts)
     return DatasetSplits("tinyshakespeare", (text.WINDOW,), classes, "text", train, val, test)
 

@@ -5,15 +5,17 @@ Decoded blocks may be cached, so that the next epoch does not read them again.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +25,61 @@ from paceline.data.blocks import Array, BlockSource, DataBlock, Rows
 from paceline.data.dataset import MapDataset
 from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
 from paceline.data.pipeline import Change, DataPipeline
-from paceline.data.thread_pool import DaemonThreadPool
+
+T = TypeVar("T")
 
 READERS = 2
 """Threads that read blocks; one waits for the store while the other decodes."""
 FETCHERS = 4
 """Threads that read an entire dataset at the start; they mostly wait for the store."""
+
+
+class DaemonThreadPool:
+    """Runs tasks in order of submission on up to `threads` threads, started on demand.
+
+    The threads never keep a process from exiting.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads: list[threading.Thread] = []
+        self._max_threads = threads
+        self._name = name
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Schedules a task; the future receives its result or exception."""
+        future: Future[T] = Future()
+        self._tasks.put((future, task))
+        if len(self._threads) < self._max_threads:
+            # Daemon threads: a read that hangs must not outlive the run.
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            future, task = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, task, item
+
+    def close(self) -> None:
+        """Cancels pending tasks; threads exit after their current task."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._tasks.get_nowait()
+                if item is not None:
+                    item[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        self._threads = []
 
 
 @dataclass

@@ -12,8 +12,8 @@ from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows, 
 from paceline.data.stores import StoredFile
 
 if TYPE_CHECKING:
+    from paceline.data.catalog import DatasetFiles
     from paceline.data.dataset import DatasetSplits
-    from paceline.data.dataset_files import DatasetFiles
 
 WINDOW = 64
 
@@ -55,11 +55,6 @@ class TextSource(BlockSource):
         train = TextWindowDataset(codes[:cut], window)
         val = TextWindowDataset(codes[cut:], window) if hold_out else None
         return DatasetSplits("", (window,), classes, "text", train, val, None)
-
-
-def locate(files: DatasetFiles) -> tuple[Path]:
-    """Returns the file of a text dataset. Raises DataError if it is missing or has another size."""
-    return (files.require("input.txt"),)
 
 
 def read(files: DatasetFiles, path: Path) -> tuple[tuple[Codes, Codes, Codes], int]:

@@ -16,21 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.blocks import Array
+from paceline.data.blocks import Array, RowError
 
 Bytes = npt.NDArray[np.uint8]
 
 BYTES, FLOATS, INTS = 1, 2, 3
 MAX_LAYOUTS = 64
 """Maximum number of layouts per block; further records are parsed individually."""
-
-
-class ExampleError(ValueError):
-    """Raised for an invalid Example or a missing feature; `row` counts within the block."""
-
-    def __init__(self, text: str, row: int) -> None:
-        super().__init__(text)
-        self.row = row
 
 
 @dataclass(frozen=True)
@@ -112,14 +104,14 @@ def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
 
 
 def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]) -> list[Array]:
-    """Returns one array per feature with one row per record. Raises ExampleError."""
+    """Returns one array per feature with one row per record. Raises RowError."""
     columns: dict[str, Array] = {}
     for numbers, records, spans in _group(content, starts, lengths, names):
         for name, span in spans.items():
             try:
                 values = _decode_span(records, span)
             except ValueError as error:
-                raise ExampleError(f"feature {name!r}: {error}", int(numbers[0])) from None
+                raise RowError(f"feature {name!r}: {error}", int(numbers[0])) from None
             _store(columns, name, numbers, values, len(starts))
     return [columns[name] for name in names]
 
@@ -169,11 +161,11 @@ def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, Feature
     try:
         found = find_features(record)
     except ValueError as error:
-        raise ExampleError(f"is not a tf.train.Example ({error})", row) from None
+        raise RowError(f"is not a tf.train.Example ({error})", row) from None
     for name in names:
         if name not in found or found[name].kind == 0:
             have = ", ".join(sorted(found)) or "none"
-            raise ExampleError(f"has no feature {name!r} (it has: {have})", row)
+            raise RowError(f"has no feature {name!r} (it has: {have})", row)
     return found
 
 
@@ -236,7 +228,7 @@ def _store(columns: dict[str, Array], name: str, rows: Array, values: Array, cou
     elif values.dtype != column.dtype:
         what = f"the type {values.dtype}, others have {column.dtype}"
     if what:
-        raise ExampleError(f"feature {name!r} has {what}", int(rows[0]))
+        raise RowError(f"feature {name!r} has {what}", int(rows[0]))
     column[rows] = values
 
 

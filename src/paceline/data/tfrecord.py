@@ -23,9 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import array_cache
-from paceline.data.blocks import GZIP_MAGIC, Array, BlockSource, ColumnSelection, DataBlock, Rows
+from paceline.data.blocks import (
+    GZIP_MAGIC,
+    Array,
+    BlockSource,
+    ColumnSelection,
+    DataBlock,
+    RowError,
+    Rows,
+)
 from paceline.data.stores import StoredFile, require_extra
-from paceline.data.tf_example import ExampleError, decode, encode, find_features
+from paceline.data.tf_example import decode, encode, find_features
 
 BLOCK_BYTES = 4 << 20
 """Approximate size of a block."""
@@ -71,8 +79,8 @@ class TFRecordSource(BlockSource):
             raise file.error(what, where)
         try:
             columns = decode(content, starts, lengths, self.selection.names)
-        except ExampleError as error:
-            at = block.offset + int(starts[error.row]) - HEAD
+        except RowError as error:
+            at = block.offset + int(starts[error.row or 0]) - HEAD
             raise file.error(f"a record that {error}", at=at) from None
         return self._make_rows(block, columns, where)
 

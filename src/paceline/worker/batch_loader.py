@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data import MapDataset, TorchDatasetAdapter
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import PipelinedDataset
-from paceline.data.thread_pool import DaemonThreadPool
+from paceline.data.streaming import DaemonThreadPool, PipelinedDataset
 from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.messages import Lease
 from paceline.strategies.runner import Batch

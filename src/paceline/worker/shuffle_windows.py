@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import READERS, PipelinedDataset, StreamingDataset
-from paceline.data.thread_pool import DaemonThreadPool
+from paceline.data.streaming import READERS, DaemonThreadPool, PipelinedDataset, StreamingDataset
 from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,
