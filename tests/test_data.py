@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from paceline import data
-from paceline.data import adult, array_cache, augmentation, catalog, cifar, hashing, idx
+from paceline.data import adult, array_cache, catalog, cifar, hashing, idx, in_memory
 from paceline.data.catalog import find_dataset_files
 from paceline.data.in_memory import PixelScaling
 from paceline.errors import DataError, UsageError
@@ -665,7 +665,7 @@ def make_table(color: bool, count: int = 50, seed: int = 7) -> data.ArrayDataset
         images,
         np.arange(count),
         scaling=PixelScaling(255.0, means, means),
-        augmentation=augmentation.COLOR if color else augmentation.GRAY,
+        augmentation=in_memory.COLOR if color else in_memory.GRAY,
         seed=seed,
     )
 
@@ -690,7 +690,7 @@ def test_augmentation_depends_on_the_key_alone(
 
 @pytest.mark.parametrize("color", [True, False])
 def test_augmentation_is_a_shift_and_a_flip(color: bool) -> None:
-    kind = augmentation.COLOR if color else augmentation.GRAY
+    kind = in_memory.COLOR if color else in_memory.GRAY
     pad = kind.pad
     images = np.random.default_rng(1).integers(1, 256, (300, 3, 12, 12), dtype=np.uint8)
     changed = kind.apply(images, np.arange(300), seed=0, epoch=0)

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,14 +113,14 @@ def name_copy(pipeline: DataPipeline, reader: BlockReader) -> str:
     return f"rows-{hashlib.sha256(chr(10).join(keys).encode()).hexdigest()[:24]}"
 
 
+@dataclass(frozen=True)
 class DiskBlockCache:
     """Stores one pair of files per block; caches nothing if the directory is not writable."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     def _paths(self, block: DataBlock) -> list[Path]:
-        return [self._folder / f"{block.file}-{block.offset}.{part}.npy" for part in "xy"]
+        return [self.folder / f"{block.file}-{block.offset}.{part}.npy" for part in "xy"]
 
     def get(self, block: DataBlock) -> Rows | None:
         try:
@@ -130,7 +131,7 @@ class DiskBlockCache:
 
     def put(self, block: DataBlock, rows: Rows) -> None:
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             for path, part in zip(self._paths(block), rows, strict=True):
                 partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
                 with partial.open("wb") as stream:

@@ -101,9 +101,11 @@ class ColumnSelection:
 class BlockSource(ABC):
     """Files that are read block by block, from any thread."""
 
-    files: tuple[StoredFile, ...]
-    blocks: tuple[DataBlock, ...]
-    selection: ColumnSelection
+    blocks: tuple[DataBlock, ...] = ()
+
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
+        self.files = files
+        self.selection = selection
 
     @property
     def row_count(self) -> int:
@@ -122,18 +124,15 @@ class BlockSource(ABC):
         return None
 
     def _find_blocks(
-        self,
-        files: tuple[StoredFile, ...],
-        find: Callable[[StoredFile, int], list[DataBlock]],
-        unit: str = "row",
+        self, find: Callable[[StoredFile, int], list[DataBlock]], unit: str = "row"
     ) -> None:
-        """Sets `files` and `blocks`; `find` returns the blocks of one file, given its number.
+        """Sets `blocks`, and `files` to those with rows; `find` returns a file's, given its number.
 
         Raises DataError for files without rows, unless the selection skips them.
         """
-        skip = self.selection.skip_empty
+        files, skip = self.files, self.selection.skip_empty
         if not skip:
-            check_not_empty(files)
+            self._check_not_empty()
         kept: list[StoredFile] = []
         blocks: list[DataBlock] = []
         for file in files:
@@ -146,6 +145,11 @@ class BlockSource(ABC):
         if not blocks:
             raise DataError(f"{files[0].url}: none of {len(files)} files contains a {unit}")
         self.files, self.blocks = tuple(kept), tuple(blocks)
+
+    def _check_not_empty(self) -> None:
+        for file in self.files:
+            if file.size == 0:
+                raise file.error("is empty (0 bytes); rewrite or remove it")
 
     def _make_rows(self, block: DataBlock, columns: list[Array], where: str = "") -> Rows:
         """Separates the label, which is the last column if one is selected, from the features."""
@@ -174,12 +178,6 @@ class BlockSource(ABC):
             what = f"{have:,} values per row do not match the shape {text}"
             raise self.files[block.file].error(what, where)
         return joined.reshape(len(joined), *shape)
-
-
-def check_not_empty(files: Sequence[StoredFile]) -> None:
-    for file in files:
-        if file.size == 0:
-            raise file.error("is empty (0 bytes); rewrite or remove it")
 
 
 def row_bytes(rows: Rows) -> int:

@@ -27,10 +27,10 @@ class CsvSource(BlockSource):
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         pa = require_extra("pyarrow", "data", "CSV")
-        self.selection = selection
+        super().__init__(files, selection)
         self._head = b""
         self._head_url = ""
-        self._find_blocks(files, self._find)
+        self._find_blocks(self._find)
         schema = self._parse(self.blocks[0], None).schema
         self.selection = selection.resolve(self.files[0], list(schema.names), "column")
         self._types = {name: schema.field(name).type for name in self.selection.names}

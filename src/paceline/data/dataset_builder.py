@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from paceline.data import array_cache, hashing
-from paceline.data.augmentation import choose_augmentation
 from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
 from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
 from paceline.data.discovery import (
@@ -28,7 +27,7 @@ from paceline.data.discovery import (
     open_source_for,
     read_metadata,
 )
-from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling
+from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
 from paceline.data.pipeline import DataPipeline
 from paceline.data.stores import StoredFile
 from paceline.data.streaming import (
@@ -123,7 +122,7 @@ def _open_part(
     classes = _count_classes(pipeline, reader, first)
     shard: str = pipeline.shard_by
     if shard == "auto":
-        small = source.row_count * row_bytes(first) <= _budget(pipeline) // 2
+        small = source.row_count * row_bytes(first) <= pipeline.memory_bytes // 2
         shard = "sample" if small or pipeline.cache_in == "memory" else "row_group"
     train: MapDataset
     val: MapDataset | None = None
@@ -144,13 +143,13 @@ def _open_part(
                 BatchTransform(**conversion, dimensions=len(shape)),
                 row_bytes=row_bytes(first),
                 # For current and prefetched windows; the cache takes half, decoding the rest.
-                memory_bytes=_budget(pipeline) * 3 // 8,
+                memory_bytes=pipeline.memory_bytes * 3 // 8,
                 threads=max(READERS, pipeline.map_threads),
             )
 
         blocks: Sequence[DataBlock] = source.blocks
         if pipeline.cache_in == "memory":
-            reader.kept = MemoryBlockCache(_budget(pipeline) // 2)
+            reader.kept = MemoryBlockCache(pipeline.memory_bytes // 2)
         elif pipeline.cache_in == "disk":
             folder = array_cache.root() / array_cache.name_copy(pipeline, reader)
             reader.stored = array_cache.DiskBlockCache(folder)
@@ -174,10 +173,6 @@ def _open_part(
     )
 
 
-def _budget(pipeline: DataPipeline) -> int:
-    return pipeline.memory_mb << 20
-
-
 def _choose_scaling(pipeline: DataPipeline, x: Array) -> PixelScaling | None:
     if x.dtype != np.uint8:
         return None
@@ -198,7 +193,7 @@ def _count_classes(pipeline: DataPipeline, reader: BlockReader, first: Rows) -> 
     known = source.count_classes()
     if known is not None:
         return known
-    if source.row_count * row_bytes(first) > _budget(pipeline) // 2:
+    if source.row_count * row_bytes(first) > pipeline.memory_bytes // 2:
         return None
     return 1 + max(int(reader.read(block)[1].max()) for block in source.blocks)
 
@@ -208,7 +203,7 @@ def _hold_all(pipeline: DataPipeline, reader: BlockReader, first: Rows, shard: s
     count = reader.source.row_count
     where = pipeline.cache_in
     if where == "auto":
-        fits = count * row_bytes(first) <= _budget(pipeline)
+        fits = count * row_bytes(first) <= pipeline.memory_bytes
         where = "memory" if shard == "off" or fits else "disk"
     if where == "disk":
         return array_cache.open_mapped_copy(pipeline, reader, first)

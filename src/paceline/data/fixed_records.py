@@ -13,14 +13,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.blocks import (
-    GZIP_MAGIC,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    check_not_empty,
-)
+from paceline.data.blocks import GZIP_MAGIC, BlockSource, ColumnSelection, DataBlock, Rows
 from paceline.data.stores import StoredFile, list_files
 
 BLOCK_BYTES = 4 << 20
@@ -32,8 +25,8 @@ class CifarSource(BlockSource):
     """Records of one label byte and one image."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        self.selection = selection
-        self._find_blocks(files, self._find)
+        super().__init__(files, selection)
+        self._find_blocks(self._find)
 
     def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
         rows, rest = divmod(file.size, CIFAR_RECORD)
@@ -64,9 +57,9 @@ class IdxSource(BlockSource):
     """Pairs of files: images and their labels."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(files)
+        super().__init__(files, selection)
+        self._check_not_empty()
         self.files = tuple(f for f in files if "images" in f.name) or files
-        self.selection = selection
         named = {file.url: file for file in files}
         self._labels: list[StoredFile] = []
         self._shapes: list[tuple[int, ...]] = []

@@ -12,14 +12,7 @@ import io
 
 import numpy as np
 
-from paceline.data.blocks import (
-    Array,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    Rows,
-    check_not_empty,
-)
+from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, Rows
 from paceline.data.stores import StoredFile, require_extra
 from paceline.errors import DataError
 
@@ -28,7 +21,8 @@ IMAGES_PER_BLOCK = 128
 
 class ImageFolderSource(BlockSource):
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(files)
+        super().__init__(files, selection)
+        self._check_not_empty()
         # Sorted by class, a block would contain a single class; hashing the names mixes them.
         files = tuple(sorted(files, key=lambda file: (_hash(file), file.url)))
         require_extra("PIL.Image", "images", "reading images")
@@ -41,7 +35,6 @@ class ImageFolderSource(BlockSource):
             )
         self._labels = np.searchsorted(self._classes, folders)
         self._images = files
-        self.selection = selection
         # A block consists of many files; the first one represents it.
         starts = range(0, len(files), IMAGES_PER_BLOCK)
         parts = [files[start : start + IMAGES_PER_BLOCK] for start in starts]

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.data.augmentation import Augmentation
 from paceline.data.blocks import Array, Rows
+from paceline.data.dataset import FeatureOptions
+from paceline.data.hashing import hash_rows
 from paceline.errors import DataError, UsageError
 
 Indices = npt.NDArray[np.int64]
@@ -56,6 +57,51 @@ class PixelScaling:
         mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
         std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
         return (1 / (self.full * std)).to(dtype), (-mean / std).to(dtype)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Shifts images by up to `pad` pixels, and flips half of them horizontally if `flip`.
+
+    Each image is changed by a hash of (seed, epoch, row index). Uncovered pixels are black, as in
+    the usual "pad, then crop".
+    """
+
+    pad: int
+    flip: bool
+
+    def apply(
+        self, images: npt.NDArray[np.uint8], indices: Indices, *, seed: int, epoch: int
+    ) -> npt.NDArray[np.uint8]:
+        """Returns an augmented copy of images (N, C, H, W); the n-th is keyed by `indices[n]`."""
+        count, channels, height, width = images.shape
+        pad, span = self.pad, np.uint64(2 * self.pad + 1)
+        bits = hash_rows((seed, epoch), indices)
+        low, sixteen = np.uint64(0xFFFF), np.uint64(16)
+        down = (((bits & low) * span) >> sixteen).astype(np.intp)
+        right = ((((bits >> sixteen) & low) * span) >> sixteen).astype(np.intp)
+        padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), np.uint8)
+        padded[:, :, pad : pad + height, pad : pad + width] = images
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+        cropped: npt.NDArray[np.uint8] = windows[np.arange(count), :, down, right]
+        if self.flip:
+            flipped = ((bits >> np.uint64(32)) & np.uint64(1)).astype(np.bool_)
+            cropped[flipped] = cropped[flipped, :, :, ::-1]
+        return cropped
+
+
+COLOR = Augmentation(pad=4, flip=True)
+GRAY = Augmentation(pad=2, flip=False)
+"""Gray images are never flipped, because a flipped digit or letter is another symbol."""
+
+
+def choose_augmentation(shape: tuple[int, ...], options: FeatureOptions) -> Augmentation | None:
+    """Returns the augmentation of rows of this shape. Raises UsageError if they are not images."""
+    if not options.augment:
+        return None
+    if len(shape) != 3:
+        raise UsageError(f"augment: rows of shape {'x'.join(map(str, shape))} are not images")
+    return COLOR if shape[0] == 3 else GRAY
 
 
 class BatchTransform:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import adult, catalog, cifar, digits, hashing, idx, text
-from paceline.data.augmentation import choose_augmentation
 from paceline.data.catalog import DatasetFiles, find_dataset_files
 from paceline.data.dataset import DatasetSplits, FeatureOptions
 from paceline.errors import DataError, UsageError
@@ -110,7 +109,7 @@ def _load_images(
     name: str, parts: list[ImagePart], options: FeatureOptions, notes: tuple[str, ...] = ()
 ) -> DatasetSplits:
     """Makes a dataset of the parts train, val and test; only the first is augmented."""
-    from paceline.data.in_memory import ArrayDataset, PixelScaling
+    from paceline.data.in_memory import ArrayDataset, PixelScaling, choose_augmentation
 
     shape = parts[0][0].shape[1:]
     train, val, test = (

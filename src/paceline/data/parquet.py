@@ -51,11 +51,11 @@ class ParquetSource(BlockSource):
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         require_extra("pyarrow", "data", "Parquet")
-        self.selection = selection
+        super().__init__(files, selection)
         self._first = files[0]
         self._types: dict[str, Any] = {}
         self._footers: dict[int, Any] = {}
-        self._find_blocks(files, self._find)
+        self._find_blocks(self._find)
 
     def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
         footer = self._footers[number] = read_footer(file)

@@ -55,6 +55,10 @@ class DataPipeline:
     shard_by: Shard = "auto"
     memory_mb: int = MEMORY_MB
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mb << 20
+
     def shuffle(self, rows: int = SHUFFLE_ROWS) -> DataPipeline:
         """Shuffles within a buffer of `rows`, with blocks in a new order per epoch; 0 disables it.
 

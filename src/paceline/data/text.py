@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows, check_not_empty
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows
 from paceline.data.stores import StoredFile
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ class TextSource(BlockSource):
     """Text files at a URL. Rows are windows over all files joined, so there are no blocks."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
-        check_not_empty(files)
-        self.files = files
-        self.blocks = ()
-        self.selection = selection
+        super().__init__(files, selection)
+        self._check_not_empty()
 
     def read(self, block: DataBlock) -> Rows:
         raise AssertionError("text is not read by blocks")

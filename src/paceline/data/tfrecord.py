@@ -60,8 +60,8 @@ class TFRecordSource(BlockSource):
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         _crc()
-        self.selection = selection
-        self._find_blocks(files, _find_blocks, "record")
+        super().__init__(files, selection)
+        self._find_blocks(_find_blocks, "record")
         file, block = self.files[0], self.blocks[0]
         content, starts, lengths = _read_records(file, block)
         try:
