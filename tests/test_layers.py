@@ -40,6 +40,7 @@ FILE_PATTERNS = {
     "strategies/ps/sync.py": "strategies.spec",
     "strategies/pipeline/partition.py": "strategies.spec",
     "strategies/switch/*.py": "strategies.spec",
+    "strategies/auto/*.py": "strategies.policy",
 }
 """Layers that are not a whole folder; the first pattern that matches counts."""
 
@@ -86,6 +87,16 @@ LAYERS: dict[str, set[str]] = {
         "specs",
         "cluster",
         "codecs.spec",
+        "plan",
+        "strategies.registry",
+        "strategies.spec",
+    },
+    "strategies.policy": {
+        "errors",
+        "specs",
+        "protocol",
+        "telemetry.events",
+        "cluster",
         "plan",
         "strategies.registry",
         "strategies.spec",
@@ -254,6 +265,7 @@ TORCH_FREE = (
     "strategies.spec",
     "strategies.pace",
     "strategies.cost",
+    "strategies.policy",
     "telemetry",
     "telemetry.events",
     "job",

@@ -22,8 +22,7 @@ from paceline.protocol.throughput import (
 from paceline.specs.schedule import Schedule, parse_schedule
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown, parse_slowdown
 from paceline.strategies.registry import make_switch_policy, parse_strategy
-from paceline.strategies.switch.auto_policy import AutoPolicy
-from paceline.telemetry.events import EpochRow, SwitchRow
+from paceline.telemetry.events import EpochRow
 
 CALM = (100.0, 101.0, 99.0, 100.0)
 LAGGING = (100.0, 101.0, 33.0, 100.0)
@@ -170,105 +169,6 @@ def test_elastic_leaves_the_straggler_out() -> None:
     assert (decision.phase, decision.exclude_worker) == (0, 2)
     history.excluded_workers.add(2)
     assert policy.decide(history) is None
-
-
-def auto(schedule: str = "constant") -> AutoPolicy:
-    return AutoPolicy(horizon(parse_schedule(schedule)))
-
-
-def choose(policy: AutoPolicy, history: History) -> str | None:
-    """The cause of what the policy says, marked where it says to change."""
-    decision = policy.decide(history)
-    if decision is None:
-        return None
-    return f"{'' if decision.phase == history.phase else '-> '}{decision.cause}"
-
-
-def test_auto_stays_where_nothing_is_to_be_gained() -> None:
-    # Four workers at 100 each and an exchange of a tenth: 364 would be possible, 360 are there.
-    decision = auto().decide(history_of(9000, [window(rate=360)] * 3))
-    assert decision is not None
-    assert (decision.phase, decision.cause) == (0, "no gain")
-    assert decision.measurements["gain"] == pytest.approx(0.01, abs=1e-6)
-    assert "would save 1%" in decision.reason
-
-
-def test_auto_leaves_when_half_of_the_run_is_done_and_it_pays() -> None:
-    windows = [window(speeds=LAGGING, rate=120)] * 3
-    assert choose(auto(), history_of(500, windows)) == "too early"
-    decision = auto().decide(history_of(5000, windows))
-    assert decision is not None
-    assert (decision.phase, decision.snapshot) == (1, True)
-    assert "would save 60%" in decision.reason
-
-
-def test_auto_probes_once_and_comes_back() -> None:
-    policy, before = auto(), [window(speeds=LAGGING, rate=120)] * 3
-    assert choose(policy, history_of(1500, before)) == "-> probe"
-    there = [window(1, rate=290, loss=0.9)] * 2
-    assert choose(policy, history_of(2000, before + there[:1], phase=1)) is None
-    assert choose(policy, history_of(2000, before + there, phase=1)) == "-> probed"
-    switches = [SwitchRow(samples=2000, cause="probed")]
-    after = history_of(3000, before + there + before, switches=switches)
-    assert choose(policy, after) == "too early"
-    again = policy.decide(history_of(4400, before + there + before, switches=switches))
-    assert again is not None
-    assert (again.phase, again.cause, again.measurements["other_rate"]) == (1, "gain", 290.0)
-
-
-def test_a_probe_must_be_worth_its_seconds() -> None:
-    windows = [window(speeds=LAGGING, rate=1200)] * 3
-    slow = [window(speeds=tuple(10 * s for s in LAGGING), rate=1200)] * 3
-    assert choose(auto(), history_of(1500, windows)) == "no gain"
-    # What is left takes 5 s and 60 % of it would be saved: less than three probes of 2 s.
-    assert choose(auto(), history_of(1500, slow)) == "too early"
-
-
-def test_a_lower_rate_noisier_gradients_and_less_staleness_allow_an_earlier_switch() -> None:
-    policy, history = auto(), history_of(1000, [])
-    assert policy.safe_from(history, 0.0) == 0.5
-    assert policy.safe_from(history, 0.5) == pytest.approx(0.4)
-    history.throughput.noise.add(10, 1 + 40, 100, 1 + 4)  # a noise scale of 400 beside 100
-    assert policy.safe_from(history, 0.0) == pytest.approx(0.5 / 1.5)
-    dropped = auto("milestones(1)")
-    assert dropped.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.1**0.5)
-    two = AutoPolicy(horizon(parse_schedule("constant")), staleness=1.0)
-    assert two.safe_from(history_of(1000, []), 0.0) == pytest.approx(0.5 * 0.25**0.25)
-    # Measured staleness takes the place of the expected one.
-    ran = history_of(1000, [window(1)], staleness=Counter({0: 1, 2: 1}))
-    assert auto().safe_from(ran, 0.0) == pytest.approx(0.5 * 0.25**0.25)
-
-
-def test_auto_goes_back_when_the_loss_rises_and_tries_again_later() -> None:
-    policy = auto("milestones(8)")
-    before = [window(0, loss=1.0, rate=120, speeds=LAGGING)] * 3
-    fine = [window(1, loss=0.9, rate=300)] * 3
-    bad = [window(1, loss=1.6, rate=300)] * 3
-    assert choose(policy, history_of(6000, before + fine, phase=1)) == "holds"
-    back = policy.decide(history_of(6000, before + bad, phase=1))
-    assert back is not None
-    assert (back.phase, back.restore) == (0, True)
-    assert "the loss rose from 1 to 1.6" in back.reason
-    spoilt = [window(1, loss=float("nan"), rate=300)] * 3
-    assert choose(policy, history_of(6000, before + spoilt, phase=1)) == "-> regressed"
-    once = [SwitchRow(samples=1500, cause="regressed")]
-    assert choose(policy, history_of(3200, before, switches=once)) == "failed before"
-    assert choose(policy, history_of(4000, before, switches=once)) == "-> gain"
-    twice = [*once, SwitchRow(samples=5000, cause="diverged")]
-    assert choose(policy, history_of(7600, before, switches=twice)) == "failed before"
-    assert choose(policy, history_of(8000, before, switches=twice)) == "-> gain"
-
-
-def test_auto_goes_back_when_it_is_no_faster_there_and_then_holds() -> None:
-    before, now = [window(0, rate=300)] * 3, [window(1, rate=200)] * 3
-    back = auto().decide(history_of(6000, before + now, phase=1))
-    assert back is not None
-    assert (back.phase, back.restore) == (0, False)
-    assert "200 samples/s, 300 before" in back.reason
-    slow = [window(speeds=LAGGING, rate=120)] * 3
-    switches = [SwitchRow(samples=6000, cause="slower")]
-    assert choose(auto(), history_of(6500, slow, switches=switches)) == "on hold"
-    assert choose(auto(), history_of(7600, slow, switches=switches)) == "-> gain"
 
 
 # ---- bad input --------------------------------------------------------------------------------

@@ -520,13 +520,24 @@ def test_updates_are_counted_as_each_strategy_makes_them(
 
 def test_rate_of_asynchronous_updates_adds_up_to_the_batches_of_an_epoch() -> None:
     """Each sample weighs one over its global batch, also in a last batch that is short."""
-    plan = RunSpec(strategy=parse_strategy("ps"), workers=5)
+    plan = RunSpec(strategy=parse_strategy("ps(damp=none)"), workers=5)
     play = Play(plan, samples=50, batch=12, epochs=1, seed=3)
     scales = []
     original = play.order
     play.order = lambda s, m: (scales.append(m.lr_scale), original(s, m))[1]  # type: ignore
     play.run()
     assert sum(scales) == pytest.approx(5)
+
+
+def test_shares_of_corrected_updates_add_up_to_the_batches_of_an_epoch() -> None:
+    plan = RunSpec(strategy=parse_strategy("ps"), workers=5)
+    play = Play(plan, samples=50, batch=12, epochs=1, seed=3)
+    fractions = []
+    original = play.order
+    play.order = lambda s, m: (fractions.append(m.fraction), original(s, m))[1]  # type: ignore
+    play.run()
+    assert sum(share for share, _, _ in fractions) == pytest.approx(5)
+    assert all(delay >= 0 for _, delay, _ in fractions)
 
 
 def run_until_done(**changes: Any) -> Coordinator:

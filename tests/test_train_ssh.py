@@ -104,7 +104,6 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
         ),
         (["--select", "gpu"], "--select requires --pool: it selects machines of the pool"),
         (["--servers-on", "x"], "--servers-on requires --pool: it names a machine of the pool"),
-        (["--strategy", "auto"], "--strategy auto requires --pool: the planner needs to know"),
         (["--venv"], "--venv requires --pool or --engine: without them"),
         (["--pool", "POOL", "--servers-on", "x"], "--servers-on x is not in the pool"),
         (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine in the pool has a GPU"),

@@ -80,8 +80,6 @@ def choose_placement(request: RunRequest, log: Log) -> Placement:
         raise UsageError(
             f"unknown --engine {where.engine!r}; {suggest_name(where.engine, ENGINES)}"
         )
-    if request.strategy == "auto":
-        raise UsageError("--strategy auto requires --pool: the planner needs to know the machines")
     from paceline.launch.engines.local import LocalLauncher
     from paceline.strategies.registry import parse_strategy
 
@@ -145,7 +143,9 @@ def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
     if planned or choosing:
         plan.show()
         hosts = tuple(plan.hosts)
-    chosen = strategy or plan.strategy
+    expected = chosen = strategy or plan.strategy
+    if planned and len(hosts) > 1:
+        chosen = parse_strategy(f"auto(start={expected})")  # Continues by measurement.
     serving = [servers_on] if servers_on else plan.find_servers(chosen)
     launcher = SshLauncher(hosts, request.bundle(reference, log), servers_on=serving)
     if chosen.servers_for(launcher.workers) and serving:
@@ -155,6 +155,6 @@ def _on_pool(request: RunRequest, path: Path, log: Log) -> Placement:
         workers=launcher.workers,
         strategy=chosen,
         reference=reference,
-        predicted=plan.predict(chosen),
+        predicted=plan.predict(expected),
         after=lambda result: plan.remember(request.out, launcher.worker_hosts, result),
     )

@@ -24,6 +24,8 @@ class StepEstimate:
     """Mean staleness of a gradient, in updates."""
     doubt: float = 0.0
     """Relative uncertainty beyond that of the machines, for example of a switch point."""
+    efficiency: float = 1.0
+    """Progress per sample, relative to synchronous training on global batches."""
 
 
 @dataclass(frozen=True)

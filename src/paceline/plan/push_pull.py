@@ -23,6 +23,7 @@ class PushPullCost:
     in_rounds: bool = False
     """All workers wait for the slowest one before the next pull."""
     staleness: float
+    efficiency: float = 1.0
 
 
 def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepEstimate:
@@ -57,4 +58,4 @@ def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepE
     busy = (
         compute * (step_s / cycle) * np.minimum(1.0, rate / max(rate, float((share / cycle).sum())))
     )
-    return StepEstimate(step_s, busy, cost.staleness)
+    return StepEstimate(step_s, busy, cost.staleness, efficiency=cost.efficiency)

@@ -51,6 +51,8 @@ class History:
     throughput: ThroughputMonitor = field(default_factory=ThroughputMonitor, compare=False)
     train_seconds: float = 0.0
     """Wall time of training, excluding start-up, evaluation, saving and switches."""
+    val_rows: int = 0
+    """Rows of the validation set, once it was evaluated."""
 
     def add_samples(self, samples: int) -> None:
         """Adds samples that were applied by the active strategy."""
@@ -63,13 +65,14 @@ class History:
     def to_plain(self) -> dict[str, Any]:
         """Returns the history as JSON, for checkpoints."""
         plain = {name: getattr(self, name) for name in _NUMBERS}
-        plain["tally"] = vars(self.tally).copy()
+        plain |= {"tally": vars(self.tally).copy(), "val_rows": self.val_rows}
         plain |= {name: [row.to_plain() for row in getattr(self, name)] for name in _ROWS}
         return plain | {name: sorted(map(list, getattr(self, name).items())) for name in _COUNTS}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> History:
         values = {name: plain[name] for name in _NUMBERS}
+        values["val_rows"] = plain.get("val_rows", 0)  # Unknown to version 0.1.0.
         values["tally"] = TrainTotals(**plain["tally"])
         for name, kind in _ROWS.items():
             values[name] = [from_plain(kind, row) for row in plain.get(name, ())]

@@ -94,6 +94,8 @@ class EnterPhase(Message):
     """Keep a copy of the state, because the switch is a trial."""
     restore: bool = False
     """Restore that copy instead of the current state, because the trial failed."""
+    best: bool = False
+    """Restore the state that `EpochEnd` kept, not that of the last snapshot."""
 
 
 class Quiesce(Message):
@@ -114,7 +116,10 @@ class SaveCheckpoint(Message):
 
 
 class EpochEnd(Message):
+    """An epoch ended; with `keep`, workers keep a copy of the state for a rollback."""
+
     epoch: int
+    keep: bool
 
 
 class FinishRun(Message):
@@ -156,6 +161,10 @@ class StepStats(Message):
     """Exposed communication time."""
     norms: tuple[float, float, float, float] | None = None
     """Periodically: local samples, squared norm of the local gradient, all samples, of the mean."""
+    steps: int = 0
+    """Steps with samples."""
+    busy_square_s2: float = 0.0
+    """Sum of the squared compute times of these steps."""
 
 
 class StepsApplied(Message):
@@ -178,6 +187,8 @@ class GradientPushed(Message):
     base: int
     step: int
     measured: StepStats
+    alignment: float | None = None
+    """Component of the gradient along the last change of the worker's weights, if known."""
 
 
 class PhaseEntered(Message):
@@ -332,6 +343,9 @@ class ApplyUpdate(Message):
     parts: tuple[GradientRef, ...]
     lr_scale: float
     clip: float | None
+    fraction: tuple[float, float, float] | None = None
+    """Share, delay and look-ahead of a `protocol.staleness.Fraction`; None for the optimizer's own
+    step."""
 
 
 class ShardSqNorm(Message):

@@ -19,6 +19,7 @@ from paceline.protocol.messages import (
 )
 from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send, SendToServers
 from paceline.protocol.shares import split_batch
+from paceline.protocol.staleness import StalenessMeter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class PushRules:
     servers: int
     lr_scale: Callable[[float, int], float]
     """Learning-rate factor of an update, by its fraction of a global batch and its staleness."""
+    corrects: bool = False
+    """True if updates are corrected for staleness (`protocol.staleness`)."""
     gradient_weight: Callable[[int], float] = lambda staleness: 1.0
     """Weight of a gradient by its staleness in updates."""
     aggregates: bool = False
@@ -49,6 +52,7 @@ class PushPace(Pace):
         self._clock = clock
         self._push_units = context.groups or tuple((w,) for w in range(context.workers))
         self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
+        self._meter = StalenessMeter(len(self._push_units)) if rules.corrects else None
         # A single gradient is clipped by its worker, which has all of it.
         self._clip = context.clip if rules.aggregates else None
         cuts = split_batch(context.batch, context.workers)
@@ -158,6 +162,8 @@ class PushPace(Pace):
         in_rounds = self._clock.synchronous
         lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
         push = Push(unit, leader.handle, samples, self._share_of_batch(lo, hi), leader.base)
+        if self._meter is not None:
+            self._meter.on_push(unit, leader.alignment, push.share)
         verdict = self._clock.on_push(push, now)
         orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
         if not in_rounds:
@@ -189,8 +195,15 @@ class PushPace(Pace):
         history.add_samples(samples)
         # In rounds, the shares belong to one batch and sum up to 1 regardless of rounding.
         share = pushes[0].share if single else sum([p.share for p in pushes])
-        scale = rules.lr_scale(1.0 if self._clock.synchronous else share, most_stale)
-        update = ApplyUpdate(self.version, tuple(parts), scale, self._clip)
+        if self._clock.synchronous:
+            share = 1.0
+        fraction = None
+        if self._meter is None:
+            scale = rules.lr_scale(share, most_stale)
+        else:
+            fraction = self._meter.on_update(pushes, share)
+            scale = self._meter.rate
+        update = ApplyUpdate(self.version, tuple(parts), scale, self._clip, fraction)
         return SendToServers(rules.servers, update)
 
     def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:

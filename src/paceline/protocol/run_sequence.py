@@ -114,6 +114,7 @@ class RunSequence:
         self._decision: SwitchDecision | None = None
         self._rollback_phase: int | None = None
         """The phase whose state the workers keep during a trial switch."""
+        self._has_best = False  # Workers keep the state of an epoch for the end of the run.
         self._ended = False
         self._sequence = self._run_sequence()
         next(self._sequence)
@@ -123,7 +124,8 @@ class RunSequence:
         if decision is None:
             return None
         history = self.history
-        stays = decision.phase == history.phase and decision.exclude_worker is None
+        changes = decision.restore or decision.exclude_worker is not None
+        stays = decision.phase == history.phase and not changes
         last = history.decisions[-1].cause if history.decisions else None
         # A rule that stays decides so in every window; only the first is recorded.
         if not stays or (decision.cause != last and len(history.decisions) < MAX_DECISIONS):
@@ -166,6 +168,7 @@ class RunSequence:
             epochs=ready.epochs,
             batch=ready.batch,
             schedule=self.plan.schedule,
+            speeds=self._probed,
         )
         try:
             policy = self._policy = self._make_policy(self.plan.strategy, horizon)
@@ -221,7 +224,7 @@ class RunSequence:
                 break
             if epoch_ended:
                 replies_to_end: list[EpochEndReply] = yield from self._ask_all_workers(
-                    EpochEnd(history.epoch - 1), EpochEndReply
+                    EpochEnd(history.epoch - 1, self._keep_state()), EpochEndReply
                 )
                 if len({w.more for w in replies_to_end}) > 1:
                     raise RunStopped(
@@ -235,7 +238,24 @@ class RunSequence:
             self._decision = None
             if decision is not None and decision.phase != history.phase:
                 yield from self._enter(ready, ledger, decision)
+        yield from self._conclude(ready, ledger)
         yield from self._finish(ready)
+
+    def _keep_state(self) -> bool:
+        """Returns whether workers keep the state of this epoch for the end of the run."""
+        self._has_best |= (keep := self._policy.keeps_state(self.history))
+        return keep
+
+    def _conclude(self, ready: WorkerReady, ledger: Ledger) -> _Script:
+        """Restores the kept state at the end of the run if the policy prefers it."""
+        decision = self._policy.conclude(self.history)
+        if decision is None or not self._has_best:
+            return
+        self._record(decision)
+        yield from self._enter(ready, ledger, decision)
+        assert self._pace is not None
+        yield from self._ask_all_workers(Quiesce(self._pace.version), Quiesced)
+        self.final["val_loss"], self.final["val_acc"] = yield from self._evaluate("val")
 
     def _train(self, stop: int) -> _Script:
         assert self._pace is not None
@@ -255,6 +275,7 @@ class RunSequence:
     ) -> _Script:
         """Starts the strategy of a phase on all workers."""
         history = self.history
+        switching = decision is not None and history.samples > 0
         before, phase_before = self._strategy(), history.phase
         drain_s = self._pace.drain_s if self._pace is not None else 0.0
         if decision is not None:
@@ -267,11 +288,12 @@ class RunSequence:
         windows = history.throughput.windows
         speeds = windows[-1].speeds if windows else self._probed
         groups = strategy.worker_groups(self.plan.workers, speeds)
-        keep, restore = False, False
+        keep, restore, best = False, False, False
         if decision is not None:
-            keep, restore = decision.snapshot, decision.restore and self._rollback_phase is not None
+            keep, best = decision.snapshot, decision.best
+            restore = decision.restore and (best or self._rollback_phase is not None)
             self._rollback_phase = phase_before if keep else None
-        question = EnterPhase(history.phase, servers, decision is not None, groups, keep, restore)
+        question = EnterPhase(history.phase, servers, switching, groups, keep, restore, best)
         yield from self._ask_all_workers(question, PhaseEntered)
         self._pace = self._make_pace(
             strategy,
@@ -284,7 +306,7 @@ class RunSequence:
                 groups=groups,
             ),
         )
-        if decision is not None:
+        if decision is not None and switching:
             self._resumed = {}
             history.switches.append(
                 SwitchRow(
@@ -345,6 +367,8 @@ class RunSequence:
         if len(losses) < len(parts):
             return None, None
         loss = sum(losses) / count
+        if split == "val":
+            self.history.val_rows = count
         # Workers without rows, or that left the reply to another, do not determine the classes.
         right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None

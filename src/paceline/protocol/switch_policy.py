@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import SpecError
 from paceline.protocol.history import History
@@ -26,6 +26,8 @@ class SwitchDecision:
     """Workers keep a copy of the current state for a rollback."""
     restore: bool = False
     """Continue from that copy, because the result was worse."""
+    best: bool = False
+    """Restore the state of the best validated epoch instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class RunHorizon:
     """None for a custom training loop that does not set it."""
     batch: int
     schedule: Schedule
+    speeds: tuple[float, ...] = ()
+    """Samples per second of each worker before training; empty if they were not measured."""
 
     @property
     def total(self) -> int:
@@ -52,21 +56,30 @@ class RunHorizon:
         return self.schedule.factor(samples, per_epoch=self.samples_per_epoch, total=self.total)
 
 
-class SwitchPolicy(Protocol):
+class SwitchPolicy:
+    """Decides on the phases of a run; by default, the first one is used for all of it."""
+
     def next_stop(self, history: History) -> int | None:
         """Returns the sample count of the next decision, if it is known in advance."""
+        return None
 
     def decide(self, history: History) -> SwitchDecision | None:
         """Returns a decision if the phase should change now."""
+        return None
+
+    def keeps_state(self, history: History) -> bool:
+        """Returns whether workers keep a copy of the state after this epoch."""
+        return False
+
+    def conclude(self, history: History) -> SwitchDecision | None:
+        """Returns a decision to restore the kept copy at the end of the run."""
+        return None
 
 
-class SwitchAtPoints:
-    """Starts phase k at points[k-1] samples; passing several points at once skips phases.
+class SwitchAtPoints(SwitchPolicy):
+    """Starts phase k at points[k-1] samples; passing several points at once skips phases."""
 
-    Without points, the first strategy is used for the whole run.
-    """
-
-    def __init__(self, points: Sequence[int] = (), names: Sequence[str] = ()) -> None:
+    def __init__(self, points: Sequence[int], names: Sequence[str]) -> None:
         self._points = points
         self._names = names
 

@@ -56,6 +56,8 @@ class ThroughputWindow:
     """Samples per second of compute time, per worker."""
     comm_share: float
     """Ratio of exchange to compute time on the worker that waits least."""
+    cv: float = 0.0
+    """Standard deviation of a worker's step times relative to their mean, over all workers."""
 
     @property
     def rate(self) -> float:
@@ -91,7 +93,11 @@ class GradientNoiseScale:
 
 
 class ThroughputMonitor:
-    """Accumulates reports; closes a window once it is long enough and every worker has reported."""
+    """Accumulates reports in windows.
+
+    A window that is long enough closes when every worker with work has reported once more, so that
+    it holds the samples of all of them up to about the same time.
+    """
 
     def __init__(self) -> None:
         self.windows: deque[ThroughputWindow] = deque(maxlen=KEEP_WINDOWS)
@@ -114,15 +120,9 @@ class ThroughputMonitor:
             self._open(now)
         else:
             self._began = now - self._spent_s
-            self._count_silent()
 
     def exclude(self, worker: int) -> None:
         self._idle |= {worker}
-        self._count_silent()
-
-    def _count_silent(self) -> None:
-        """Counts the active workers that have not reported in this window."""
-        self._silent = sum(not b and w not in self._idle for w, b in enumerate(self._busy))
 
     def end(self, now: float) -> None:
         """Ends a training interval; windows exclude evaluation and saving."""
@@ -135,8 +135,11 @@ class ThroughputMonitor:
         self._samples = [0] * self._workers
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
+        self._steps = [0] * self._workers
+        self._busy_square = [0.0] * self._workers
         self._totals = TrainTotals()
-        self._count_silent()
+        self._complete: set[int] = set()
+        """Workers that have reported since the window is long enough."""
 
     def add(self, worker: int, measured: StepStats, now: float) -> bool:
         """Adds a report; returns True if it closed a window."""
@@ -144,12 +147,15 @@ class ThroughputMonitor:
             return False
         self._samples[worker] += measured.samples
         self._totals.add(measured)
-        if measured.busy_s > 0:
-            if not self._busy[worker] and worker not in self._idle:
-                self._silent -= 1
-            self._busy[worker] += measured.busy_s
+        self._busy[worker] += measured.busy_s
         self._comm[worker] += measured.comm_s
-        if now - self._began < WINDOW_S or self._silent or self._totals.samples < self._least:
+        self._steps[worker] += measured.steps
+        self._busy_square[worker] += measured.busy_square_s2
+        if now - self._began < WINDOW_S or self._totals.samples < self._least:
+            return False
+        if measured.busy_s > 0 and worker not in self._idle:
+            self._complete.add(worker)
+        if len(self._complete) < self._workers - len(self._idle):
             return False
         self.append(
             ThroughputWindow(
@@ -162,10 +168,20 @@ class ThroughputMonitor:
                     s / b if b else 0.0 for s, b in zip(self._samples, self._busy, strict=True)
                 ),
                 comm_share=min(c / b for c, b in zip(self._comm, self._busy, strict=True) if b),
+                cv=self._variation(),
             )
         )
         self._open(now)
         return True
+
+    def _variation(self) -> float:
+        """Returns the root mean square of the workers' coefficients of variation."""
+        squares = [
+            max(0.0, steps * square / busy**2 - 1)
+            for steps, square, busy in zip(self._steps, self._busy_square, self._busy, strict=True)
+            if steps > 1 and busy
+        ]
+        return float((sum(squares) / len(squares)) ** 0.5) if squares else 0.0
 
     def append(self, window: ThroughputWindow) -> None:
         self.windows.append(window)

@@ -65,10 +65,14 @@ class FlatOptimizer:
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Steps with one gradient per row (None skips it), with the optimizer's options."""
+        self.prepare(gradients).step()
+
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> torch.optim.Optimizer:
+        """Returns the optimizer of the rows, with their gradients and the current options."""
         for row, gradient in zip(self._rows, gradients, strict=True):
             row.weights.grad = gradient
         copy_options(self._flat, (self._pieces.param_groups[group] for group in self._used))
-        self._flat.step()
+        return self._flat
 
     def write_back(self) -> None:
         """Writes the current slots of the rows back to the parameters, as views where possible."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import SpecError, UsageError
 from paceline.plugins import Plugin, load_plugin_file, plugin_for
 from paceline.protocol.pace import Pace, PaceContext
-from paceline.protocol.switch_policy import RunHorizon, SwitchAtPoints, SwitchPolicy
+from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy
 from paceline.specs.base import Spec, parse_spec, spec_from_call
 from paceline.specs.expression import Value
 from paceline.specs.strategy import Strategy
@@ -60,7 +60,7 @@ class StrategyRecord:
 
 
 _DATA_PARALLEL = ("single", "allreduce", "ps", "grouped", "local_sgd", "diloco")
-_BUILT_IN = (*_DATA_PARALLEL, "pipeline", "tensor", "switch")
+_BUILT_IN = (*_DATA_PARALLEL, "pipeline", "tensor", "switch", "auto")
 _registered: dict[str, StrategyRecord] = {}
 
 
@@ -145,7 +145,7 @@ def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
     """Creates the switch policy of `spec`. Raises SpecError for unsupported rules."""
     path = _record_of(spec).policy
     if path is None:
-        return SwitchAtPoints()
+        return SwitchPolicy()
     make: Callable[[Strategy, RunHorizon], SwitchPolicy] = _load(path)
     return make(spec, horizon)
 

@@ -127,6 +127,7 @@ class GradientBackend(WeightsBackend):
         """Codec residuals per worker and parameter; kept across a switch."""
         self._updates = WeightUpdates()
         self._fallback: Section | None = None
+        self._best: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
         model.train()
 
@@ -166,19 +167,23 @@ class GradientBackend(WeightsBackend):
     # ---- weights backend ----------------------------------------------------------------------
 
     def enter(
-        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool
+        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool, best: bool
     ) -> WeightUpdates:
         self._updates.export()
         self._updates.close()
-        if restore and self._fallback is not None:
-            self.load(self._fallback)
-        self._fallback = None
-        if keep:
-            self._fallback = copy_section(
-                state_from_model(self.replica.model, self.replica.optimizer)
-            )
+        kept = self._best if best else self._fallback
+        if restore and kept is not None:
+            self.load(kept)
+        self._fallback = self._copy_state() if keep else None
         self._updates = simulation(strategy).updates(strategy, self, groups)
         return self._updates
+
+    def keep(self) -> None:
+        self._updates.export()
+        self._best = self._copy_state()
+
+    def _copy_state(self) -> Section:
+        return copy_section(state_from_model(self.replica.model, self.replica.optimizer))
 
     def load(self, section: Section) -> None:
         load_into_model(section, self.replica.model, self.replica.optimizer)

@@ -130,6 +130,8 @@ class LockstepSimulation(StrategySimulation, ABC):
                 simulator.report_divergence(worker, outcome, leases[worker], float(ends[worker]))
         self._samples += shares.astype(np.int64)
         self._busy += busy
+        self._busy_square += busy**2
+        self._computed += shares > 0
         clocks = simulator.clocks
         clocks["forward"] += busy / 3
         clocks["backward"] += busy * 2 / 3
@@ -156,6 +158,8 @@ class LockstepSimulation(StrategySimulation, ABC):
     def _reset_report(self) -> None:
         self._samples = np.zeros(self.workers, dtype=np.int64)
         self._busy = np.zeros(self.workers)
+        self._busy_square = np.zeros(self.workers)
+        self._computed = np.zeros(self.workers, dtype=np.int64)
         self._comm = np.zeros(self.workers)
         self._outcomes: list[list[StepOutcome]] = []
 
@@ -170,9 +174,10 @@ class LockstepSimulation(StrategySimulation, ABC):
     def _stats(self, worker: int) -> StepStats:
         samples = int(self._samples[worker])
         busy_s, comm_s = float(self._busy[worker]), float(self._comm[worker])
+        steps, square = int(self._computed[worker]), float(self._busy_square[worker])
         outcomes = [step[worker] for step in self._outcomes if step]
         if not outcomes:
-            return StepStats(samples, samples, None, None, busy_s, comm_s)
+            return StepStats(samples, samples, None, None, busy_s, comm_s, None, steps, square)
         corrects = [o.correct for o in outcomes]
         return StepStats(
             samples,
@@ -182,4 +187,6 @@ class LockstepSimulation(StrategySimulation, ABC):
             busy_s,
             comm_s,
             next((o.norms for o in reversed(outcomes) if o.norms is not None), None),
+            steps,
+            square,
         )

@@ -31,6 +31,8 @@ class SimulatedWorker:
     """Since when the worker waits for a lease; None before its first one of a stretch."""
     wait_s: float = 0.0
     comm_s: float = 0.0
+    reported_comm_s: float = 0.0
+    """Part of `comm_s` that the coordinator knows."""
     busy_s: float = 0.0
     handle: int = 0
     base: int = 0
@@ -217,7 +219,7 @@ class PushPullSimulation(StrategySimulation):
         """Notifies the coordinator of the push, then starts the worker's next lease, if any."""
         worker, has_gradient = push.worker, push.granted.lease.samples > 0
         state = self.workers[worker]
-        self.post_push(push, at_s, at_s - push.computed_s, gradient=has_gradient)
+        self.post_push(push, at_s, gradient=has_gradient)
         free_at = at_s
         if self.rules.overlap and has_gradient:
             self._start_background_pull(worker, state.handle, at_s)
@@ -227,7 +229,7 @@ class PushPullSimulation(StrategySimulation):
         if state.queue:
             self._begin(worker, state.queue.pop(0), free_at)
 
-    def post_push(self, push: PendingPush, at_s: float, comm_s: float, *, gradient: bool) -> None:
+    def post_push(self, push: PendingPush, at_s: float, *, gradient: bool) -> None:
         """Sends `GradientPushed` to the coordinator and, with `gradient`, a push to the servers."""
         worker, lease, outcome = push.worker, push.granted.lease, push.outcome
         simulator, state = self.simulator, self.workers[worker]
@@ -235,6 +237,7 @@ class PushPullSimulation(StrategySimulation):
         step = simulator.steps_of(worker)
         simulator.steps[worker] += 1
         handle, samples = state.handle, lease.samples
+        comm_s, state.reported_comm_s = state.comm_s - state.reported_comm_s, state.comm_s
         measured = StepStats(
             samples,
             outcome.predictions or samples,
@@ -243,8 +246,13 @@ class PushPullSimulation(StrategySimulation):
             push.busy_s,
             comm_s,
             outcome.norms,
+            1 if samples else 0,
+            push.busy_s**2,
         )
-        message = GradientPushed(worker, handle, lease.id, samples, push.base, step, measured)
+        alignment = simulator.updates.alignment(worker) if gradient else None
+        message = GradientPushed(
+            worker, handle, lease.id, samples, push.base, step, measured, alignment
+        )
 
         def arrived(now: float) -> None:
             self._execute(self._shard.on_gradient(worker, handle), now)

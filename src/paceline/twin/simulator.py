@@ -219,6 +219,8 @@ class Simulator:
             path = self.weights.save(message.name, message.coordinator_state) if worker == 0 else ""
             self.send(worker, CheckpointWritten(worker, path), now)
         elif isinstance(message, EpochEnd):
+            if message.keep and worker == 0:
+                self.weights.keep()
             self.send(worker, EpochEndReply(worker, True), now)
         else:
             assert isinstance(message, FinishRun)
@@ -243,7 +245,11 @@ class Simulator:
         self.simulation = simulation(strategy).simulation(strategy, self, message.groups)
         self._active_strategy = strategy
         self.updates = self.weights.enter(
-            strategy, message.groups, keep=message.snapshot, restore=message.restore
+            strategy,
+            message.groups,
+            keep=message.snapshot,
+            restore=message.restore,
+            best=message.best,
         )
         if message.switching:
             self.clocks["switch"] += now - began

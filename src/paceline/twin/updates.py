@@ -60,6 +60,10 @@ class WeightUpdates:
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         """Sends the computed gradient to the servers as number `handle` of this worker."""
 
+    def alignment(self, worker: int) -> float | None:
+        """Alignment of the worker's last push, as it reports it to the coordinator."""
+        return None
+
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:
@@ -87,10 +91,13 @@ class WeightsBackend:
     """The model of a simulated run: evaluation, checkpoints, and the updates of each strategy."""
 
     def enter(
-        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool
+        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool, best: bool
     ) -> WeightUpdates:
         """Activates a strategy; all replicas are equal now."""
         return WeightUpdates()
+
+    def keep(self) -> None:
+        """Keeps a copy of the current state, as the best so far."""
 
     def settle(self) -> float:
         """Brings the newest weights to all workers; returns the learning rate."""

@@ -124,6 +124,8 @@ class CoordinatorClient:
         self._bytes_sent = self._bytes_before = self._bytes_received = 0
         self._rollback_state: tuple[Section, Section] | None = None
         """Global and local state for a rollback, during a trial switch."""
+        self._best_state: tuple[Section, Section] | None = None
+        """The same of the best validated epoch, if the policy may restore it."""
         self._diverged = False
         self._part: dict[str, object] | None = None
         self._comm_report: CommReport | None = None
@@ -159,6 +161,8 @@ class CoordinatorClient:
                 self._recorder.note_staleness(message.staleness)
                 yield TrainStep(message.lease, self.step, message.version)
             elif isinstance(message, EpochEnd):
+                if message.keep:
+                    self._keep_state()
                 self._between_epochs = True
                 yield message
                 self._between_epochs = False
@@ -196,7 +200,12 @@ class CoordinatorClient:
         self._clock.enter(OTHER)
         busy_s, comm_s = self._times_since()
         work.measured = dataclasses.replace(
-            measured, busy_s=busy_s, comm_s=comm_s, norms=runner.pop_grad_norms()
+            measured,
+            busy_s=busy_s,
+            comm_s=comm_s,
+            norms=runner.pop_grad_norms(),
+            steps=1 if work.lease.samples else 0,
+            busy_square_s2=busy_s**2,
         )
         loss = None
         if measured.loss_sum is not None and measured.samples:
@@ -246,6 +255,8 @@ class CoordinatorClient:
             total.busy_s + measured.busy_s,
             total.comm_s + measured.comm_s,
             measured.norms or total.norms,
+            total.steps + measured.steps,
+            total.busy_square_s2 + measured.busy_square_s2,
         )
 
     def _report(self, epoch: int, position: int) -> None:
@@ -332,12 +343,19 @@ class CoordinatorClient:
     def _snapshot_or_restore(self, message: EnterPhase) -> None:
         assert self._state is not None
         if message.restore:
-            assert self._rollback_state is not None
-            self._state, self._local_state = self._rollback_state
+            kept = self._best_state if message.best else self._rollback_state
+            assert kept is not None
+            self._state, self._local_state = kept
         self._diverged = False
         self._rollback_state = None
         if message.snapshot:
             self._rollback_state = (copy_section(self._state), copy_section(self._local_state))
+
+    def _keep_state(self) -> None:
+        """Keeps the state of the best validated epoch so far."""
+        self._save_local_state()
+        shared = copy_section(self.runner.export_state())
+        self._best_state = (shared, copy_section(self._local_state))
 
     def _drop_inner_state(self) -> None:
         tensors = self._local_state.tensors.items()

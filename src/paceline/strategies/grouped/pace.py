@@ -9,5 +9,9 @@ from paceline.strategies.grouped.spec import Grouped
 
 
 def make_pace(spec: Grouped, context: PaceContext) -> Pace:
-    rules = PushRules(servers=spec.servers_for(context.workers), lr_scale=spec.lr_scale_for)
+    rules = PushRules(
+        servers=spec.servers_for(context.workers),
+        lr_scale=spec.lr_scale_for,
+        corrects=spec.lr_scale is None,
+    )
     return PushPace(rules, AspClock(len(context.groups)), context)

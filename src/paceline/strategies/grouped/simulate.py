@@ -129,7 +129,7 @@ class GroupedSimulation(PushPullSimulation):
                 simulator.report_divergence(member, outcome, granted.lease, now)
             at_s = sent if member == leader else summed
             push = PendingPush(member, granted, state.base, outcome, end - began)
-            self.post_push(push, at_s, 0.0, gradient=member == leader)
+            self.post_push(push, at_s, gradient=member == leader)
             state.idle_since = at_s
 
 

@@ -11,6 +11,7 @@ def make_pace(spec: ParameterServer, context: PaceContext) -> Pace:
     rules = PushRules(
         servers=spec.servers_for(context.workers),
         lr_scale=spec.lr_scale_for,
+        corrects=spec.corrects,
         gradient_weight=spec.sync.gradient_weight,
         aggregates=spec.sync.aggregates,
         overlap=spec.overlap,

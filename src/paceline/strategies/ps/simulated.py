@@ -22,12 +22,13 @@ from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
 from paceline.strategies.ps.transport import Connected, Pulled, TransportKind, WaitForExchange
-from paceline.strategies.runner import CommReport, PhaseContext, Runner, TrainStep, WorkerContext
+from paceline.strategies.runner import CommReport, PhaseContext, TrainStep, WorkerContext
 from paceline.twin.replicas import RunnerGroup
 from paceline.twin.simulation import Groups
 from paceline.twin.updates import StepOutcome, WeightUpdates
 
 if TYPE_CHECKING:
+    from paceline.strategies.ps.worker import ParameterServerRunner
     from paceline.twin.gradient_backend import GradientBackend
 
 ONE_SERVER = (("simulated", 0),)
@@ -159,16 +160,19 @@ class ServedReplicas(WeightUpdates):
     def __init__(
         self,
         backend: GradientBackend,
-        make: Callable[[WorkerContext, Connect], Runner],
+        make: Callable[[WorkerContext, Connect], ParameterServerRunner],
         groups: Groups = (),
     ) -> None:
         self._backend = backend
         self._servers = SimulatedServers(backend.workers)
-        self._group = RunnerGroup(
-            backend,
-            lambda context: make(context, self._servers.connect),
-            PhaseContext(servers=ONE_SERVER, groups=groups),
-        )
+        self._runners: list[ParameterServerRunner] = []
+
+        def make_runner(context: WorkerContext) -> ParameterServerRunner:
+            self._runners.append(make(context, self._servers.connect))
+            return self._runners[-1]
+
+        phase = PhaseContext(servers=ONE_SERVER, groups=groups)
+        self._group = RunnerGroup(backend, make_runner, phase)
         self._steps = [TrainStep(_NO_LEASE, -1) for _ in self._group.runners]
         for worker, kept in enumerate(backend.residuals):
             residuals = {f"residual/{name}": value for name, value in kept.items()}
@@ -185,6 +189,9 @@ class ServedReplicas(WeightUpdates):
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         self._servers.handles[worker] = handle
         self._group.runners[worker].finish_step(self._steps[worker])
+
+    def alignment(self, worker: int) -> float | None:
+        return self._runners[worker].alignment
 
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int

@@ -38,7 +38,7 @@ class ParameterServer(Strategy):
     sync: SyncMode = spec_field(read_sync, Asp())
     servers: int = spec_field(int_field(1, 1024), 1)
     lr_scale: float | None = spec_field(read_lr_scale, None)
-    damp: str = spec_field(choice_field("none", "inverse"), "none")
+    damp: str = spec_field(choice_field("auto", "none", "inverse"), "auto")
     overlap: bool = spec_field(bool_field, False)
     codec: Codec | None = spec_field(read_codec, None)
     via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
@@ -62,7 +62,7 @@ class ParameterServer(Strategy):
 
     @property
     def exact(self) -> bool:
-        plain = self.codec is None and self.damp == "none"
+        plain = self.codec is None and self.damp != "inverse"
         return self.sync.exact and self.lr_scale in (None, 1.0) and plain
 
     def servers_for(self, workers: int) -> int:
@@ -80,6 +80,11 @@ class ParameterServer(Strategy):
 
     def check_workers(self, workers: int) -> None:
         self.sync.check_workers(workers)
+
+    @property
+    def corrects(self) -> bool:
+        """True if updates are corrected for staleness."""
+        return self.damp == "auto" and self.lr_scale is None
 
     def lr_scale_for(self, share: float, staleness: int) -> float:
         """Returns the learning-rate factor of an update with this fraction of a global batch."""

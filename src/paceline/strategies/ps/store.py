@@ -18,7 +18,13 @@ from paceline.comm.shm.segment import shm_domain_id
 from paceline.errors import UsageError, WireError
 from paceline.protocol.messages import ApplyUpdate
 from paceline.protocol.shard import Handle
+from paceline.protocol.staleness import Fraction
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
+from paceline.strategies.ps.fractional import (
+    fractional_rate,
+    fractional_step,
+    has_fractional_step,
+)
 from paceline.strategies.ps.messages import Options, SliceEntry
 
 
@@ -218,13 +224,17 @@ class ParameterStore:
                 if piece.parameter.grad is not None:
                     piece.parameter.grad.mul_(factor)
         given = self.gradients[order.parts[0].worker, order.parts[0].handle].options
+        fraction = Fraction(*order.fraction) if order.fraction is not None else None
         for group, hyper in zip(self.optimizer.param_groups, given, strict=True):
             group.update(hyper)
-            group["lr"] = hyper["lr"] * order.lr_scale
-        if self._flat is None:
-            self.optimizer.step()
+            group["lr"] = hyper["lr"] * fractional_rate(hyper, fraction, order.lr_scale)
+        optimizer = self.optimizer
+        if self._flat is not None:
+            optimizer = self._flat.prepare([row.parameter.grad for row in units])
+        if fraction is None or fraction.is_whole or not has_fractional_step(optimizer):
+            optimizer.step()
         else:
-            self._flat.step([row.parameter.grad for row in units])
+            fractional_step(optimizer, fraction)
 
     def borrow_buffer(self) -> torch.Tensor:
         """Returns a buffer for a gradient; released ones are used again."""

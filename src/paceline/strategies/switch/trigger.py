@@ -5,6 +5,7 @@ Their policies are pure functions of the run's history.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +22,10 @@ from paceline.protocol.throughput import find_straggler
 from paceline.specs.base import Spec, choice_field, float_field, int_field, spec_field
 from paceline.specs.expression import Percent, Value, format_expression
 from paceline.specs.strategy import Strategy
-from paceline.strategies.switch.auto_policy import FIRST, SECOND, AutoPolicy
+from paceline.strategies.auto.spec import Auto
+from paceline.strategies.registry import make_switch_policy
+
+FIRST, SECOND = 0, 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class OnLrDrop(SwitchTrigger):
 
 
 @dataclass(frozen=True)
-class OnPlateau(SwitchTrigger):
+class OnPlateau(SwitchTrigger, SwitchPolicy):
     """Switch when validation loss over `window` epochs has not improved for `patience` epochs."""
 
     name: ClassVar[str] = "plateau"
@@ -85,9 +89,6 @@ class OnPlateau(SwitchTrigger):
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
         return self
-
-    def next_stop(self, history: History) -> int | None:
-        return None
 
     def decide(self, history: History) -> SwitchDecision | None:
         """Compares the mean validation loss of two adjacent windows of epochs."""
@@ -131,7 +132,7 @@ class OnStraggler(SwitchTrigger):
 
 
 @dataclass(frozen=True)
-class StragglerPolicy:
+class StragglerPolicy(SwitchPolicy):
     """greedy: second strategy while there is a straggler. elastic: excludes the straggler."""
 
     rule: OnStraggler
@@ -177,13 +178,14 @@ class StragglerPolicy:
 
 @dataclass(frozen=True)
 class OnGain(SwitchTrigger):
-    """Switch when it pays: measured gain against measured risk; back when loss or speed regress."""
+    """Switches when it pays, and back when loss or speed regress; `auto` with two candidates."""
 
     name: ClassVar[str] = "auto"
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
         self.check_length(horizon)
-        return AutoPolicy(horizon, phases[SECOND].expected_staleness(horizon.workers))
+        # Without probed speeds it begins with the first.
+        return make_switch_policy(Auto(*phases), dataclasses.replace(horizon, speeds=()))
 
 
 TRIGGERS: Mapping[str, type[SwitchTrigger]] = {

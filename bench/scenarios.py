@@ -1,0 +1,265 @@
+"""Scenarios for comparing synchronization strategies in the simulator: a job and a cluster each.
+
+Data: `digits`, which is part of the package, or the first images of MNIST and Fashion-MNIST with
+their complete test sets, or a part of Tiny Shakespeare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import data as datasets
+from paceline.cluster.pool import Host, Jitter, Link, Pool, SlowPeriod, StepCost
+from paceline.job import Job
+from paceline.twin.clusters import read_cluster
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One job on one simulated cluster."""
+
+    name: str
+    description: str
+    pool: Pool
+    data: str = "digits"
+    job: dict[str, Any] = field(default_factory=dict)
+    near_limit: bool = False
+    """The learning rate is near the limit of stability of synchronous training."""
+
+
+class Rows:
+    """Some rows of a dataset."""
+
+    def __init__(self, table: Any, rows: np.ndarray) -> None:
+        self._table, self._rows = table, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(
+        self, indices: np.ndarray, *, epoch: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch: tuple[torch.Tensor, torch.Tensor] = self._table.batch(
+            self._rows[indices], epoch=epoch
+        )
+        return batch
+
+
+@cache
+def load_splits(name: str, data_dir: Path | None) -> Any:
+    """Loads `digits`, or `mnist:6000`: as many training images, a sixth of them for validation."""
+    name, _, count = name.partition(":")
+    whole = datasets.load(name, data_dir=data_dir, dtype="float32", augment=False, seed=0)
+    if not count:
+        return whole
+    kept = int(count)
+    return dataclasses.replace(
+        whole,
+        train=Rows(whole.train, np.arange(kept)),
+        val=Rows(whole.val, np.arange(min(len(whole.val), max(1000, kept // 6)))),
+        test=Rows(whole.test, np.arange(min(len(whole.test), 5000))),
+    )
+
+
+def machines(
+    count: int,
+    *,
+    cv: float = 0.2,
+    slow: dict[int, float] | None = None,
+    periods: dict[int, tuple[float, float, float]] | None = None,
+    mbit_s: float = 1000.0,
+    latency_ms: float = 0.1,
+    per_sample_s: float = 0.01,
+    shape: str = "lognormal",
+) -> Pool:
+    """Machines of equal speed, except for constant slowdown factors and slow periods."""
+    hosts = []
+    for index in range(count):
+        factor = (slow or {}).get(index, 1.0)
+        period = (periods or {}).get(index)
+        hosts.append(
+            Host(
+                host=f"m{index}",
+                cores=4,
+                measured={"any": StepCost(fixed_s=0.002, per_sample_s=per_sample_s * factor)},
+                slow=()
+                if period is None
+                else (SlowPeriod(from_s=period[0], to_s=period[1], factor=period[2]),),
+            )
+        )
+    return Pool(
+        name=f"{count} machines",
+        hosts=tuple(hosts),
+        link=Link(mbit_s=mbit_s, latency_ms=latency_ms),
+        jitter=Jitter(shape=shape, cv=cv),  # type: ignore[arg-type]
+    )
+
+
+def scenarios() -> list[Scenario]:
+    eight = read_cluster("published-eight")
+    cnn = {"model": "cnn-small", "epochs": 8, "batch": 64}
+    mlp = {"model": "mlp-128", "epochs": 8, "batch": 64}
+    on_mnist = {"model": "mlp-300-100", "epochs": 5, "batch": 128}
+    return [
+        Scenario("eight", "the eight published machines", eight, "digits", cnn),
+        Scenario("calm-2", "two equal machines", machines(2, cv=0.05), "mnist:6000", on_mnist),
+        Scenario(
+            "calm-4",
+            "four equal machines",
+            machines(4, cv=0.05),
+            "fashion-mnist:6000",
+            {**cnn, "epochs": 4, "batch": 128},
+        ),
+        Scenario(
+            "slow-3x",
+            "four machines, one 3 times slower",
+            machines(4, slow={0: 3}),
+            "mnist:6000",
+            on_mnist,
+        ),
+        Scenario(
+            "1-3-9",
+            "three machines of speeds 1, 3 and 9",
+            machines(3, cv=0.1, slow={0: 9, 1: 3}),
+            "mnist:6000",
+            on_mnist,
+        ),
+        Scenario(
+            "slow-10x",
+            "eight machines, one 10 times slower",
+            machines(8, slow={3: 10}),
+            "digits",
+            cnn,
+        ),
+        Scenario(
+            "straggler",
+            "eight machines, one 4 times slower for a third of the run",
+            machines(8, periods={2: (16.0, 37.0, 4.0)}),
+            "fashion-mnist:6000",
+            {"model": "mlp-128", "epochs": 5, "batch": 128},
+        ),
+        Scenario(
+            "100-mbit",
+            "four machines, 100 Mbit/s",
+            machines(4, cv=0.1, mbit_s=100, per_sample_s=0.002),
+            "mnist:6000",
+            on_mnist,
+        ),
+        Scenario(
+            "20-ms",
+            "four machines, 100 Mbit/s and 20 ms",
+            machines(4, cv=0.1, mbit_s=100, latency_ms=20, per_sample_s=0.002),
+            "mnist:6000",
+            on_mnist,
+        ),
+        Scenario("workers-16", "16 machines", machines(16), "mnist:6000", on_mnist),
+        Scenario(
+            "workers-32",
+            "32 machines",
+            machines(32, cv=0.3),
+            "mnist:6000",
+            {"model": "mlp-128", "epochs": 5, "batch": 128},
+        ),
+        Scenario("small-data", "eight machines, 1,297 images", machines(8), "digits", mlp),
+        Scenario(
+            "large-batch", "eight machines, batch 256", machines(8), "digits", {**cnn, "batch": 256}
+        ),
+        Scenario(
+            "nesterov",
+            "eight machines, Nesterov momentum",
+            machines(8),
+            "digits",
+            {**cnn, "optimizer": "sgd(momentum=0.9, nesterov=true)"},
+        ),
+        Scenario(
+            "momentum-95",
+            "eight machines, momentum 0.95 and rate 0.1",
+            machines(8),
+            "digits",
+            {**cnn, "optimizer": "sgd(momentum=0.95)", "lr": 0.1},
+        ),
+        Scenario(
+            "momentum-0",
+            "eight machines, no momentum, rate 0.2",
+            machines(8),
+            "mnist:6000",
+            {**on_mnist, "optimizer": "sgd", "lr": 0.2},
+        ),
+        Scenario(
+            "adam-16",
+            "16 machines, Adam at rate 0.004",
+            machines(16),
+            "digits",
+            {**cnn, "optimizer": "adam", "lr": 0.004},
+        ),
+        Scenario(
+            "adamw-8",
+            "eight machines, AdamW at rate 0.004",
+            machines(8),
+            "fashion-mnist:6000",
+            {"model": "mlp-128", "epochs": 5, "batch": 128, "optimizer": "adamw", "lr": 0.004},
+        ),
+        Scenario(
+            "resnet",
+            "six machines, BatchNorm",
+            machines(6, cv=0.3),
+            "digits",
+            {"model": "resnet8", "epochs": 6, "batch": 96, "lr": 0.15},
+        ),
+        Scenario(
+            "late-drop",
+            "eight machines, the rate drops after 60% of the run",
+            machines(8, cv=0.3),
+            "fashion-mnist:6000",
+            {"model": "mlp-128", "epochs": 5, "batch": 128, "schedule": "milestones(3)"},
+        ),
+        Scenario(
+            "cosine",
+            "eight machines, cosine schedule with warm-up",
+            machines(8),
+            "fashion-mnist:6000",
+            {
+                "model": "cnn-small",
+                "epochs": 4,
+                "batch": 128,
+                "optimizer": "sgd(momentum=0.9, weight_decay=0.0005)",
+                "schedule": "cosine(warmup=10%)",
+            },
+        ),
+        Scenario(
+            "limit-cnn",
+            "eight machines, rate 0.3 near the limit of stability",
+            eight,
+            "digits",
+            {**cnn, "lr": 0.3},
+            near_limit=True,
+        ),
+        Scenario(
+            "limit-mlp",
+            "eight machines, rate 0.6 near the limit of stability",
+            eight,
+            "digits",
+            {**mlp, "lr": 0.6},
+            near_limit=True,
+        ),
+        Scenario(
+            "limit-fashion",
+            "eight machines, rate 0.2 near the limit of stability",
+            machines(8, cv=0.3),
+            "fashion-mnist:6000",
+            {"model": "mlp-128", "epochs": 4, "batch": 128, "lr": 0.2},
+            near_limit=True,
+        ),
+    ]
+
+
+def make_job(scenario: Scenario, seed: int, data_dir: Path | None) -> Job:
+    splits = load_splits(scenario.data, data_dir)
+    return Job(**{"checkpoint_every": "never", **scenario.job}, data=lambda: splits, seed=seed)

@@ -1,0 +1,1 @@
+"""auto: chooses among candidates before and during a run, by measurement."""

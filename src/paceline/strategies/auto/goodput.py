@@ -1,0 +1,223 @@
+"""Goodput of candidates: samples per second times the progress that a sample makes.
+
+The cost facets of the planner predict the throughput of every candidate on a cluster that is
+described by live measurements: the speed of each worker, the part of a step that an exchange takes,
+and the variation of step times. A candidate that has run is corrected by its measured throughput.
+The progress per sample comes from the same facets (`StepEstimate.efficiency`), relative to
+synchronous training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.cluster.pool import Host, Link, Pool, StepCost
+from paceline.plan.cost_model import Workload
+from paceline.plan.facet import StepEstimate
+from paceline.plan.pool_arrays import PoolArrays
+from paceline.protocol.throughput import ThroughputWindow
+from paceline.specs.strategy import Strategy
+from paceline.strategies.registry import cost
+
+GRADIENT_FLOATS = 200_000
+"""Nominal size of a gradient: only the time that an exchange takes is measured. It fits into one
+bucket, because the measured time is the part that computation does not hide."""
+MAX_CV = 2.0
+DOUBLINGS = 20
+BISECTIONS = 10
+"""Enough for a thousandth of the range; a decision must not delay the coordinator."""
+_INSTANT = 1e15
+"""Bytes per second of what takes no time."""
+
+
+class LiveCluster:
+    """The workers of a run in the form of the planner, described by measurements."""
+
+    def __init__(self, workers: int, batch: int) -> None:
+        fast = _INSTANT / 1e9
+        pool = Pool(
+            hosts=tuple(
+                Host(host=f"w{i}", measured={"any": StepCost(per_sample_s=1.0)})
+                for i in range(workers)
+            ),
+            link=Link(latency_ms=0.0),
+            collective="ring",
+            collective_gb_s=fast,
+            transfer_gb_s=fast,
+            control_ms=0.0,
+        )
+        work = Workload(
+            model="live",
+            data="live",
+            shapes=((GRADIENT_FLOATS,),),
+            item_bytes=4,
+            flops_per_sample=1.0,
+            samples=batch,
+            batch=batch,
+            epochs=1,
+            evaluated={},
+            slots=0,
+        )
+        self.batch = batch
+        self._arrays = PoolArrays(pool, work)
+        self._hosts = np.arange(workers)
+        self.set_speeds((1.0,) * workers)
+        self.set_exchange(0.0)
+        self.set_latency(0.0)
+        self.set_cv(0.0)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Samples per second of compute time, per worker."""
+        return tuple(float(1 / seconds) for seconds in self._arrays.per_sample)
+
+    def set_speeds(self, speeds: Sequence[float]) -> None:
+        self._arrays.per_sample[:] = [1 / speed for speed in speeds]
+
+    def set_exchange(self, seconds: float) -> None:
+        """Sets the seconds of one all-reduce of a gradient, excluding waits for other workers."""
+        count = len(self._hosts)
+        self.exchange_s = seconds
+        volume = 2 * (count - 1) / count * self._arrays.work.bytes
+        self._arrays.bandwidth[:] = min(_INSTANT, volume / seconds) if seconds > 0 else _INSTANT
+
+    def set_latency(self, seconds: float) -> None:
+        """Sets the latency of a message."""
+        self.latency_s = seconds
+        self._arrays.latency[:] = seconds
+
+    def set_cv(self, cv: float) -> None:
+        """Sets the standard deviation of step times, relative to their mean."""
+        self.cv = cv
+        self._arrays.cv[:] = cv
+
+    def estimate(self, strategy: Strategy) -> StepEstimate:
+        """Predicts one global batch under a strategy."""
+        found: StepEstimate = cost(strategy).step(self._arrays, self._hosts, strategy)
+        return found
+
+    def measure(self, observed: Sequence[Observation]) -> bool:
+        """Describes the workers by what was observed, the newest first.
+
+        Returns False if some worker had no work. Speeds and their variation are the newest ones.
+        Exchange and latency are what explains the throughput of the newest observation and, if
+        there is another, that of the next: strategies differ in how much they send and how often.
+        """
+        newest = observed[0]
+        if not self.set_machines(newest):
+            return False
+        self.set_latency(0.0)
+        self._explain_by_exchange(newest)
+        if len(observed) > 1 and self.exchange_s > 0:
+            self._explain_by_latency(newest, observed[1])
+        return True
+
+    def set_machines(self, seen: Observation) -> bool:
+        """Sets speeds and their variation; returns False if some worker had no work."""
+        count, windows = len(self._hosts), seen.windows
+        speeds = [sum(w.speeds[i] for w in windows) / len(windows) for i in range(count)]
+        if not all(speed > 0 for speed in speeds):
+            return False
+        self.set_speeds(speeds)
+        self.set_cv(min(MAX_CV, sum(w.cv for w in windows) / len(windows)))
+        return True
+
+    def _explain_by_exchange(self, seen: Observation) -> None:
+        """Sets the exchange, at the current latency, to what explains a strategy's throughput."""
+
+        def step_s(exchange_s: float) -> float:
+            self.set_exchange(exchange_s)
+            return self.estimate(seen.strategy).step_s
+
+        self.set_exchange(_invert(step_s, self._step_s(seen)))
+
+    def _explain_by_latency(self, newest: Observation, other: Observation) -> None:
+        """Moves time from the exchange to the latency if that explains another strategy as well."""
+        target = self._step_s(other)
+
+        def excess_s(latency_s: float) -> float:
+            self.set_latency(latency_s)
+            self._explain_by_exchange(newest)
+            return self.estimate(other.strategy).step_s
+
+        without = excess_s(0.0)
+        # With all of the delay as latency there is no exchange left.
+        self.set_exchange(0.0)
+
+        def step_s(latency_s: float) -> float:
+            self.set_latency(latency_s)
+            return self.estimate(newest.strategy).step_s
+
+        most = _invert(step_s, self._step_s(newest))
+        sign = 1.0 if excess_s(most) > without else -1.0
+        found = _bisect(lambda x: sign * excess_s(x), sign * target, 0.0, most)
+        excess_s(found)
+
+    def _step_s(self, seen: Observation) -> float:
+        """Measured seconds per global batch."""
+        return self.batch / mean_rate(seen.windows)
+
+
+class Observation(NamedTuple):
+    """Windows of one strategy."""
+
+    strategy: Strategy
+    windows: Sequence[ThroughputWindow]
+
+
+def _invert(increasing: Callable[[float], float], target: float) -> float:
+    """Returns where an increasing function reaches `target`; 0 if it is above it from the start."""
+    if increasing(0.0) >= target:
+        return 0.0
+    high = target
+    for _ in range(DOUBLINGS):
+        if increasing(high) >= target:
+            break
+        high *= 2
+    return _bisect(increasing, target, 0.0, high)
+
+
+def _bisect(increasing: Callable[[float], float], target: float, low: float, high: float) -> float:
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if increasing(middle) < target else (low, middle)
+    return (low + high) / 2
+
+
+def mean_rate(windows: Sequence[ThroughputWindow]) -> float:
+    """Samples per second over these windows."""
+    return sum(w.samples for w in windows) / sum(w.ended - w.began for w in windows)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Expected throughput of a candidate, and its progress per sample."""
+
+    samples_per_s: float
+    efficiency: float
+
+    @property
+    def value(self) -> float:
+        """Samples of synchronous training that are worth as much, per second."""
+        return self.samples_per_s * self.efficiency
+
+
+def predict_goodput(
+    cluster: LiveCluster, candidates: Mapping[int, Strategy], corrections: Mapping[int, float]
+) -> dict[int, Goodput]:
+    """Predicts the goodput of every candidate, by phase.
+
+    `corrections` are ratios of measured to predicted throughput of candidates that have run.
+    """
+    found = {}
+    for phase, spec in candidates.items():
+        estimate = cluster.estimate(spec)
+        rate = cluster.batch / estimate.step_s * corrections.get(phase, 1.0)
+        if math.isfinite(rate) and rate > 0:
+            found[phase] = Goodput(rate, estimate.efficiency)
+    return found

@@ -1,0 +1,310 @@
+"""The policy of auto: starts with the best candidate, measures, and changes when that pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.protocol.history import History
+from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
+from paceline.protocol.throughput import ThroughputWindow
+from paceline.specs.strategy import Strategy
+from paceline.strategies.auto.goodput import (
+    Goodput,
+    LiveCluster,
+    Observation,
+    mean_rate,
+    predict_goodput,
+)
+from paceline.strategies.auto.spec import Auto
+from paceline.telemetry.events import EpochRow
+
+WINDOWS = 2
+"""Windows of a strategy before it is judged."""
+PREDICTED_MARGIN = 0.10
+"""Gain that a candidate that has not run must promise: nine of ten predictions are closer."""
+MEASURED_MARGIN = 0.03
+"""Gain that a candidate that has run must promise: the usual difference between two windows."""
+START_CV = 0.05
+"""Variation of step times that is assumed before any measurement, as for a pool."""
+RETRY_LR = 0.5
+"""A candidate that made the loss rise is tried again at this fraction of the learning rate."""
+
+FAILED = ("regressed", "diverged")
+UNDONE = (*FAILED, "slower")
+
+
+class AutoPolicy(SwitchPolicy):
+    """Chooses the candidate with the largest goodput; a function of the run's history.
+
+    Every change keeps a copy of the state before it. A change is undone from that copy when the
+    training loss of all windows after it is above every window before it, when validation is worse
+    by more than its standard error, or when the loss diverges. The run ends with the best state:
+    if the last validation is worse than the one before a change, with that of the copy.
+    """
+
+    def __init__(
+        self,
+        horizon: RunHorizon,
+        candidates: Mapping[int, Strategy],
+        phases: tuple[Strategy, ...],
+        start: Strategy | None = None,
+    ) -> None:
+        """`candidates` are those of `phases` that fit these workers, by index."""
+        self._first = start
+        self._horizon = horizon
+        self._candidates = candidates
+        self._phases = phases
+
+    # ---- decisions ----------------------------------------------------------------------------
+
+    def decide(self, history: History) -> SwitchDecision | None:
+        if history.samples == 0:
+            return self._choose_start()
+        failure = self._find_regression(history)
+        if failure is not None:
+            return failure
+        windows = history.throughput.latest(history.phase, WINDOWS)
+        if len(windows) < WINDOWS or len(self._candidates) < 2:
+            return None
+        cluster = self._cluster()
+        corrections = self._measure(history, cluster, windows)
+        if corrections is None:
+            return None
+        return self._choose(history, windows, cluster, corrections)
+
+    def _cluster(self) -> LiveCluster:
+        cluster = LiveCluster(self._horizon.workers, self._horizon.batch)
+        cluster.set_cv(START_CV)
+        return cluster
+
+    def _choose_start(self) -> SwitchDecision:
+        first = next(iter(self._candidates))
+        if self._first is not None:
+            given = self._phases.index(self._first)
+            if given in self._candidates:
+                return self._start(given, "as given", {})
+        speeds = self._horizon.speeds
+        if len(self._candidates) == 1 or not speeds or not all(speed > 0 for speed in speeds):
+            only = "the only candidate" if len(self._candidates) == 1 else "speeds are unknown"
+            return self._start(first, only, {})
+        cluster = self._cluster()
+        cluster.set_speeds(speeds)
+        found = predict_goodput(cluster, self._candidates, {})
+        best = max(found, key=lambda phase: found[phase].value)
+        spread = max(speeds) / min(speeds)
+        why = (
+            f"{found[best].value:.0f} samples/s expected, {found[first].value:.0f} with "
+            f"{self._phases[first]} (workers differ in speed by x{spread:.2f})"
+        )
+        return self._start(best, why, self._figures(found))
+
+    def _start(self, phase: int, why: str, figures: Mapping[str, Any]) -> SwitchDecision:
+        left_out = [str(p) for i, p in enumerate(self._phases) if i not in self._candidates]
+        note = f"; not possible with these workers: {', '.join(left_out)}" if left_out else ""
+        reason = f"auto: starts with {self._phases[phase]}: {why}{note}"
+        return SwitchDecision(phase, reason, "start", measurements=figures)
+
+    def _measure(
+        self, history: History, cluster: LiveCluster, windows: list[ThroughputWindow]
+    ) -> dict[int, float] | None:
+        """Describes the cluster by the newest windows; returns the corrections of candidates.
+
+        None if some workers have no work, so that their speeds are unknown.
+        """
+        observed = {history.phase: Observation(self._phases[history.phase], windows)}
+        for phase in self._candidates:
+            earlier = history.throughput.windows_of_phase(phase)[-WINDOWS:]
+            if phase != history.phase and len(earlier) == WINDOWS:
+                observed[phase] = Observation(self._phases[phase], earlier)
+        newest = sorted(observed.values(), key=lambda o: -o.windows[-1].ended)
+        if not cluster.measure(newest):
+            return None
+        corrections: dict[int, float] = {}
+        for phase, seen in observed.items():
+            if cluster.set_machines(seen):
+                predicted = cluster.batch / cluster.estimate(seen.strategy).step_s
+                corrections[phase] = mean_rate(seen.windows) / predicted
+        cluster.set_machines(newest[0])
+        return corrections
+
+    def _choose(
+        self,
+        history: History,
+        windows: list[ThroughputWindow],
+        cluster: LiveCluster,
+        corrections: Mapping[int, float],
+    ) -> SwitchDecision | None:
+        now = history.phase
+        allowed = {
+            p: s for p, s in self._candidates.items() if p == now or self._may_try(history, p)
+        }
+        found = predict_goodput(cluster, allowed, self._share_corrections(corrections))
+        if now not in found:
+            return None
+        best = max(found, key=lambda phase: found[phase].value)
+        # Every change raises the bar, so that a run on a noisy cluster does not keep changing.
+        margin = MEASURED_MARGIN if best in corrections else PREDICTED_MARGIN
+        margin *= 1 + len(history.switches)
+        gain = 1 - found[now].value / found[best].value
+        figures = {
+            **self._figures(found),
+            "gain": round(gain, 4),
+            "exchange_s": round(cluster.exchange_s, 6),
+            "latency_s": round(cluster.latency_s, 6),
+            "cv": round(cluster.cv, 4),
+            "progress": self._progress(history.samples),
+        }
+        speed = f"auto: {self._phases[now]} makes {found[now].value:.0f} samples/s"
+        if best == now:
+            return SwitchDecision(
+                now, f"{speed}, more than any candidate", "best", measurements=figures
+            )
+        promise = f"{speed}, {self._phases[best]} {found[best].value:.0f}"
+        if gain < margin:
+            why = f"{promise}: less than {100 * margin:.0f}% better, stays"
+            return SwitchDecision(now, why, "no gain", measurements=figures)
+        left = self._remaining(history)
+        window_s = sum(w.ended - w.began for w in windows) / len(windows)
+        saved_s = math.inf if left is None else left / found[now].value * gain
+        cost_s = self._pause_s(history) + WINDOWS * window_s * gain
+        too_late = left is not None and left / found[best].samples_per_s < WINDOWS * window_s
+        if saved_s <= cost_s or too_late:
+            why = f"{promise}, but too little of the run is left to see the effect: stays"
+            return SwitchDecision(now, why, "too late", measurements=figures)
+        cause = "slower" if history.switches and self._was(history, best) else "gain"
+        share = (
+            ""
+            if left is None
+            else f", saves {saved_s:.1f} s of the remaining {left / found[now].samples_per_s:.1f} s"
+        )
+        return SwitchDecision(best, f"{promise}{share}", cause, measurements=figures, snapshot=True)
+
+    def _share_corrections(self, known: Mapping[int, float]) -> dict[int, float]:
+        """Applies corrections also to variants of the same strategy that have not run."""
+        by_name = {self._phases[phase].name: factor for phase, factor in known.items()}
+        shared = {
+            phase: by_name[spec.name]
+            for phase, spec in self._candidates.items()
+            if spec.name in by_name
+        }
+        return shared | dict(known)
+
+    def _was(self, history: History, phase: int) -> bool:
+        return str(self._phases[phase]) == history.switches[-1].before
+
+    def _figures(self, found: Mapping[int, Goodput]) -> dict[str, Any]:
+        return {str(self._phases[p]): round(g.value, 3) for p, g in found.items()}
+
+    def _progress(self, samples: int) -> float | None:
+        if self._horizon.epochs is None:
+            return None
+        return round(self._horizon.progress(samples), 4)
+
+    def _remaining(self, history: History) -> int | None:
+        """Samples until the end of the run; None if the length is unknown."""
+        return None if self._horizon.epochs is None else self._horizon.total - history.samples
+
+    def _pause_s(self, history: History) -> float:
+        """Returns the longest pause of a change so far, or none before the first."""
+        return max((row.pause_s or 0.0 for row in history.switches), default=0.0)
+
+    def _may_try(self, history: History, phase: int) -> bool:
+        """Returns False for a candidate that made the loss rise at a similar learning rate."""
+        text = str(self._phases[phase])
+        failed = [r for r in history.switches if r.cause in FAILED and r.before == text]
+        if not failed:
+            return True
+        if self._horizon.epochs is None:
+            return False
+        then = self._horizon.lr_factor(failed[-1].samples)
+        return self._horizon.lr_factor(history.samples) <= RETRY_LR * then
+
+    # ---- changes that made things worse -------------------------------------------------------
+
+    def _find_regression(self, history: History) -> SwitchDecision | None:
+        """Returns the decision to undo the last change if it made the model worse."""
+        if not history.switches or history.switches[-1].cause in FAILED:
+            return None
+        change = history.switches[-1]
+        before = next((i for i, p in enumerate(self._phases) if str(p) == change.before), None)
+        if before is None:
+            return None
+        why = self._loss_rose(history, before) or self._validation_fell(history, change.samples)
+        if why is None:
+            return None
+        reason = f"auto: {why}: continues from the state before {change.after}"
+        return SwitchDecision(before, reason, "regressed", restore=True)
+
+    def _loss_rose(self, history: History, before: int) -> str | None:
+        """Compares windows: by chance, three are above eight others once in 165 times."""
+        monitor = history.throughput
+        after = [w.loss for w in monitor.latest(history.phase, 3)]
+        earlier = [w.loss for w in monitor.windows_of_phase(before)]
+        known = [loss for loss in after if loss is not None]
+        reference = [loss for loss in earlier if loss is not None]
+        if len(known) < 3 or len(reference) < 3:
+            return None
+        if min(known) <= max(reference):
+            return None
+        return f"the training loss rose from {max(reference):.4g} to {min(known):.4g} and more"
+
+    def _validation_fell(self, history: History, changed_at: int) -> str | None:
+        before = [row for row in history.rows if row.samples <= changed_at]
+        if not before or len(before) == len(history.rows):
+            return None
+        then, now = before[-1], history.rows[-1]
+        if not _is_worse(then, now, history.val_rows):
+            return None
+        return f"validation fell from {_describe(then)} to {_describe(now)}"
+
+    # ---- the best state -----------------------------------------------------------------------
+
+    def keeps_state(self, history: History) -> bool:
+        """Keeps the state of every epoch whose validation loss is the lowest so far."""
+        losses = [row.val_loss for row in history.rows if row.val_loss is not None]
+        return bool(losses) and len(self._candidates) > 1 and losses[-1] == min(losses)
+
+    def conclude(self, history: History) -> SwitchDecision | None:
+        """Returns the decision to end with the best epoch's state if the last one is worse.
+
+        That is the case if its validation is worse by more than the standard error, or at all
+        after a change of strategy that followed the best epoch.
+        """
+        rows = [row for row in history.rows[:-1] if row.val_loss is not None]
+        if not rows or history.rows[-1].val_loss is None:
+            return None
+        best, last = min(rows, key=lambda row: row.val_loss or 0.0), history.rows[-1]
+        changed = any(row.samples >= best.samples for row in history.switches)
+        lost = changed and (last.val_loss or 0.0) > (best.val_loss or 0.0)
+        if not (lost or _is_worse(best, last, history.val_rows)):
+            return None
+        reason = (
+            f"auto: validation ended at {_describe(last)}, after {_describe(best)} in epoch "
+            f"{best.epoch}: returns the state of that epoch"
+        )
+        return SwitchDecision(history.phase, reason, "restored", restore=True, best=True)
+
+
+def _is_worse(then: EpochRow, now: EpochRow, val_rows: int) -> bool:
+    """Returns whether a validation is worse than another by more than chance explains.
+
+    The loss must be higher, and the accuracy, where there is one, lower by two standard errors of
+    the difference of two shares of `val_rows` rows.
+    """
+    if now.val_loss is None or then.val_loss is None or now.val_loss <= then.val_loss:
+        return False
+    if now.val_acc is None or then.val_acc is None or not val_rows:
+        return False
+    p = max(then.val_acc * (1 - then.val_acc), 1 / val_rows)
+    return then.val_acc - now.val_acc > 2 * math.sqrt(2 * p / val_rows)
+
+
+def _describe(row: EpochRow) -> str:
+    accuracy = "" if row.val_acc is None else f", accuracy {100 * row.val_acc:.2f}%"
+    return f"loss {row.val_loss:.4g}{accuracy}"
+
+
+def make_policy(spec: Auto, horizon: RunHorizon) -> SwitchPolicy:
+    return AutoPolicy(horizon, spec.usable(horizon.workers), spec.phases, spec.start)

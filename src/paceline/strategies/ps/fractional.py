@@ -1,0 +1,144 @@
+"""Optimizer steps worth a fraction of a global batch, for gradients that arrive one by one.
+
+A torch optimizer applied to each worker's gradient decays its momentum once per push, `1 / s` times
+as often as on global batches, where `s` is the gradient's share of the batch. Here the decay is
+rescaled to `s`, and the step looks ahead along the momentum to where the weights will be when the
+gradient, computed on older weights, takes effect. With momentum `mu` and look-ahead `k`:
+
+    SGD    w -= lr s ((1 + k) g + (mu - k (1 - mu)) v)
+           v  = (1 - s (1 - mu)) v + s g
+    Adam   w -= lr s ((1 - b1) (1 + k) g + (b1 - k (1 - b1)) m^) / (sqrt(u) + eps)
+           u  = s v2^ + (1 - s) m^^2
+           m, v2 decay by b1^s and b2^s; m^ and v2^ are corrected for the bias of s steps
+
+At `s = 1` and `k = mu` the first is torch's Nesterov momentum; at `k = 0`, its plain momentum. The
+look-ahead is that of DANA (Hakimi et al., "Taming momentum in a distributed asynchronous
+environment", 2019), with the mean of the workers' momentum buffers, so that it needs no additional
+memory. The second moment of a share's gradient contains more noise than that of a whole batch; the
+denominator of Adam removes the difference, with `m^` as an estimate of the mean gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.protocol.staleness import Fraction
+from paceline.strategies.ps.messages import Options
+from paceline.strategies.ps.stability import delay_rate, least_rate
+
+CHUNK = 1 << 15
+"""Elements per operation: weights, gradient and state of a chunk fit into a core's cache."""
+
+
+def fractional_rate(options: Options, fraction: Fraction | None, rate: float) -> float:
+    """Returns the factor on the learning rate of a parameter group for one update.
+
+    `rate` is the factor that the coordinator chose. For updates that are fractions it comes from
+    its governor, and is not applied below the point where it would be overly cautious.
+    """
+    if fraction is None or fraction.is_whole:
+        return rate
+    momentum = options.get("momentum") or options.get("betas", (0.0,))[0]
+    stable = delay_rate(fraction.share, fraction.delay, momentum)
+    return fraction.share * stable * max(rate, least_rate(momentum))
+
+
+def has_fractional_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `fractional_step` supports the optimizer with its current options."""
+    kind = type(optimizer)
+    if kind not in _STEPS:
+        return False
+    return not any(
+        group.get("maximize") or group.get("amsgrad") or group.get("dampening")
+        for group in optimizer.param_groups
+    )
+
+
+@torch.no_grad()
+def fractional_step(optimizer: torch.optim.Optimizer, fraction: Fraction) -> None:
+    """Updates all parameters that have a gradient, like `optimizer.step()`; changes its state.
+
+    The learning rates of the groups are those of this update: `fractional_rate` is applied.
+    """
+    step = _STEPS[type(optimizer)]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                step(parameter, group, optimizer.state[parameter], fraction)
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the same elements of all tensors, a chunk at a time."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    if flat[0].numel() <= CHUNK:
+        return iter([tuple(flat)])
+    return zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True)
+
+
+def _sgd_step(
+    parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], fraction: Fraction
+) -> None:
+    s, mu, decay = fraction.share, group["momentum"], group["weight_decay"]
+    rate = group["lr"]
+    gradient = parameter.grad
+    assert gradient is not None
+    if not mu:
+        for w, g in _chunks(parameter, gradient):
+            w.add_(g.add(w, alpha=decay) if decay else g, alpha=-rate)
+        return
+    k = max(fraction.lookahead, 1.0 if group["nesterov"] else 0.0) * mu
+    buffer = state.get("momentum_buffer")
+    if buffer is None:
+        buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
+    for w, g, v in _chunks(parameter, gradient, buffer):
+        if decay:
+            g = g.add(w, alpha=decay)
+        w.add_(g, alpha=-rate * (1 + k)).add_(v, alpha=-rate * (mu - k * (1 - mu)))
+        v.mul_(1 - s * (1 - mu)).add_(g, alpha=s)
+
+
+def _adam_step(
+    parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], fraction: Fraction
+) -> None:
+    s, (beta1, beta2), eps = fraction.share, group["betas"], group["eps"]
+    rate, decay = group["lr"], group["weight_decay"]
+    decoupled = group.get("decoupled_weight_decay", False)
+    gradient = parameter.grad
+    assert gradient is not None
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    before = float(state["step"])
+    state["step"] += s
+    kept1, kept2 = beta1**s, beta2**s
+    old_bias = 1 - beta1**before
+    bias1, bias2 = 1 - beta1 ** (before + s), 1 - beta2 ** (before + s)
+    k = fraction.lookahead * beta1
+    weight_g, weight_m = (1 - beta1) * (1 + k), beta1 - k * (1 - beta1)
+    for w, g, m, v2 in _chunks(parameter, gradient, state["exp_avg"], state["exp_avg_sq"]):
+        if decay and not decoupled:
+            g = g.add(w, alpha=decay)
+        # Before the first step the gradient is the only estimate of the mean gradient.
+        if before:
+            direction = g.mul(weight_g).add_(m, alpha=weight_m / old_bias)
+        else:
+            direction = g.clone()
+        m.mul_(kept1).add_(g, alpha=1 - kept1)
+        v2.mul_(kept2).addcmul_(g, g, value=1 - kept2)
+        scale = v2.mul(min(s, 1.0) / bias2)
+        if s < 1:
+            scale.addcmul_(m, m, value=(1 - s) / bias1**2)
+        if decay and decoupled:
+            w.mul_(1 - rate * decay)
+        w.addcdiv_(direction, scale.sqrt_().add_(eps), value=-rate)
+
+
+_STEPS: dict[type[torch.optim.Optimizer], Callable[..., None]] = {
+    torch.optim.SGD: _sgd_step,
+    torch.optim.Adam: _adam_step,
+    torch.optim.AdamW: _adam_step,
+}

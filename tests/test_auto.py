@@ -1,0 +1,389 @@
+"""The strategy `auto`: goodput on clusters whose best strategy is known, decisions, whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
+from paceline.errors import SpecError
+from paceline.job import Job
+from paceline.launch.run import train
+from paceline.protocol.history import History
+from paceline.protocol.switch_policy import RunHorizon
+from paceline.protocol.throughput import ThroughputWindow
+from paceline.specs.schedule import parse_schedule
+from paceline.specs.strategy import Strategy
+from paceline.strategies.auto.goodput import LiveCluster, Observation, predict_goodput
+from paceline.strategies.auto.policy import AutoPolicy, make_policy
+from paceline.strategies.auto.spec import DEFAULT_CANDIDATES, Auto
+from paceline.strategies.registry import make_switch_policy, parse_strategy
+from paceline.telemetry.events import EpochRow, SwitchRow
+from paceline.twin.run import TwinOptions, run_twin
+
+NAMES = ("allreduce", "ps", "local_sgd(h=4)", "allreduce(codec=int8)")
+PHASES: dict[int, Strategy] = {i: parse_strategy(name) for i, name in enumerate(NAMES)}
+
+
+def cluster_of(
+    speeds: tuple[float, ...], *, exchange_s: float = 0.0, latency_s: float = 0.0, cv: float = 0.0
+) -> LiveCluster:
+    cluster = LiveCluster(len(speeds), 64)
+    cluster.set_speeds(speeds)
+    cluster.set_exchange(exchange_s)
+    cluster.set_latency(latency_s)
+    cluster.set_cv(cv)
+    return cluster
+
+
+def windows_of(
+    cluster: LiveCluster, strategy: Strategy, phase: int = 0, *, loss: float = 1.0, now: float = 1.0
+) -> list[ThroughputWindow]:
+    """Two windows as a run on this cluster would measure them."""
+    estimate = cluster.estimate(strategy)
+    rate = cluster.batch / estimate.step_s
+    busy = float(max(estimate.busy))
+    return [
+        ThroughputWindow(
+            phase=phase,
+            began=now + i,
+            ended=now + i + 1,
+            samples=round(rate),
+            loss=loss,
+            speeds=cluster.speeds,
+            comm_share=max(0.0, estimate.step_s / busy - 1),
+            cv=cluster.cv,
+        )
+        for i in range(2)
+    ]
+
+
+def best_of(cluster: LiveCluster) -> str:
+    found = predict_goodput(cluster, PHASES, {})
+    return NAMES[max(found, key=lambda phase: found[phase].value)]
+
+
+# ---- goodput ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (cluster_of((100.0, 100.0, 100.0, 33.0)), "ps"),
+        (cluster_of((100.0,) * 8, cv=0.3), "ps"),
+        # An exchange that takes as long as a whole step: send less, or less often.
+        (cluster_of((100.0,) * 4, exchange_s=0.16), "allreduce(codec=int8)"),
+        (cluster_of((100.0,) * 4, latency_s=0.05), "local_sgd(h=4)"),
+        # One server receives the gradients of all 32 workers.
+        (cluster_of((100.0,) * 32, exchange_s=0.02), "allreduce(codec=int8)"),
+    ],
+)
+def test_the_best_candidate_of_a_known_cluster(cluster: LiveCluster, expected: str) -> None:
+    assert best_of(cluster) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cluster_is_recovered_from_what_it_measures(name: str) -> None:
+    strategy = parse_strategy(name)
+    truth = cluster_of((100.0, 90.0, 110.0, 100.0), exchange_s=0.05, cv=0.1)
+    found = LiveCluster(4, 64)
+    assert found.measure([Observation(strategy, windows_of(truth, strategy))])
+    assert found.speeds == pytest.approx(truth.speeds)
+    assert found.exchange_s == pytest.approx(0.05, rel=0.1)
+    for other in PHASES.values():
+        expected = truth.estimate(other).step_s
+        assert found.estimate(other).step_s == pytest.approx(expected, rel=0.05)
+
+
+def test_two_strategies_tell_latency_from_bandwidth() -> None:
+    truth = cluster_of((100.0,) * 4, exchange_s=0.05, latency_s=0.02)
+    seen = [Observation(PHASES[i], windows_of(truth, PHASES[i])) for i in (3, 1)]
+    found = LiveCluster(4, 64)
+    assert found.measure(seen)
+    assert found.latency_s == pytest.approx(0.02, rel=0.1)
+    assert found.exchange_s == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_worker_without_work_leaves_the_cluster_unknown() -> None:
+    windows = windows_of(cluster_of((100.0, 100.0)), PHASES[0])
+    idle = [
+        ThroughputWindow(0, w.began, w.ended, w.samples, w.loss, (100.0, 0.0), 0.0) for w in windows
+    ]
+    assert not LiveCluster(2, 64).measure([Observation(PHASES[0], idle)])
+
+
+# ---- decisions --------------------------------------------------------------------------------
+
+
+def horizon(workers: int = 4, **changes: Any) -> RunHorizon:
+    facts: dict[str, Any] = {
+        "samples_per_epoch": 1000,
+        "epochs": 10,
+        "batch": 64,
+        "schedule": parse_schedule("constant"),
+        **changes,
+    }
+    return RunHorizon(workers=workers, **facts)
+
+
+def policy_of(**changes: Any) -> AutoPolicy:
+    return AutoPolicy(horizon(**changes), PHASES, tuple(PHASES.values()))
+
+
+def history_of(samples: int, windows: list[ThroughputWindow], **changes: Any) -> History:
+    history = History(samples=samples, **changes)
+    for one in windows:
+        history.throughput.append(one)
+    return history
+
+
+def row(epoch: int, loss: float | None, accuracy: float | None = None) -> EpochRow:
+    return EpochRow(epoch=epoch, samples=1000 * epoch, val_loss=loss, val_acc=accuracy)
+
+
+def test_the_run_starts_with_the_best_candidate_by_probed_speeds() -> None:
+    decision = policy_of(speeds=(100.0, 100.0, 100.0, 25.0)).decide(History())
+    assert decision is not None
+    assert (decision.phase, decision.cause) == (1, "start")
+    assert "workers differ in speed by x4.00" in decision.reason
+
+
+def test_without_probed_speeds_it_starts_with_the_first_candidate() -> None:
+    decision = policy_of().decide(History())
+    assert decision is not None
+    assert decision.phase == 0
+
+
+def test_it_changes_when_that_pays_and_explains_why() -> None:
+    slow = cluster_of((100.0, 100.0, 100.0, 30.0))
+    decision = policy_of().decide(history_of(1000, windows_of(slow, PHASES[0])))
+    assert decision is not None
+    assert (decision.phase, decision.cause, decision.snapshot) == (1, "gain", True)
+    assert decision.reason.startswith("auto: allreduce makes 120 samples/s, ps ")
+    assert "s of the remaining 75.0 s" in decision.reason
+
+
+def test_it_stays_where_nothing_is_to_be_gained() -> None:
+    calm = cluster_of((100.0,) * 4)
+    decision = policy_of().decide(history_of(1000, windows_of(calm, PHASES[1], 1), phase=1))
+    assert decision is not None
+    assert (decision.phase, decision.cause) == (1, "best")
+
+
+def test_it_does_not_change_when_the_effect_could_not_be_seen() -> None:
+    slow = cluster_of((100.0, 100.0, 100.0, 30.0))
+    decision = policy_of().decide(history_of(9900, windows_of(slow, PHASES[0])))
+    assert decision is not None
+    assert (decision.phase, decision.cause) == (0, "too late")
+
+
+def test_what_was_measured_corrects_what_is_predicted() -> None:
+    """`ps` was tried and made half of what was expected: the run does not return to it."""
+    slow = cluster_of((100.0, 100.0, 100.0, 50.0))
+    tried = [
+        ThroughputWindow(1, w.began, w.ended, w.samples // 2, 1.0, slow.speeds, 3.0)
+        for w in windows_of(slow, PHASES[1], 1)
+    ]
+    now = windows_of(slow, PHASES[0], now=5.0)
+    decision = policy_of().decide(history_of(2000, [*tried, *now]))
+    assert decision is not None
+    assert decision.phase != 1
+
+
+def test_every_change_raises_the_bar() -> None:
+    jitter = windows_of(cluster_of((100.0,) * 4, cv=0.15), PHASES[0])
+    assert policy_of().decide(history_of(1000, jitter)).cause == "gain"  # type: ignore[union-attr]
+    changes = [SwitchRow(samples=1, before="ps", after="allreduce", cause="gain")] * 3
+    decision = policy_of().decide(history_of(1000, jitter, switches=changes))
+    assert decision is not None
+    assert decision.cause == "no gain"
+
+
+def test_a_change_after_which_the_loss_rises_is_undone() -> None:
+    calm = cluster_of((100.0,) * 4)
+    before = windows_of(calm, PHASES[0], loss=0.5) * 2
+    after = windows_of(calm, PHASES[1], 1, loss=0.9, now=9.0) * 2
+    change = SwitchRow(samples=2000, before="allreduce", after="ps", cause="gain")
+    history = history_of(3000, [*before, *after], phase=1, switches=[change])
+    decision = policy_of().decide(history)
+    assert decision is not None
+    assert (decision.phase, decision.cause, decision.restore) == (0, "regressed", True)
+    assert "the training loss rose from 0.5 to 0.9" in decision.reason
+
+
+def test_a_change_after_which_validation_falls_is_undone() -> None:
+    change = SwitchRow(samples=2000, before="allreduce", after="ps", cause="gain")
+    rows = [row(1, 0.9, 0.7), row(2, 0.5, 0.9), row(3, 0.8, 0.6)]
+    history = history_of(3000, [], phase=1, switches=[change], rows=rows, val_rows=500)
+    decision = policy_of().decide(history)
+    assert decision is not None
+    assert decision.restore
+    # A difference that chance explains does not count.
+    history.rows[-1] = row(3, 0.51, 0.89)
+    assert policy_of().decide(history) is None
+
+
+def test_a_candidate_that_failed_is_tried_again_at_a_lower_learning_rate() -> None:
+    slow = windows_of(cluster_of((100.0, 100.0, 100.0, 30.0)), PHASES[0])
+    failed = SwitchRow(samples=2000, before="ps", after="allreduce", cause="regressed")
+    two = {0: PHASES[0], 1: PHASES[1]}
+
+    def decide(samples: int) -> str:
+        policy = AutoPolicy(
+            horizon(schedule=parse_schedule("milestones(5)")),
+            two,
+            tuple(two.values()),
+        )
+        decision = policy.decide(history_of(samples, slow, switches=[failed]))
+        assert decision is not None
+        return decision.cause
+
+    assert decide(3000) == "best"
+    assert decide(6000) in ("gain", "slower")
+
+
+def test_the_best_validated_state_is_returned() -> None:
+    rows = [row(1, 0.9, 0.7), row(2, 0.3, 0.95), row(3, 0.8, 0.8)]
+    history = history_of(3000, [], rows=rows, val_rows=500)
+    policy = policy_of()
+    decision = policy.conclude(history)
+    assert decision is not None
+    assert (decision.restore, decision.best) == (True, True)
+    assert "returns the state of that epoch" in decision.reason
+    # Without a change, a worse loss alone may be overfitting at the same accuracy.
+    history.rows[-1] = row(3, 0.31, 0.95)
+    assert policy.conclude(history) is None
+    history.switches.append(SwitchRow(samples=2500, before="allreduce", after="ps", cause="gain"))
+    assert policy.conclude(history) is not None
+
+
+def test_states_are_kept_at_the_lowest_validation_loss() -> None:
+    policy = policy_of()
+    assert policy.keeps_state(history_of(1000, [], rows=[row(1, 0.9)]))
+    assert not policy.keeps_state(history_of(2000, [], rows=[row(1, 0.9), row(2, 0.95)]))
+    assert not policy.keeps_state(history_of(1000, [], rows=[row(1, None)]))
+
+
+# ---- the spec ---------------------------------------------------------------------------------
+
+
+def test_text_and_candidates() -> None:
+    assert str(parse_strategy("auto")) == "auto"
+    assert [str(p) for p in Auto().phases] == [str(parse_strategy(t)) for t in DEFAULT_CANDIDATES]
+    two = parse_strategy("auto(allreduce, ps(sync=ssp(3)))")
+    assert str(two) == "auto(allreduce, ps(sync=ssp(3)))"
+    assert len(two.phases) == 2
+    planned = parse_strategy("auto(start=local_sgd(h=8))")
+    assert str(planned) == "auto(start=local_sgd(h=8))"
+    assert str(planned.phases[-1]) == "local_sgd(h=8)"
+
+
+def test_a_given_start_comes_before_probed_speeds() -> None:
+    spec = parse_strategy("auto(start=local_sgd(h=8))")
+    policy = make_policy(spec, horizon(speeds=(1.0, 2.0, 3.0, 4.0)))  # type: ignore[arg-type]
+    decision = policy.decide(History())
+    assert decision is not None
+    assert str(spec.phases[decision.phase]) == "local_sgd(h=8)"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("auto(ps)", "has one candidate"),
+        ("auto(allreduce, switch(allreduce, ps, at=50%))", "cannot be a candidate"),
+        ("auto(allreduce, ps, when=plateau)", "auto has no option 'when'"),
+        ("auto(allreduce, pss)", "did you mean 'ps'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(text: str, complaint: str) -> None:
+    with pytest.raises(SpecError, match=complaint) as caught:
+        parse_strategy(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_candidates_that_do_not_fit_are_left_out_and_named() -> None:
+    spec = parse_strategy("auto(allreduce, ps(sync=kasync(8)), grouped(size=3))")
+    decision = make_policy(spec, horizon(2)).decide(History())  # type: ignore[arg-type]
+    assert decision is not None
+    expected = "not possible with these workers: ps(sync=kasync(8)), grouped(size=3)"
+    assert expected in decision.reason
+
+
+def test_one_worker_is_single() -> None:
+    spec = Auto()
+    assert [str(p) for p in spec.usable(1).values()] == ["single"]
+    assert spec.servers_for(1) == 0
+    decision = make_policy(spec, horizon(1)).decide(History())
+    assert decision is not None
+    assert str(spec.phases[decision.phase]) == "single"
+
+
+def test_a_switch_by_itself_is_auto_with_two_candidates() -> None:
+    policy = make_switch_policy(parse_strategy("switch(allreduce, ps, when=auto)"), horizon())
+    assert isinstance(policy, AutoPolicy)
+    decision = policy.decide(History())
+    assert decision is not None
+    assert decision.phase == 0  # It begins with the first.
+
+
+# ---- whole runs -------------------------------------------------------------------------------
+
+
+def unequal_pool(*factors: float) -> Pool:
+    return Pool(
+        hosts=tuple(
+            Host(host=f"m{i}", cores=4, measured={"any": StepCost(per_sample_s=0.01 * factor)})
+            for i, factor in enumerate(factors)
+        ),
+        link=Link(mbit_s=1000, latency_ms=0.1),
+        jitter=Jitter(cv=0.1),
+    )
+
+
+def simulate(tmp_path: Path, strategy: str, pool: Pool, seed: int = 1) -> Any:
+    job = Job(
+        model="mlp-128", data="digits", epochs=6, batch=64, seed=seed, checkpoint_every="never"
+    )
+    out = tmp_path / f"{strategy.partition('(')[0]}-{seed}"
+    return run_twin(job, parse_strategy(strategy), TwinOptions(out=out, pool=pool, threads=1))
+
+
+def test_a_simulated_run_with_a_straggler_is_faster_and_as_accurate(tmp_path: Path) -> None:
+    pool = unequal_pool(1, 1, 1, 3)
+    chosen = simulate(tmp_path, "auto", pool)
+    reference = simulate(tmp_path, "allreduce", pool)
+    assert chosen["seconds"] < 0.6 * reference["seconds"]
+    assert chosen["test_acc"] > reference["test_acc"] - 0.02
+    assert chosen["samples"] == reference["samples"]
+    start = chosen["decisions"][0]
+    assert (start["cause"], start["chosen"]) == ("start", "ps")
+
+
+def test_a_slow_link_makes_the_run_change(tmp_path: Path) -> None:
+    pool = unequal_pool(1, 1, 1, 1).model_copy(update={"link": Link(mbit_s=20, latency_ms=20.0)})
+    chosen = simulate(tmp_path, "auto", pool)
+    reference = simulate(tmp_path, "allreduce", pool)
+    assert chosen["switches"]
+    assert chosen["seconds"] < reference["seconds"]
+    assert chosen["samples"] == reference["samples"]
+
+
+def test_real_processes_choose_and_end_with_exact_samples(tmp_path: Path) -> None:
+    job = Job(model="mlp-128", data="digits", epochs=3, batch=64, seed=1)
+    result = train(job, "auto", workers=2, out=tmp_path / "run")
+    assert result["status"] == "done"
+    assert result["strategy"] == "auto"
+    assert result["samples"] == 3 * 1297
+    assert result["decisions"][0]["cause"] == "start"
+    assert result["test_acc"] is not None
+    assert result["test_acc"] > 0.8
+
+
+def test_a_real_run_with_one_worker_is_single(tmp_path: Path) -> None:
+    job = Job(model="mlp-128", data="digits", epochs=1, batch=64, seed=1)
+    result = train(job, "auto", workers=1, out=tmp_path / "run")
+    assert (result["status"], result["servers"]) == ("done", 0)
+    alone = train(job, "single", workers=1, out=tmp_path / "single")
+    assert result["test_loss"] == alone["test_loss"]

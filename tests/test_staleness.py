@@ -1,0 +1,247 @@
+"""Correction for staleness: fractional optimizer steps, stable rates, delays and the governor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.protocol.clock import Push
+from paceline.protocol.staleness import Fraction, RateGovernor, StalenessMeter
+from paceline.strategies.ps import fractional
+from paceline.strategies.ps.fractional import (
+    fractional_rate,
+    fractional_step,
+    has_fractional_step,
+)
+from paceline.strategies.ps.stability import delay_rate, least_rate
+from paceline.strategies.ps.weight_motion import WeightMotion
+
+HALF = Fraction(share=0.5, delay=0.5, lookahead=0.5)
+
+
+def parameter(values: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def step(optimizer: torch.optim.Optimizer, gradient: Any, fraction: Fraction) -> None:
+    [held] = optimizer.param_groups[0]["params"]
+    held.grad = torch.as_tensor(gradient, dtype=held.dtype).expand_as(held).clone()
+    base = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = base * fraction.share
+    fractional_step(optimizer, fraction)
+    optimizer.param_groups[0]["lr"] = base
+
+
+def test_a_whole_step_with_full_lookahead_is_nesterov_momentum() -> None:
+    ours, theirs = parameter([1.0, -2.0, 3.0]), parameter([1.0, -2.0, 3.0])
+    mine = torch.optim.SGD([ours], lr=0.1, momentum=0.9, weight_decay=0.01)
+    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    torch.manual_seed(0)
+    for _ in range(20):
+        gradient = torch.randn(3, dtype=torch.float64)
+        step(mine, gradient, Fraction(1.0, 1.0, 1.0))
+        theirs.grad = gradient
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [2, 8, 32])
+def test_fractions_of_a_constant_gradient_add_up_to_synchronous_steps(workers: int) -> None:
+    """After many batches, the same distance was covered and the momentum is the same."""
+    ours, theirs = parameter([0.0]), parameter([0.0])
+    mine = torch.optim.SGD([ours], lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    share = 1 / workers
+    for _ in range(100):
+        for _ in range(workers):
+            step(mine, 1.0, Fraction(share, 1 - share, 1.0))
+        theirs.grad = torch.ones_like(theirs)
+        reference.step()
+    assert ours.item() == pytest.approx(theirs.item(), rel=0.02)
+    buffers = [o.state[p]["momentum_buffer"] for o, p in ((mine, ours), (reference, theirs))]
+    assert float(buffers[0]) == pytest.approx(float(buffers[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_fractions_of_adam_follow_a_constant_gradient_like_adam(kind: Any) -> None:
+    ours, theirs = parameter([1.0]), parameter([1.0])
+    mine, reference = (kind([p], lr=0.01, weight_decay=0.1) for p in (ours, theirs))
+    for _ in range(50):
+        for _ in range(4):
+            step(mine, 2.0, Fraction(0.25, 0.75, 0.75))
+        theirs.grad = torch.full_like(theirs, 2.0)
+        reference.step()
+    assert ours.item() == pytest.approx(theirs.item(), rel=0.01)
+    assert float(mine.state[ours]["step"]) == 50.0
+
+
+def test_long_tensors_are_updated_in_chunks_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    gradient, start = torch.randn(1000), torch.randn(1000)
+    results = []
+    for chunk in (64, 1 << 20):
+        monkeypatch.setattr(fractional, "CHUNK", chunk)
+        for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})):
+            held = torch.nn.Parameter(start.clone())
+            optimizer = kind([held], lr=0.1, **options)
+            for _ in range(3):
+                step(optimizer, gradient, HALF)
+            results.append(held.detach())
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[3], rtol=0, atol=0)
+
+
+def test_only_known_optimizers_with_usual_options_take_fractional_steps() -> None:
+    held = [parameter([1.0])]
+    assert has_fractional_step(torch.optim.SGD(held, lr=0.1, momentum=0.9, nesterov=True))
+    assert has_fractional_step(torch.optim.AdamW(held))
+    assert not has_fractional_step(torch.optim.RMSprop(held))
+    assert not has_fractional_step(torch.optim.Adam(held, amsgrad=True))
+    assert not has_fractional_step(torch.optim.SGD(held, lr=0.1, maximize=True))
+    assert not has_fractional_step(torch.optim.SGD(held, lr=0.1, momentum=0.9, dampening=0.5))
+
+    class Adam(torch.optim.Adam):
+        """A class of the user's with a known name."""
+
+    assert not has_fractional_step(Adam(held))
+
+
+# ---- stability --------------------------------------------------------------------------------
+
+
+def stability_limit(share: float, delay: float, momentum: float) -> float:
+    """Largest learning rate times curvature at which the linear recurrence does not grow."""
+    steps, k = round(delay / share), min(1.0, delay) * momentum
+
+    def grows(rate: float) -> bool:
+        size = steps + 2
+        matrix = np.zeros((size, size))
+        matrix[0, 0] = 1
+        matrix[0, steps] -= rate * share * (1 + k)
+        matrix[0, -1] = -rate * share * (momentum - k * (1 - momentum))
+        for row in range(1, steps + 1):
+            matrix[row, row - 1] = 1
+        matrix[-1, steps] += share
+        matrix[-1, -1] = 1 - share * (1 - momentum)
+        return bool(np.abs(np.linalg.eigvals(matrix)).max() > 1 + 1e-9)
+
+    low, high = 1e-5, 10.0
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if grows(middle) else (middle, high)
+    return low
+
+
+def test_synchronous_steps_are_stable_up_to_the_known_limit() -> None:
+    for momentum in (0.0, 0.5, 0.9):
+        assert stability_limit(1.0, 0.0, momentum) == pytest.approx(2 * (1 + momentum), rel=1e-3)
+
+
+def test_delay_rate_follows_the_eigenvalues() -> None:
+    errors = []
+    for momentum in (0.0, 0.5, 0.8, 0.9, 0.95):
+        reference = stability_limit(1 / 16, 15 / 16, momentum)
+        for share in (0.125, 0.25, 0.5, 1.0):
+            for delay in (1.0, 2.0, 3.0, 4.0):
+                exact = min(1.0, stability_limit(share, delay, momentum) / reference)
+                errors.append(math.log(delay_rate(share, delay, momentum) / exact))
+    assert math.sqrt(sum(e * e for e in errors) / len(errors)) < 0.2
+    assert max(map(abs, errors)) < 0.6
+
+
+def test_equal_workers_keep_their_learning_rate() -> None:
+    for workers in (2, 3, 8, 64):
+        assert delay_rate(1 / workers, 1 - 1 / workers, 0.9) == 1.0
+
+
+def test_least_rate_is_the_ratio_of_the_limits() -> None:
+    assert least_rate(0.0) == 1.0
+    for momentum in (0.5, 0.8, 0.9, 0.95):
+        exact = stability_limit(1 / 16, 15 / 16, momentum) / (2 * (1 + momentum))
+        assert least_rate(momentum) == pytest.approx(exact, rel=0.15)
+
+
+def test_fractional_rate_combines_share_delay_and_governor() -> None:
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    assert fractional_rate(sgd, None, 0.7) == 0.7
+    assert fractional_rate(sgd, Fraction(1.0, 0.0, 0.0), 1.0) == 1.0
+    assert fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 1.0) == 0.25
+    cautious = fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 0.01)
+    assert cautious == pytest.approx(0.25 * least_rate(0.9))
+    assert fractional_rate(sgd, Fraction(0.25, 4.0, 1.0), 1.0) < 0.25 / 10
+    adam = {"lr": 0.1, "betas": (0.9, 0.999)}
+    assert fractional_rate(adam, Fraction(0.25, 4.0, 1.0), 1.0) < 0.25 / 10
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+def push(worker: int, base: int, share: float = 0.5) -> Push:
+    return Push(worker, 0, 32, share, base)
+
+
+def test_one_worker_takes_whole_steps() -> None:
+    meter = StalenessMeter(1)
+    for version in range(5):
+        fraction = meter.on_update([push(0, version, 1.0)], 1.0)
+        assert fraction.is_whole
+
+
+def test_delay_is_counted_in_global_batches() -> None:
+    meter = StalenessMeter(2)
+    first = meter.on_update([push(0, 0)], 0.5)
+    assert (first.share, first.delay) == (0.5, 0.0)
+    assert meter.on_update([push(1, 0)], 0.5).delay == 0.5
+    assert meter.on_update([push(0, 1)], 0.5).delay == 0.5
+    assert meter.on_update([push(1, 1), push(0, 3)], 1.0).delay == pytest.approx(0.5)
+    for version in range(4, 60):
+        last = meter.on_update([push(0, version - 3)], 0.5)
+    assert last.delay == 1.5
+    assert last.lookahead == 1.0
+
+
+def test_the_governor_lowers_the_rate_while_gradients_point_back() -> None:
+    governor = RateGovernor(2)
+    for batch in range(200):
+        governor.add(batch % 2, 1.0, 0.5, batch * 0.5)
+    assert governor.rate == RateGovernor.MIN_RATE
+    for batch in range(200, 600):
+        governor.add(batch % 2, -1.0, 0.5, batch * 0.5)
+    assert governor.rate == 1.0
+
+
+def test_the_governor_ignores_noise_and_invalid_alignments() -> None:
+    meter, noise = StalenessMeter(2), np.random.default_rng(0)
+    for index in range(400):
+        meter.on_push(index % 2, float(noise.normal()), 0.5)
+        meter.on_push(0, math.nan, 0.5)
+        meter.on_push(0, None, 0.5)
+        meter.on_update([push(index % 2, max(0, index - 1))], 0.5)
+    assert meter.rate > 0.8
+
+
+def test_alignment_is_the_component_along_the_last_change() -> None:
+    held = [torch.nn.Parameter(torch.zeros(4))]
+    motion = WeightMotion(held)
+    weights = torch.zeros(4)
+    motion.update(weights.view(torch.uint8))
+    assert motion.align(torch.ones(4).view(torch.uint8), motion.delta) is None
+    motion.update(weights.view(torch.uint8))
+    assert motion.delta is None  # The weights have not changed.
+    weights[0] = -2.0
+    motion.update(weights.view(torch.uint8))
+    gradient = torch.tensor([3.0, 5.0, 0.0, 0.0])
+    assert motion.align(gradient.view(torch.uint8), motion.delta) == pytest.approx(-3.0)
+
+
+def test_parameters_of_several_dtypes_have_no_alignment() -> None:
+    held = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2).double())]
+    motion = WeightMotion(held)
+    motion.update(torch.zeros(24, dtype=torch.uint8))
+    assert motion.delta is None
