@@ -54,6 +54,8 @@ class PaceContext:
     history: History
     clip: float | None = None
     groups: WorkerGroups = ()
+    speeds: tuple[float, ...] = ()
+    """Samples per second of each worker, as far as they were measured; 0 if unknown."""
 
 
 class Pace(ABC):
@@ -94,15 +96,18 @@ class SpeedBalancer:
     MEMORY = 0.5
     """Weight of the previous speed in the moving average."""
 
-    def __init__(self, workers: int) -> None:
-        self._speed: list[float | None] = [None] * workers
+    def __init__(self, workers: int, speeds: tuple[float, ...] = ()) -> None:
+        """Creates a balancer; `speeds` from before this phase count until the first report."""
+        known = speeds if len(speeds) == workers else (0.0,) * workers
+        self._speed: list[float | None] = [speed or None for speed in known]
+        self._reported = [False] * workers
 
     def update(self, worker: int, measured: StepStats) -> None:
         if measured.samples and measured.busy_s > 0:
             fresh = measured.samples / measured.busy_s
-            old = self._speed[worker]
+            old = self._speed[worker] if self._reported[worker] else None
             mixed = fresh if old is None else self.MEMORY * old + (1 - self.MEMORY) * fresh
-            self._speed[worker] = mixed
+            self._speed[worker], self._reported[worker] = mixed, True
 
     def weights(self) -> tuple[int, ...] | None:
         """Returns the weights; None, for equal shares, until all speeds are known."""
@@ -125,7 +130,7 @@ class PlannedPace(Pace):
     ) -> None:
         """Creates a pace; `weights` set the shares of a batch, `balance` uses measured speeds."""
         super().__init__(context)
-        self._balance = SpeedBalancer(context.workers) if balance else None
+        self._balance = SpeedBalancer(context.workers, context.speeds) if balance else None
         self._weights = weights
         self._excluded: set[int] = set()
 

@@ -253,8 +253,7 @@ class RunSequence:
             return
         self._record(decision)
         yield from self._enter(ready, ledger, decision)
-        assert self._pace is not None
-        yield from self._ask_all_workers(Quiesce(self._pace.version), Quiesced)
+        yield from self._ask_all_workers(Quiesce(0), Quiesced)  # Nothing was trained since.
         self.final["val_loss"], self.final["val_acc"] = yield from self._evaluate("val")
 
     def _train(self, stop: int) -> _Script:
@@ -304,6 +303,7 @@ class RunSequence:
                 history=history,
                 clip=self.plan.clip if self.plan.clip is not None else ready.clip,
                 groups=groups,
+                speeds=speeds,
             ),
         )
         if decision is not None and switching:

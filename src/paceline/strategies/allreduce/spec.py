@@ -55,6 +55,10 @@ class AllReduce(Strategy):
     def balances_speeds(self) -> bool:
         return self.balance == "auto"
 
+    @property
+    def needs_worker_speeds(self) -> bool:
+        return self.balance == "auto"
+
 
 RECORD = StrategyRecord(
     spec=AllReduce,
