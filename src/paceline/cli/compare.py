@@ -167,10 +167,14 @@ def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies 
 class DemoOptions:
     out: Annotated[Path | None, Option(short="o", metavar="DIR", default="runs/<time>-demo")] = None
     """Directory for all runs."""
-    workers: Annotated[int, Field(ge=1)] = 2
-    """Total number of worker processes, excluding servers."""
-    epochs: Annotated[int, Field(ge=1)] = 50
+    workers: Annotated[int, Field(ge=1)] = 4
+    """Total number of worker processes, excluding servers; the last one is slowed down."""
+    epochs: Annotated[int, Field(ge=1)] = 10
     """Number of epochs over the 1,297 training images."""
+
+
+SLOWDOWN = 3.0
+"""Factor by which the demo slows its last worker down."""
 
 
 @command
@@ -178,37 +182,57 @@ def demo(*, options: DemoOptions) -> int:
     from paceline.job import build_job
     from paceline.launch.compare_runs import compare as compare_on_workers
     from paceline.launch.run_options import new_run_name
+    from paceline.specs.slowdown import InjectedSlowdown
     from paceline.twin.clusters import read_cluster
     from paceline.twin.run import TwinOptions, compare_twins
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name("demo")
-    fields: dict[str, Any] = {"model": "mlp-128", "data": "digits", "epochs": options.epochs}
+    fields: dict[str, Any] = {"data": "digits", "lr": 0.05, "checkpoint_every": "never"}
+    slow = (InjectedSlowdown(options.workers - 1, factor=SLOWDOWN),) if options.workers > 1 else ()
     print(
         f"Training a digit classifier with {options.workers} worker processes on this machine, "
-        f"{options.epochs} epochs, with four strategies:",
+        f"{options.epochs} epochs, with four strategies.\n"
+        f"The last worker is {SLOWDOWN:g} times slower than the others:",
         flush=True,
     )
-    job = build_job(**fields, batch=64, lr=0.05)
     comparison = compare_on_workers(
-        job,
-        ["single", "allreduce", "ps", "switch(allreduce, ps, at=50%)"],
+        build_job(**fields, model="resnet8", epochs=options.epochs, batch=128),
+        ["allreduce", "allreduce(balance=auto)", "ps", "auto"],
         options.workers,
         out=folder,
+        troubles=slow,
         progress=True,
     )
-    real = show_comparison(comparison, folder, title="Paceline demo: digits, four strategies")
+    real = show_comparison(comparison, folder, title="Paceline demo: one slow worker of four")
+    print(_conclude(folder, slow=bool(slow)))
     print(
-        "\nThe same on a simulated cluster of five published machines; each step takes as long as "
-        "a step of their ResNet:",
+        "\nThe same on a simulated cluster of eight published machines, whose step times vary; "
+        "time is virtual, gradients are real:",
         flush=True,
     )
-    job = build_job(**fields, batch=130, lr=0.05, checkpoint_every="never")
-    virtual = folder / "five-machines"
-    switches = [f"switch(allreduce, ps, at={share}%)" for share in (25, 50, 75)]
+    virtual = folder / "eight-machines"
     comparison = compare_twins(
-        job,
-        ["allreduce", "ps", *switches],
-        TwinOptions(out=virtual, pool=read_cluster("published-five"), threads=1),
+        build_job(**fields, model="mlp-128", epochs=options.epochs, batch=64),
+        ["allreduce", "ps", "switch(allreduce, ps, at=50%)", "auto"],
+        TwinOptions(out=virtual, pool=read_cluster("published-eight"), threads=1),
     )
-    title = "Paceline demo: five published machines, simulated"
+    title = "Paceline demo: eight published machines, simulated"
     return max(real, show_comparison(comparison, virtual, title=title))
+
+
+def _conclude(folder: Path, *, slow: bool) -> str:
+    """Returns what the comparison shows, in training time without startup."""
+    from paceline.report.run_loader import load_runs
+
+    train_s = {
+        run.result["strategy"]: run.result["stages"]["train"] or 0.0
+        for run in load_runs([folder])
+        if run.result["status"] == "done"
+    }
+    base, chosen = train_s.get("allreduce", 0.0), train_s.get("auto", 0.0)
+    if not (slow and base and chosen):
+        return ""
+    return (
+        f"allreduce waits for the slow worker in every step: {base:.1f} s of training. "
+        f"auto measured the workers and needed {chosen:.1f} s, {100 * chosen / base:.0f}% of that."
+    )

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""`auto` next to every fixed strategy, in the simulator with real gradients.
+
+    python bench/regret.py --data-dir DIR --out bench/results/regret.jsonl [--seeds 3]
+
+Rows are appended to the output file one by one; a further call continues where the last one ended
+and prints the table. Regret is the time to the validation accuracy that all-reduce ends at (mean
+over seeds), divided by that of the best fixed strategy in hindsight. Times between two validations
+are interpolated. Runs that never reach it count as never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import PacelineError
+from paceline.strategies.registry import parse_strategy
+from paceline.twin.run import TwinOptions, run_twin
+from scenarios import Scenario, make_job, scenarios
+
+FIXED = (
+    "allreduce",
+    "allreduce(balance=auto)",
+    "ps",
+    "ps(sync=ssp(3))",
+    "grouped(size=2)",
+    "local_sgd(h=4)",
+    "local_sgd(h=16)",
+    "allreduce(codec=int8)",
+)
+Row = dict[str, Any]
+
+
+def run(scenario: Scenario, strategy: str, seed: int, data_dir: Path | None) -> Row:
+    row: Row = {"scenario": scenario.name, "strategy": strategy, "seed": seed}
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options = TwinOptions(out=Path(folder) / "run", pool=scenario.pool, threads=1)
+        try:
+            result = run_twin(make_job(scenario, seed, data_dir), parse_strategy(strategy), options)
+        except PacelineError as error:
+            return {**row, "status": "failed", "error": str(error)}
+    return {
+        **row,
+        "status": result["status"],
+        "test_acc": result["test_acc"],
+        "val_loss": result["val_loss"],
+        "virtual_s": result["seconds"],
+        "validations": [(h["seconds"], h["val_acc"]) for h in result["history"]],
+        "changes": [[s["from"], s["to"], s["cause"]] for s in result["switches"]],
+        "real_s": round(time.perf_counter() - began, 2),
+    }
+
+
+def time_to(row: Row, target: float) -> float:
+    """Virtual seconds until the best validation accuracy so far reaches the target."""
+    best, before_s = 0.0, 0.0
+    for seconds, accuracy in row.get("validations", ()):
+        if accuracy >= target:
+            share = (target - best) / (accuracy - best) if accuracy > best else 0.0
+            return float(before_s + share * (seconds - before_s))
+        best, before_s = max(best, accuracy), seconds
+    return math.inf
+
+
+def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
+    by_strategy: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        by_strategy[row["strategy"]][row["seed"]] = row
+    base, auto = by_strategy.get("allreduce", {}), by_strategy.get("auto", {})
+    done = {seed: row for seed, row in base.items() if row["status"] == "done"}
+    if not done or not auto:
+        return None
+    target = statistics.mean(row["validations"][-1][1] for row in done.values())
+    times = {
+        strategy: statistics.median(time_to(row, target) for row in found.values())
+        for strategy, found in by_strategy.items()
+    }
+    fixed = {s: t for s, t in times.items() if s != "auto"}
+    best = min(fixed, key=lambda s: fixed[s])
+    pairs = [
+        100 * (auto[seed].get("test_acc", 0.0) - row["test_acc"])
+        for seed, row in done.items()
+        if seed in auto
+    ]
+    return {
+        "scenario": name,
+        "allreduce_acc": statistics.mean(r["test_acc"] for r in done.values()),
+        "points": statistics.mean(pairs),
+        "worst_points": min(pairs),
+        "below_worst": 100
+        * (
+            min(auto[s].get("test_acc", 0.0) for s in auto)
+            - min(r["test_acc"] for r in done.values())
+        ),
+        "allreduce_s": times["allreduce"],
+        "auto_s": times["auto"],
+        "best": best,
+        "best_s": times[best],
+        "regret": times["auto"] / times[best] if times[best] < math.inf else math.nan,
+        "diverged": sum(row["status"] != "done" for row in auto.values()),
+    }
+
+
+def print_table(rows: list[Row]) -> None:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["scenario"]].append(row)
+    found = [s for s in (summarize(name, group) for name, group in groups.items()) if s]
+    print(
+        "| scenario | allreduce acc | auto, points (worst) | allreduce s | auto s | "
+        "best fixed (s) | regret |\n|---|---:|---:|---:|---:|---|---:|"
+    )
+    for s in found:
+        print(
+            f"| {s['scenario']} | {100 * s['allreduce_acc']:.1f}% | {s['points']:+.2f} "
+            f"({s['worst_points']:+.1f}) | {s['allreduce_s']:.1f} | {s['auto_s']:.1f} | "
+            f"`{s['best']}` ({s['best_s']:.1f}) | {s['regret']:.2f} |"
+        )
+    regrets = [s["regret"] for s in found if not math.isnan(s["regret"])]
+    if regrets:
+        print(
+            f"\nregret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}, "
+            f"within 1.20 in {sum(r <= 1.2 for r in regrets)} of {len(regrets)} scenarios; "
+            f"{sum(s['diverged'] for s in found)} runs of auto failed"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/regret.jsonl"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--scenarios", help="comma-separated names; all by default")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    if args.out.exists():
+        rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+    known = {(r["scenario"], r["strategy"], r["seed"]) for r in rows}
+    chosen = args.scenarios.split(",") if args.scenarios else None
+    for scenario in () if args.table else scenarios():
+        if chosen is not None and scenario.name not in chosen:
+            continue
+        for seed in range(1, args.seeds + 1):
+            for strategy in ("auto", *FIXED):
+                if (scenario.name, strategy, seed) in known:
+                    continue
+                rows.append(run(scenario, strategy, seed, args.data_dir))
+                with args.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+                print(f"{scenario.name} {strategy} seed {seed}: {rows[-1]['status']}", flush=True)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
