@@ -54,7 +54,7 @@ class Rows:
 
 @cache
 def load_splits(name: str, data_dir: Path | None) -> Any:
-    """Loads `digits`, or `mnist:6000`: 6,000 training rows, 1,000 for validation, 2,000 for test."""
+    """Loads `digits`, or `mnist:6000`: 6,000 rows to train, 1,000 to validate and 2,000 to test."""
     name, _, count = name.partition(":")
     whole = datasets.load(name, data_dir=data_dir, dtype="float32", augment=False, seed=0)
     if not count:
