@@ -180,8 +180,8 @@ SLOWDOWN = 3.0
 @command
 def demo(*, options: DemoOptions) -> int:
     from paceline.job import build_job
-    from paceline.launch.compare_runs import compare as compare_on_workers
-    from paceline.launch.run_options import new_run_name
+    from paceline.launch.compare_runs import compare_strategies
+    from paceline.launch.run_options import RunOptions, new_run_name
     from paceline.specs.slowdown import InjectedSlowdown
     from paceline.twin.clusters import read_cluster
     from paceline.twin.run import TwinOptions, compare_twins
@@ -195,12 +195,10 @@ def demo(*, options: DemoOptions) -> int:
         f"The last worker is {SLOWDOWN:g} times slower than the others:",
         flush=True,
     )
-    comparison = compare_on_workers(
+    comparison = compare_strategies(
         build_job(**fields, model="resnet8", epochs=options.epochs, batch=128),
         ["allreduce", "allreduce(balance=auto)", "ps", "auto"],
-        options.workers,
-        out=folder,
-        troubles=slow,
+        RunOptions(out=folder, workers=options.workers, slowdowns=slow),
         progress=True,
     )
     real = show_comparison(comparison, folder, title="Paceline demo: one slow worker of four")
