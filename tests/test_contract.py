@@ -46,6 +46,7 @@ TABLE = [
     "local_sgd(drift=0.01)",
     "diloco(h=4, outer_lr=1, outer_momentum=0)",
     "switch(allreduce, ps, at=45%)",
+    "auto",
 ]
 """Every strategy that exists, with the options that change its ways."""
 

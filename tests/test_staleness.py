@@ -170,7 +170,7 @@ def test_least_rate_is_the_ratio_of_the_limits() -> None:
 def test_fractional_rate_combines_share_delay_and_governor() -> None:
     sgd = {"lr": 0.1, "momentum": 0.9}
     assert fractional_rate(sgd, None, 0.7) == 0.7
-    assert fractional_rate(sgd, Fraction(1.0, 0.0, 0.0), 1.0) == 1.0
+    assert fractional_rate(sgd, Fraction(1.0, 0.0, 0.0), 0.5) == 1.0
     assert fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 1.0) == 0.25
     cautious = fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 0.01)
     assert cautious == pytest.approx(0.25 * least_rate(0.9))

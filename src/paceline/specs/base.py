@@ -155,6 +155,14 @@ def check_range(value: NumberT, where: str, low: float | None, high: float | Non
     return value
 
 
+def read_lr_scale(value: Value, where: str) -> float | None:
+    """Parses a learning-rate factor; None, written `auto`, lets the strategy choose."""
+    if value == Call("auto"):
+        return None
+    scale: float = float_field(0.0, above=True)(value, where)
+    return scale
+
+
 def bool_field(value: Value, where: str) -> bool:
     if isinstance(value, Call) and value.bare and value.name in ("true", "false"):
         return value.name == "true"

@@ -32,6 +32,7 @@ class LocalStepsRunner(Runner):
     def __init__(self, spec: LocalSteps, context: WorkerContext) -> None:
         super().__init__(context)
         self._steps_between_syncs = spec.steps_between_syncs
+        self._inner_rate = spec.inner_rate(context.size)
         self._parameters = [p for _, p in self.replica.trained]
         self._anchor: list[torch.Tensor] = []
         self._samples = 0
@@ -51,7 +52,7 @@ class LocalStepsRunner(Runner):
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(OPTIMIZER)
         if work.lease.samples:
-            step_optimizer(self.replica)
+            self._step_locally()
         self._samples += work.lease.samples
         self._whole += work.lease.batch
         self._steps += 1
@@ -59,6 +60,16 @@ class LocalStepsRunner(Runner):
         with peer_errors(f"the synchronization at step {work.step} failed"):
             if self._is_due():
                 self._synchronize()
+
+    def _step_locally(self) -> None:
+        """Steps at the rate of local steps; the optimizer keeps the schedule's."""
+        groups = self.replica.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self._inner_rate
+        step_optimizer(self.replica)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def _is_due(self) -> bool:
         return self._steps >= self._steps_between_syncs

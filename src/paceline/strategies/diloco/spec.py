@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.specs.base import float_field, int_field, spec_field
+from paceline.specs.base import float_field, int_field, read_lr_scale, spec_field
 from paceline.specs.strategy import LocalSteps
 from paceline.strategies.registry import StrategyRecord
 
@@ -18,13 +18,21 @@ class DiLoCo(LocalSteps):
     h: int = spec_field(int_field(1), 50)
     outer_lr: float = spec_field(float_field(0.0, above=True), 0.7)
     outer_momentum: float = spec_field(float_field(0.0, 1.0), 0.9)
+    inner_lr: float | None = spec_field(read_lr_scale, None)
 
     @property
     def steps_between_syncs(self) -> int:
         return self.h
 
+    def inner_rate(self, workers: int) -> float:
+        """Returns that of a batch n times smaller: the outer momentum enlarges the steps again."""
+        if self.inner_lr is not None:
+            return self.inner_lr
+        return max(1 / (1 + self.spread(workers)), 1 / workers)
+
     def lr_description(self, workers: int) -> str:
-        return f"learning rate x1 inside, {self.outer_lr:g} outside every {self.h} steps"
+        rate = self.inner_rate(workers)
+        return f"learning rate x{rate:.3g} inside, {self.outer_lr:g} outside every {self.h} steps"
 
 
 RECORD = StrategyRecord(

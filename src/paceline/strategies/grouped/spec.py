@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import choice_field, int_field, spec_field
+from paceline.specs.base import choice_field, int_field, read_lr_scale, spec_field
 from paceline.specs.strategy import Strategy, WorkerGroups
-from paceline.strategies.ps.spec import read_lr_scale
 from paceline.strategies.registry import StrategyRecord
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
-from paceline.specs.base import float_field, int_field, spec_field
+from paceline.specs.base import float_field, int_field, read_lr_scale, spec_field
 from paceline.specs.strategy import LocalSteps
 from paceline.strategies.registry import StrategyRecord
 
@@ -18,6 +18,7 @@ class LocalSgd(LocalSteps):
     name: ClassVar[str] = "local_sgd"
     h: int | None = spec_field(int_field(1), None)
     drift: float | None = spec_field(float_field(0.0, above=True), None)
+    inner_lr: float | None = spec_field(read_lr_scale, None)
 
     def __post_init__(self) -> None:
         if self.h is not None and self.drift is not None:
@@ -33,8 +34,15 @@ class LocalSgd(LocalSteps):
     def syncs_by_drift(self) -> bool:
         return self.drift is not None
 
+    def inner_rate(self, workers: int) -> float:
+        """The square root of the rule for noise, which a batch n times smaller would follow."""
+        if self.inner_lr is not None:
+            return self.inner_lr
+        return float(max((1 + self.spread(workers)) ** -0.5, workers**-0.5))
+
     def lr_description(self, workers: int) -> str:
-        return "learning rate x1 on every worker's own share of the batch"
+        rate = self.inner_rate(workers)
+        return f"learning rate x{rate:.3g} on every worker's own share of the batch"
 
 
 RECORD = StrategyRecord(

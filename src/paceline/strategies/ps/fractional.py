@@ -39,8 +39,10 @@ def fractional_rate(options: Options, fraction: Fraction | None, rate: float) ->
     `rate` is the factor that the coordinator chose. For updates that are fractions it comes from
     its governor, and is not applied below the point where it would be overly cautious.
     """
-    if fraction is None or fraction.is_whole:
+    if fraction is None:
         return rate
+    if fraction.is_whole:
+        return 1.0
     momentum = options.get("momentum") or options.get("betas", (0.0,))[0]
     stable = delay_rate(fraction.share, fraction.delay, momentum)
     return fraction.share * stable * max(rate, least_rate(momentum))

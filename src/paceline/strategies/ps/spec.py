@@ -11,23 +11,14 @@ from paceline.errors import SpecError
 from paceline.specs.base import (
     bool_field,
     choice_field,
-    float_field,
     int_field,
     parse_spec,
+    read_lr_scale,
     spec_field,
 )
-from paceline.specs.expression import Call, Value
 from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
 from paceline.strategies.registry import StrategyRecord
-
-
-def read_lr_scale(value: Value, where: str) -> float | None:
-    """Parses a learning-rate factor; None, written `auto`, follows the update's samples."""
-    if value == Call("auto"):
-        return None
-    scale: float = float_field(0.0, above=True)(value, where)
-    return scale
 
 
 @dataclass(frozen=True)
