@@ -165,6 +165,14 @@ def test_it_changes_when_that_pays_and_explains_why() -> None:
     assert "s of the remaining 75.0 s" in decision.reason
 
 
+def test_without_validation_data_it_says_what_it_judges_by() -> None:
+    decision = policy_of(validates=False).decide(History())
+    assert decision is not None
+    assert decision.reason.endswith(
+        "without validation data, changes are judged by the training loss"
+    )
+
+
 def test_it_stays_where_nothing_is_to_be_gained() -> None:
     calm = cluster_of((100.0,) * 4)
     decision = policy_of().decide(history_of(1000, windows_of(calm, PHASES[1], 1), phase=1))

@@ -87,8 +87,7 @@ class RunSequence:
     ) -> None:
         """`paces` and `policies` come from the registry, `memory` from a checkpoint."""
         self.plan = plan
-        self._make_pace = paces
-        self._make_policy = policies
+        self._make_pace, self._make_policy = paces, policies
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than before.
         self.history.phase = min(self.history.phase, len(plan.strategy.phases) - 1)
@@ -169,6 +168,7 @@ class RunSequence:
             batch=ready.batch,
             schedule=self.plan.schedule,
             speeds=self._probed,
+            validates="val" in ready.splits,
         )
         try:
             policy = self._policy = self._make_policy(self.plan.strategy, horizon)

@@ -42,6 +42,8 @@ class RunHorizon:
     schedule: Schedule
     speeds: tuple[float, ...] = ()
     """Samples per second of each worker before training; empty if they were not measured."""
+    validates: bool = True
+    """False without validation data."""
 
     @property
     def total(self) -> int:

@@ -32,7 +32,6 @@ RETRY_LR = 0.5
 """A candidate that made the loss rise is tried again at this fraction of the learning rate."""
 
 FAILED = ("regressed", "diverged")
-UNDONE = (*FAILED, "slower")
 
 
 class AutoPolicy(SwitchPolicy):
@@ -86,9 +85,10 @@ class AutoPolicy(SwitchPolicy):
             if given in self._candidates:
                 return self._start(given, "as given", {})
         speeds = self._horizon.speeds
-        if len(self._candidates) == 1 or not speeds or not all(speed > 0 for speed in speeds):
-            only = "the only candidate" if len(self._candidates) == 1 else "speeds are unknown"
-            return self._start(first, only, {})
+        if len(self._candidates) == 1:
+            return self._start(first, "the only candidate", {})
+        if not speeds or not all(speed > 0 for speed in speeds):
+            return self._start(first, "the first candidate, as speeds were not measured", {})
         cluster = self._cluster()
         cluster.set_speeds(speeds)
         found = predict_goodput(cluster, self._candidates, {})
@@ -103,6 +103,8 @@ class AutoPolicy(SwitchPolicy):
     def _start(self, phase: int, why: str, figures: Mapping[str, Any]) -> SwitchDecision:
         left_out = [str(p) for i, p in enumerate(self._phases) if i not in self._candidates]
         note = f"; not possible with these workers: {', '.join(left_out)}" if left_out else ""
+        if not self._horizon.validates and len(self._candidates) > 1:
+            note += "; without validation data, changes are judged by the training loss"
         reason = f"auto: starts with {self._phases[phase]}: {why}{note}"
         return SwitchDecision(phase, reason, "start", measurements=figures)
 
@@ -174,12 +176,10 @@ class AutoPolicy(SwitchPolicy):
             why = f"{promise}, but too little of the run is left to see the effect: stays"
             return SwitchDecision(now, why, "too late", measurements=figures)
         cause = "slower" if history.switches and self._was(history, best) else "gain"
-        share = (
-            ""
-            if left is None
-            else f", saves {saved_s:.1f} s of the remaining {left / found[now].samples_per_s:.1f} s"
-        )
-        return SwitchDecision(best, f"{promise}{share}", cause, measurements=figures, snapshot=True)
+        if left is not None:
+            left_s = left / found[now].samples_per_s
+            promise += f": saves {saved_s:.1f} s of the remaining {left_s:.1f} s"
+        return SwitchDecision(best, promise, cause, measurements=figures, snapshot=True)
 
     def _share_corrections(self, known: Mapping[int, float]) -> dict[int, float]:
         """Applies corrections also to variants of the same strategy that have not run."""
