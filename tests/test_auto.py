@@ -20,7 +20,7 @@ from paceline.strategies.auto.goodput import LiveCluster, Observation, predict_g
 from paceline.strategies.auto.policy import AutoPolicy, make_policy
 from paceline.strategies.auto.spec import DEFAULT_CANDIDATES, Auto
 from paceline.strategies.registry import make_switch_policy, parse_strategy
-from paceline.telemetry.events import EpochRow, SwitchRow
+from paceline.telemetry.events import DecisionRow, EpochRow, SwitchRow
 from paceline.twin.run import TwinOptions, run_twin
 
 NAMES = ("allreduce", "ps", "local_sgd(h=4)", "allreduce(codec=int8)")
@@ -265,6 +265,30 @@ def test_the_best_validated_state_is_returned() -> None:
     assert policy.conclude(history) is None
     history.switches.append(SwitchRow(samples=2500, before="allreduce", after="ps", cause="gain"))
     assert policy.conclude(history) is not None
+
+
+def test_the_cost_of_changes_is_reported() -> None:
+    def decided(seconds: float, strategy: str, chosen: str, cause: str) -> DecisionRow:
+        return DecisionRow(
+            samples=0, seconds=seconds, strategy=strategy, chosen=chosen, cause=cause, reason=""
+        )
+
+    switches = [
+        SwitchRow(samples=500, before="allreduce", after="ps", cause="gain", pause_s=0.2),
+        SwitchRow(samples=900, before="ps", after="allreduce", cause="slower", pause_s=0.3),
+    ]
+    decisions = [
+        decided(0.0, "allreduce", "allreduce", "start"),
+        decided(5.0, "allreduce", "ps", "gain"),
+        decided(8.0, "ps", "allreduce", "slower"),
+    ]
+    history = history_of(3000, [], switches=switches, decisions=decisions, train_seconds=100.0)
+    decision = policy_of().conclude(history)
+    assert decision is not None
+    assert (decision.cause, decision.restore) == ("summary", False)
+    assert decision.measurements["explored_s"] == pytest.approx(3.5)
+    assert "3.5% of the training time" in decision.reason
+    assert policy_of().conclude(history_of(3000, [])) is None
 
 
 def test_states_are_kept_at_the_lowest_validation_loss() -> None:

@@ -248,10 +248,9 @@ class RunSequence:
 
     def _conclude(self, ready: WorkerReady, ledger: Ledger) -> _Script:
         """Restores the kept state at the end of the run if the policy prefers it."""
-        decision = self._policy.conclude(self.history)
+        decision = self._record(self._policy.conclude(self.history))
         if decision is None or not self._has_best:
             return
-        self._record(decision)
         yield from self._enter(ready, ledger, decision)
         yield from self._ask_all_workers(Quiesce(0), Quiesced)  # Nothing was trained since.
         self.final["val_loss"], self.final["val_acc"] = yield from self._evaluate("val")

@@ -74,7 +74,7 @@ class SwitchPolicy:
         return False
 
     def conclude(self, history: History) -> SwitchDecision | None:
-        """Returns a decision to restore the kept copy at the end of the run."""
+        """Returns a decision to restore the kept copy at the end of the run, or a summary."""
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from paceline.protocol.history import History
@@ -270,21 +271,39 @@ class AutoPolicy(SwitchPolicy):
         """Returns the decision to end with the best epoch's state if the last one is worse.
 
         That is the case if its validation is worse by more than the standard error, or at all
-        after a change of strategy that followed the best epoch.
+        after a change of strategy that followed the best epoch. Otherwise returns what changes
+        have cost.
         """
         rows = [row for row in history.rows[:-1] if row.val_loss is not None]
         if not rows or history.rows[-1].val_loss is None:
-            return None
+            return self._summarize(history)
         best, last = min(rows, key=lambda row: row.val_loss or 0.0), history.rows[-1]
         changed = any(row.samples >= best.samples for row in history.switches)
         lost = changed and (last.val_loss or 0.0) > (best.val_loss or 0.0)
         if not (lost or _is_worse(best, last, history.val_rows)):
-            return None
+            return self._summarize(history)
         reason = (
             f"auto: validation ended at {_describe(last)}, after {_describe(best)} in epoch "
             f"{best.epoch}: returns the state of that epoch"
         )
         return SwitchDecision(history.phase, reason, "restored", restore=True, best=True)
+
+    def _summarize(self, history: History) -> SwitchDecision | None:
+        """Returns the time spent on changes, and on candidates that were left again."""
+        changes = [d for d in history.decisions if d.chosen != d.strategy and d.cause != "start"]
+        if not changes:
+            return None
+        spent_s = sum((row.pause_s or 0.0) + row.drain_s for row in history.switches)
+        for change, next_change in pairwise(changes):
+            if next_change.cause in (*FAILED, "slower"):
+                spent_s += next_change.seconds - change.seconds
+        share = spent_s / history.train_seconds if history.train_seconds else 0.0
+        reason = (
+            f"auto: {len(history.switches)} change(s); {spent_s:.2f} s, {100 * share:.1f}% of the "
+            "training time, went to changes and to candidates that were left again"
+        )
+        figures = {"explored_s": round(spent_s, 6), "explored": round(share, 6)}
+        return SwitchDecision(history.phase, reason, "summary", measurements=figures)
 
 
 def _is_worse(then: EpochRow, now: EpochRow, val_rows: int) -> bool:
