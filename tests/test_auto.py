@@ -44,7 +44,7 @@ def windows_of(
     """Two windows as a run on this cluster would measure them."""
     estimate = cluster.estimate(strategy)
     rate = cluster.batch / estimate.step_s
-    busy = float(max(estimate.busy))
+    shares = [max(0.0, estimate.step_s / busy - 1) for busy in estimate.busy]
     return [
         ThroughputWindow(
             phase=phase,
@@ -53,7 +53,8 @@ def windows_of(
             samples=round(rate),
             loss=loss,
             speeds=cluster.speeds,
-            comm_share=max(0.0, estimate.step_s / busy - 1),
+            comm_share=min(shares),
+            mean_comm_share=sum(shares) / len(shares),
             cv=cluster.cv,
         )
         for i in range(2)

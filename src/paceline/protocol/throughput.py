@@ -56,6 +56,8 @@ class ThroughputWindow:
     """Samples per second of compute time, per worker."""
     comm_share: float
     """Ratio of exchange to compute time on the worker that waits least."""
+    mean_comm_share: float = 0.0
+    """The same as a mean over the workers: without waits if they do not wait for each other."""
     cv: float = 0.0
     """Standard deviation of a worker's step times relative to their mean, over all workers."""
 
@@ -157,6 +159,7 @@ class ThroughputMonitor:
             self._complete.add(worker)
         if len(self._complete) < self._workers - len(self._idle):
             return False
+        shares = [c / b for c, b in zip(self._comm, self._busy, strict=True) if b]
         self.append(
             ThroughputWindow(
                 phase=self._phase,
@@ -167,7 +170,8 @@ class ThroughputMonitor:
                 speeds=tuple(
                     s / b if b else 0.0 for s, b in zip(self._samples, self._busy, strict=True)
                 ),
-                comm_share=min(c / b for c, b in zip(self._comm, self._busy, strict=True) if b),
+                comm_share=min(shares, default=0.0),
+                mean_comm_share=sum(shares) / len(shares) if shares else 0.0,
                 cv=self._variation(),
             )
         )

@@ -108,13 +108,17 @@ class LiveCluster:
         Exchange and latency are what explains the throughput of the newest observation and, if
         there is another, that of the next: strategies differ in how much they send and how often.
         """
-        newest = observed[0]
-        if not self.set_machines(newest):
+        targets = [
+            (seen.strategy, self._explained_s(seen))
+            for seen in observed[:2]
+            if self.set_machines(seen)
+        ]
+        if not targets or not self.set_machines(observed[0]):
             return False
         self.set_latency(0.0)
-        self._explain_by_exchange(newest)
-        if len(observed) > 1 and self.exchange_s > 0:
-            self._explain_by_latency(newest, observed[1])
+        self._explain_by_exchange(*targets[0])
+        if len(targets) > 1 and self.exchange_s > 0:
+            self._explain_by_latency(*targets)
         return True
 
     def set_machines(self, seen: Observation) -> bool:
@@ -127,40 +131,48 @@ class LiveCluster:
         self.set_cv(min(MAX_CV, sum(w.cv for w in windows) / len(windows)))
         return True
 
-    def _explain_by_exchange(self, seen: Observation) -> None:
-        """Sets the exchange, at the current latency, to what explains a strategy's throughput."""
+    def _explained_s(self, seen: Observation) -> float:
+        """Returns the seconds per global batch that exchanges explain, with these machines.
+
+        At most computation plus the measured communication: other overhead is the same under
+        every strategy. Where workers wait for each other, the one that waits least counts.
+        """
+        self.set_exchange(0.0)
+        self.set_latency(0.0)
+        alone, windows = self.estimate(seen.strategy), seen.windows
+        waits = seen.strategy.lag_bound(len(self._hosts)) == 0.0
+        share = sum(w.comm_share if waits else w.mean_comm_share for w in windows) / len(windows)
+        busy_s = float(np.max(alone.busy))
+        return min(self.batch / mean_rate(windows), alone.step_s + share * busy_s)
+
+    def _explain_by_exchange(self, strategy: Strategy, target_s: float) -> None:
+        """Sets the exchange, at the current latency, to what explains the time of a step."""
 
         def step_s(exchange_s: float) -> float:
             self.set_exchange(exchange_s)
-            return self.estimate(seen.strategy).step_s
+            return self.estimate(strategy).step_s
 
-        self.set_exchange(_invert(step_s, self._step_s(seen)))
+        self.set_exchange(_invert(step_s, target_s))
 
-    def _explain_by_latency(self, newest: Observation, other: Observation) -> None:
+    def _explain_by_latency(
+        self, newest: tuple[Strategy, float], other: tuple[Strategy, float]
+    ) -> None:
         """Moves time from the exchange to the latency if that explains another strategy as well."""
-        target = self._step_s(other)
 
-        def excess_s(latency_s: float) -> float:
+        def other_step_s(latency_s: float) -> float:
             self.set_latency(latency_s)
-            self._explain_by_exchange(newest)
-            return self.estimate(other.strategy).step_s
+            self._explain_by_exchange(*newest)
+            return self.estimate(other[0]).step_s
 
-        without = excess_s(0.0)
-        # With all of the delay as latency there is no exchange left.
-        self.set_exchange(0.0)
-
-        def step_s(latency_s: float) -> float:
+        def latency_only_s(latency_s: float) -> float:
+            self.set_exchange(0.0)
             self.set_latency(latency_s)
-            return self.estimate(newest.strategy).step_s
+            return self.estimate(newest[0]).step_s
 
-        most = _invert(step_s, self._step_s(newest))
-        sign = 1.0 if excess_s(most) > without else -1.0
-        found = _bisect(lambda x: sign * excess_s(x), sign * target, 0.0, most)
-        excess_s(found)
-
-    def _step_s(self, seen: Observation) -> float:
-        """Measured seconds per global batch."""
-        return self.batch / mean_rate(seen.windows)
+        without = other_step_s(0.0)
+        most = _invert(latency_only_s, newest[1])
+        sign = 1.0 if other_step_s(most) > without else -1.0
+        other_step_s(_bisect(lambda x: sign * other_step_s(x), sign * other[1], 0.0, most))
 
 
 class Observation(NamedTuple):

@@ -143,7 +143,7 @@ class AutoPolicy(SwitchPolicy):
         allowed = {
             p: s for p, s in self._candidates.items() if p == now or self._may_try(history, p)
         }
-        found = predict_goodput(cluster, allowed, self._share_corrections(corrections))
+        found = predict_goodput(cluster, allowed, self._share_corrections(corrections, now))
         if now not in found:
             return None
         best = max(found, key=lambda phase: found[phase].value)
@@ -182,13 +182,16 @@ class AutoPolicy(SwitchPolicy):
             promise += f": saves {saved_s:.1f} s of the remaining {left_s:.1f} s"
         return SwitchDecision(best, promise, cause, measurements=figures, snapshot=True)
 
-    def _share_corrections(self, known: Mapping[int, float]) -> dict[int, float]:
-        """Applies corrections also to variants of the same strategy that have not run."""
+    def _share_corrections(self, known: Mapping[int, float], now: int) -> dict[int, float]:
+        """Applies corrections also to candidates that have not run.
+
+        A variant of a strategy that has run gets its correction, any other that of the active one,
+        which contains the overhead of every step.
+        """
         by_name = {self._phases[phase].name: factor for phase, factor in known.items()}
         shared = {
-            phase: by_name[spec.name]
+            phase: by_name.get(spec.name, known.get(now, 1.0))
             for phase, spec in self._candidates.items()
-            if spec.name in by_name
         }
         return shared | dict(known)
 
