@@ -33,8 +33,8 @@ def least_rate(momentum: float) -> float:
     """Returns the lowest factor that the governor may apply to the learning rate.
 
     It is the fourth root of the limit of many equal asynchronous workers relative to that of
-    synchronous ones: 1 without momentum, 0.64 at 0.9. Training often runs at the edge of stability
-    by itself, which the governor cannot tell from an instability that delays cause. With the ratio
+    synchronous ones: 1 without momentum, 0.64 at 0.9. Synchronous training often runs at the edge
+    of stability, too, and the governor cannot tell that from an effect of delays. With the ratio
     itself, 0.17 at 0.9, `cnn-small` on Fashion-MNIST with four workers lost 1.7 points in two
     epochs; with its fourth root 0.4, and runs near the limit still ended above all-reduce.
     """
