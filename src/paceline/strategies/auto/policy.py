@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.protocol.history import History
+from paceline.protocol.run_sequence import WINDOW_BATCHES
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
-from paceline.protocol.throughput import ThroughputWindow
+from paceline.protocol.throughput import WINDOW_S, ThroughputWindow
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.goodput import (
     Goodput,
@@ -72,7 +73,7 @@ class AutoPolicy(SwitchPolicy):
         corrections = self._measure(history, cluster, windows)
         if corrections is None:
             return None
-        return self._choose(history, windows, cluster, corrections)
+        return self._choose(history, cluster, corrections)
 
     def _cluster(self) -> LiveCluster:
         cluster = LiveCluster(self._horizon.workers, self._horizon.batch)
@@ -135,7 +136,6 @@ class AutoPolicy(SwitchPolicy):
     def _choose(
         self,
         history: History,
-        windows: list[ThroughputWindow],
         cluster: LiveCluster,
         corrections: Mapping[int, float],
     ) -> SwitchDecision | None:
@@ -169,7 +169,8 @@ class AutoPolicy(SwitchPolicy):
             why = f"{promise}: less than {100 * margin:.0f}% better, stays"
             return SwitchDecision(now, why, "no gain", measurements=figures)
         left = self._remaining(history)
-        window_s = sum(w.ended - w.began for w in windows) / len(windows)
+        # The duration of a window under the candidate, which may be much faster.
+        window_s = max(WINDOW_S, WINDOW_BATCHES * self._horizon.batch / found[best].samples_per_s)
         saved_s = math.inf if left is None else left / found[now].value * gain
         cost_s = self._pause_s(history) + WINDOWS * window_s * gain
         too_late = left is not None and left / found[best].samples_per_s < WINDOWS * window_s
