@@ -344,7 +344,8 @@ def test_onebit_learns_on_real_servers(run_cli: RunCli, tmp_path: Path) -> None:
         *("--checkpoint-every", "never", "--quiet"),
     )
     assert done.code == 0, done.stderr
-    assert read_result(tmp_path / "run")["test_acc"] > 0.9
+    # 87 to 94% over runs, whose updates come in another order each time; a tenth is chance.
+    assert read_result(tmp_path / "run")["test_acc"] > 0.8
 
 
 # ---- clusters ---------------------------------------------------------------------------------
