@@ -19,7 +19,7 @@ class TrainOptions:
     """Run folder to create."""
     strategy: Annotated[str, Option(metavar="STRATEGY")] = "allreduce"
     """Strategy, for example 'ps(sync=bsp, servers=2)' or 'switch(allreduce, ps, at=50%)'; 'auto'
-    lets the planner choose."""
+    chooses by measurement."""
     workers: Annotated[int | None, Option(default="2, or 1 for single, or as the pool defines")] = (
         None
     )
