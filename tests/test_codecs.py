@@ -19,9 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs.base import BLOCK, SAMPLE, NonFiniteGradient, Payload
+from paceline.codecs.base import (
+    BLOCK,
+    SAMPLE,
+    NonFiniteGradient,
+    Payload,
+    pack_payload,
+    unpack_payload,
+)
 from paceline.codecs.compressor import Compressor, make_coder, reference_sum
-from paceline.codecs.payload import from_bytes, to_bytes
 from paceline.codecs.powersgd import deterministic_matmul
 from paceline.codecs.registry import CODECS, parse_codec, read_codec
 from paceline.codecs.sparse import topk_indices
@@ -475,7 +481,7 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def packed(payload: Payload) -> tuple[list[list[Any]], Tensor]:
-    table, parts = to_bytes(payload)
+    table, parts = pack_payload(payload)
     return table, torch.frombuffer(bytearray(b"".join(parts) or b"-"), dtype=torch.uint8)[
         : nbytes(payload)
     ]
@@ -489,7 +495,7 @@ def test_payload_through_bytes(spec: Codec, dtype: torch.dtype, numel: int) -> N
     flat = noise(numel, dtype=dtype)
     payload = make_coder(spec, dtype, shapes).encode(flat)
     table, body = packed(payload)
-    again = from_bytes(table, body)
+    again = unpack_payload(table, body)
     assert all(torch.equal(a, b) for a, b in zip(payload, again, strict=True))
     # The receiver knows codec and size, not the shapes.
     sent, got = torch.empty_like(flat), torch.empty_like(flat)
@@ -501,7 +507,7 @@ def test_payload_through_bytes(spec: Codec, dtype: torch.dtype, numel: int) -> N
 def test_payload_that_does_not_lie_evenly() -> None:
     payload = [torch.arange(3, dtype=torch.uint8), noise(4), noise(2, dtype=torch.float64)]
     table, body = packed(payload)
-    assert all(torch.equal(a, b) for a, b in zip(payload, from_bytes(table, body), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(payload, unpack_payload(table, body), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -533,7 +539,7 @@ def test_payload_that_does_not_lie_evenly() -> None:
 )
 def test_hostile_tables_are_refused(table: Any) -> None:
     with pytest.raises(WireError):
-        from_bytes(table, torch.zeros(8, dtype=torch.uint8))
+        unpack_payload(table, torch.zeros(8, dtype=torch.uint8))
 
 
 def int32(*values: int) -> Tensor:

@@ -1,16 +1,17 @@
-"""The interface of all codecs, and the checks of their input."""
+"""The interface of all codecs, the checks of their input, and payloads as bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from paceline.comm.flat_layout import as_memoryview
 from paceline.errors import PacelineError, StateError, UsageError, WireError
 
 Payload = list[Tensor]
@@ -23,6 +24,11 @@ SAMPLE = 1 << 15
 MAX_INDEX = 2**31 - 1
 RESIDUAL = "residual"
 """Name of the residual in exported state, the same for all codecs, so it survives a change."""
+WIRE_TYPES = {
+    _name: getattr(torch, _name)
+    for _name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32")
+}
+MAX_DIMS = 2
 
 
 class NonFiniteGradient(PacelineError):
@@ -78,17 +84,18 @@ class Coder(ABC):
         out.add_(decoded)
 
     def max_payload_bytes(self, numel: int) -> int:
-        """Upper bound of the payload for this many elements: the buffer that a receiver needs.
+        """Upper bound of the payload for this many elements: the buffer that a receiver needs."""
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._layout(numel))
 
-        By default, a payload is never larger than the gradient.
-        """
-        return numel * self.item
+    def _layout(self, numel: int) -> list[tuple[torch.dtype, Shape]]:
+        """Types and shapes of a payload; if they vary, of the largest. By default one tensor."""
+        return [(self.dtype, (numel,))]
 
     @abstractmethod
     def _encode(self, flat: Tensor) -> Payload: ...
 
-    @abstractmethod
-    def _check(self, payload: Payload, numel: int) -> None: ...
+    def _check(self, payload: Payload, numel: int) -> None:
+        check_payload_count(payload, *self._layout(numel))
 
     @abstractmethod
     def _decode(self, payload: Payload, out: Tensor) -> None: ...
@@ -152,3 +159,52 @@ def describe_tensor(tensor: Tensor) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def pack_payload(payload: Payload) -> tuple[list[list[Any]], list[memoryview]]:
+    """Returns a table of type, shape and size for a message's head, and the memory of its body."""
+    table = [[dtype_name(t.dtype), list(t.shape), t.nbytes] for t in payload]
+    return table, [as_memoryview(t) for t in payload]
+
+
+def unpack_payload(table: Any, body: Tensor) -> Payload:
+    """Returns the payload of a message, as views of its body if they are aligned.
+
+    Raises WireError unless the table is well-formed and describes exactly the body's bytes.
+    """
+    if not isinstance(table, list | tuple):
+        raise WireError("invalid payload: the table is not a list")
+    parts = [_read_entry(entry) for entry in table]
+    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts)
+    if total != body.numel():
+        raise WireError(f"invalid payload: {total} bytes in a message of {body.numel()}")
+    return split_body(body, parts)
+
+
+def split_body(body: Tensor, parts: Iterable[tuple[torch.dtype, Shape]]) -> Payload:
+    """Returns tensors of these types and shapes from the start of a body."""
+    payload, at = [], 0
+    for dtype, shape in parts:
+        size = dtype.itemsize * math.prod(shape)
+        part = body[at : at + size]
+        if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        payload.append(part.view(dtype).view(shape))
+        at += size
+    return payload
+
+
+def _read_entry(entry: Any) -> tuple[torch.dtype, Shape]:
+    if not isinstance(entry, list | tuple) or len(entry) != 3:
+        raise WireError("invalid payload: an entry is not (type, shape, size)")
+    name, shape, size = entry
+    if not isinstance(name, str) or name not in WIRE_TYPES:
+        raise WireError(f"invalid payload: unknown type {str(name)[:40]!r}")
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
+        raise WireError(f"invalid payload: a shape must have 0 to {MAX_DIMS} sizes")
+    if not all(type(n) is int and n >= 0 for n in (*shape, size)):
+        raise WireError("invalid payload: a size must be a non-negative integer")
+    dtype: torch.dtype = WIRE_TYPES[name]
+    if math.prod(shape) * dtype.itemsize != size:
+        raise WireError(f"invalid payload: {tuple(shape)} {name} in {size} bytes")
+    return dtype, tuple(shape)

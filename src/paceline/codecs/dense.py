@@ -12,15 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.base import (
-    BLOCK,
-    Coder,
-    Payload,
-    ScratchBuffer,
-    Shape,
-    check_finite,
-    check_payload_count,
-)
+from paceline.codecs.base import BLOCK, Coder, Payload, ScratchBuffer, Shape, check_finite
 from paceline.codecs.spec import Bf16, Fp16
 
 
@@ -37,15 +29,12 @@ class CastCoder(Coder):
     def from_spec(cls, spec: Fp16 | Bf16, dtype: torch.dtype, shapes: Sequence[Shape]) -> Self:
         return cls(dtype, getattr(torch, spec.short_type))
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return numel * self.short.itemsize
+    def _layout(self, numel: int) -> list[tuple[torch.dtype, Shape]]:
+        return [(self.short, (numel,))]
 
     def _encode(self, flat: Tensor) -> Payload:
         check_finite(flat, self.short)
         return [flat.to(self.short, copy=True)]
-
-    def _check(self, payload: Payload, numel: int) -> None:
-        check_payload_count(payload, (self.short, (numel,)))
 
     def _decode(self, payload: Payload, out: Tensor) -> None:
         out.copy_(payload[0])
@@ -77,6 +66,9 @@ class ChunkedCoder(Coder):
     def _chunks(self, numel: int) -> int:
         return -(-numel // self.chunk)
 
+    def _new_payload(self, numel: int) -> Payload:
+        return [torch.empty(shape, dtype=dtype) for dtype, shape in self._layout(numel)]
+
     def _blocks(self, numel: int) -> Iterator[_ChunkRange]:
         step = max(1, BLOCK // self.chunk)
         full = numel // self.chunk
@@ -107,12 +99,11 @@ class ChunkedCoder(Coder):
 class Int8Coder(ChunkedCoder):
     """int8: 127 equal steps in each direction, up to the chunk's largest magnitude."""
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return numel + self._chunks(numel) * self.item
+    def _layout(self, numel: int) -> list[tuple[torch.dtype, Shape]]:
+        return [(self.dtype, (self._chunks(numel),)), (torch.int8, (numel,))]
 
     def _encode(self, flat: Tensor) -> Payload:
-        scales = torch.empty(self._chunks(flat.numel()), dtype=self.dtype)
-        steps = torch.empty(flat.numel(), dtype=torch.int8)
+        scales, steps = self._new_payload(flat.numel())
         scratch_buffer = ScratchBuffer(self.dtype)
         tiny = torch.finfo(self.dtype).tiny
         for block in self._blocks(flat.numel()):
@@ -125,9 +116,6 @@ class Int8Coder(ChunkedCoder):
             block.of(steps).copy_(torch.div(rows, divisor, out=scratch_buffer.like(rows)).round_())
         return [scales, steps]
 
-    def _check(self, payload: Payload, numel: int) -> None:
-        check_payload_count(payload, (self.dtype, (self._chunks(numel),)), (torch.int8, (numel,)))
-
     def _fill(self, payload: Payload, block: _ChunkRange, target: Tensor) -> None:
         target.copy_(block.of(payload[1])).mul_(block.of_rows(payload[0]).unsqueeze(1))
 
@@ -135,12 +123,11 @@ class Int8Coder(ChunkedCoder):
 class OneBitCoder(ChunkedCoder):
     """onebit: the sign of each element and the mean per sign; preserves the sum of a chunk."""
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return -(-numel // 8) + self._chunks(numel) * 2 * self.item
+    def _layout(self, numel: int) -> list[tuple[torch.dtype, Shape]]:
+        return [(self.dtype, (self._chunks(numel), 2)), (torch.uint8, (-(-numel // 8),))]
 
     def _encode(self, flat: Tensor) -> Payload:
-        means = torch.empty(self._chunks(flat.numel()), 2, dtype=self.dtype)
-        bits = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
+        means, bits = self._new_payload(flat.numel())
         scratch_buffer, marks = ScratchBuffer(self.dtype), ScratchBuffer(torch.bool)
         for block in self._blocks(flat.numel()):
             rows = block.of(flat)
@@ -161,13 +148,6 @@ class OneBitCoder(ChunkedCoder):
 
     def _bits_of(self, bits: Tensor, block: _ChunkRange) -> Tensor:
         return bits[block.start // 8 : -(-block.stop // 8)]
-
-    def _check(self, payload: Payload, numel: int) -> None:
-        check_payload_count(
-            payload,
-            (self.dtype, (self._chunks(numel), 2)),
-            (torch.uint8, (-(-numel // 8),)),
-        )
 
     def _fill(self, payload: Payload, block: _ChunkRange, target: Tensor) -> None:
         packed = self._bits_of(payload[1], block).numpy()

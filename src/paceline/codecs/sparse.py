@@ -14,6 +14,7 @@ from paceline.codecs.base import (
     Coder,
     Payload,
     ScratchBuffer,
+    Shape,
     check_payload_count,
 )
 from paceline.errors import WireError
@@ -75,17 +76,17 @@ class TopKCoder(SparseCoder):
     def count(self, numel: int) -> int:
         return min(numel, max(1, round(self.ratio * numel)))
 
-    def max_payload_bytes(self, numel: int) -> int:
-        return min(numel * self.item, self.count(numel) * (self.item + 4))
+    def _layout(self, numel: int) -> list[tuple[torch.dtype, Shape]]:
+        count = self.count(numel)
+        dense = self._is_dense(numel, count)
+        return [(self.dtype, (numel if dense else count,)), (torch.int32, (0 if dense else count,))]
 
     def _encode(self, flat: Tensor) -> Payload:
         return self._pack(flat, topk_indices(flat, self.count(flat.numel())))
 
     def _check(self, payload: Payload, numel: int) -> None:
         super()._check(payload, numel)
-        count = self.count(numel)
-        expected = 0 if self._is_dense(numel, count) else count
-        check_payload_count(payload[1:], (torch.int32, (expected,)))
+        check_payload_count(payload[1:], self._layout(numel)[1])
 
 
 class ThresholdCoder(SparseCoder):

@@ -13,7 +13,7 @@ from paceline.protocol.messages import Message, Plain, message_from_wire
 Options = dict[str, Any]
 """Plain options of an optimizer's parameter group, for example `lr`."""
 PayloadTable = tuple[tuple[Any, ...], ...]
-"""Type, shape and size of the tensors of a compressed payload (`codecs.payload`)."""
+"""Type, shape and size of the tensors of a compressed payload (`codecs.base`)."""
 
 
 class SliceEntry(NamedTuple):

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from paceline.codecs.base import pack_payload, unpack_payload
 from paceline.codecs.compressor import Compressor
-from paceline.codecs.payload import from_bytes, to_bytes
 from paceline.comm.flat_layout import as_memoryview
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import PeerLost, WireError
@@ -65,7 +65,7 @@ class TcpTransport:
         body = [as_memoryview(gradient)]
         if self._compressor is not None and gradient.numel():
             payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
-            rows, body = to_bytes(payload)
+            rows, body = pack_payload(payload)
             table = tuple(map(tuple, rows))
         push = PushGradient(header.worker, header.handle, header.missing, header.options, table)
         self.send(push, *body)
@@ -83,7 +83,7 @@ class TcpTransport:
         elif self._compressor is None:
             raise WireError(f"{self.peer} sent compressed weights, but no codec is in use")
         else:
-            payload = from_bytes(weights.payload, _receive_body(self.channel, size))
+            payload = unpack_payload(weights.payload, _receive_body(self.channel, size))
             coder = self._compressor.coder
             coder.decode(payload, out.view(coder.dtype))
         return Pulled(weights.version, weights.queued_us)
@@ -175,7 +175,7 @@ class TcpEndpoint:
             raise WireError(
                 f"a compressed gradient has {body_bytes} bytes, expected at most {most}"
             )
-        coder.decode(from_bytes(table, _receive_body(self.channel, body_bytes)), values)
+        coder.decode(unpack_payload(table, _receive_body(self.channel, body_bytes)), values)
 
     def pop_counters(self) -> EndpointCounters:
         """Returns the traffic since the last call."""
@@ -197,7 +197,7 @@ class TcpEndpoint:
         table: PayloadTable | None = None
         body = [as_memoryview(weights)]
         if coder is not None and not exact:
-            rows, body = to_bytes(coder.encode(weights.view(coder.dtype)))
+            rows, body = pack_payload(coder.encode(weights.view(coder.dtype)))
             table = tuple(map(tuple, rows))
         self.send(Weights(version=version, payload=table, queued_us=queued_us), *body)
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.codecs.compressor import Compressor
-from paceline.codecs.residuals import ResidualSlice, export_residuals, import_residuals
+from paceline.codecs.compressor import Compressor, ResidualSlice, export_residuals, import_residuals
 from paceline.comm.flat_layout import FlatLayout, ShardLayout
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
 from paceline.protocol.messages import GradientPushed, ProcessFailing
