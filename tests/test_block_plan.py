@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +15,9 @@ from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,
     EpochBlockPlan,
-    RangeCutter,
     layout_fingerprint,
     merge_ranges,
+    take_rows,
 )
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.ledger import Ledger
@@ -42,10 +42,10 @@ from paceline.protocol.messages import (
     WorkerReady,
     message_from_wire,
     message_to_wire,
+    split_batch,
 )
 from paceline.protocol.pace import Send
 from paceline.protocol.run_spec import EndRun, RunSpec
-from paceline.protocol.shares import split_batch
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
 files = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=13)
@@ -156,8 +156,9 @@ def test_windows_are_read_by_one_worker_but_for_the_last(
 
 def test_pieces_can_be_cut_and_joined() -> None:
     assert merge_ranges([(0, 3), (3, 5), (9, 10)]) == ((0, 5), (9, 10))
-    cutter = RangeCutter(((0, 5), (9, 12)))
-    assert [cutter.cut(n) for n in (2, 0, 4, 2)] == [((0, 2),), (), ((2, 5), (9, 10)), ((10, 12),)]
+    queue = deque(((0, 5), (9, 12)))
+    taken = [take_rows(queue, n) for n in (2, 0, 4, 2)]
+    assert taken == [((0, 2),), (), ((2, 5), (9, 10)), ((10, 12),)]
 
 
 def test_messages_carry_places() -> None:
@@ -262,13 +263,14 @@ class Workers:
         raise AssertionError("nobody has anything to say any more")
 
     def _advance(self, worker: int, workers: int, steps: PlannedSteps) -> StepsApplied:
-        cutter = RangeCutter(steps.pieces)
+        rows = deque(steps.pieces)
         done = 0
         for start in range(steps.start, steps.stop, steps.batch):
             stop = min(start + steps.batch, steps.stop)
             cuts = split_batch(stop - start, workers, steps.batch_weights)
             lo, hi = start + cuts[worker], start + cuts[worker + 1]
-            self.note(worker, Lease(0, steps.epoch, start, stop, lo, hi, cutter.cut(hi - lo)))
+            ranges = take_rows(rows, hi - lo)
+            self.note(worker, Lease(0, steps.epoch, start, stop, lo, hi, ranges))
             done += hi - lo
             self._steps[worker] += 1
         measured = StepStats(done, done, 0.0, 0, 1.0)

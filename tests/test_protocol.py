@@ -57,11 +57,11 @@ from paceline.protocol.messages import (
     WorkerReady,
     message_from_wire,
     message_to_wire,
+    split_batch,
 )
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import EmitEvent, EndRun, RunSpec
 from paceline.protocol.shard import SendWeights, ServerShard, StepOptimizer, SumGradients
-from paceline.protocol.shares import split_batch
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.protocol.throughput import TrainTotals
 from paceline.specs.schedule import Constant

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from paceline.protocol.record import record
@@ -116,16 +116,11 @@ class BlockDealer:
     def draw(self, worker: int, count: int) -> RowRanges:
         """Returns the next `count` rows for a worker; this many must be left."""
         worker_queue = self._queues.setdefault(worker, deque())
-        taken: list[RowRange] = []
-        while count:
-            if not worker_queue:
-                self._refill(worker, worker_queue)
-            taken.append(_take_rows(worker_queue, count))
-            count -= taken[-1][1] - taken[-1][0]
+        taken = take_rows(worker_queue, count, lambda: self._refill(worker, worker_queue))
         if taken and len(worker_queue) < 2 and self._fresh:
             # Assigned early, so that it can be prefetched.
             worker_queue.extend(self._fresh.popleft())
-        return tuple(taken)
+        return taken
 
     def lookahead(self, worker: int) -> RowRanges:
         """Returns the rows that a worker will probably take next, for prefetching."""
@@ -184,27 +179,21 @@ def merge_ranges(ranges: Iterable[RowRange]) -> RowRanges:
     return tuple(joined)
 
 
-class RangeCutter:
-    """Splits ranges into consecutive parts, one per batch."""
-
-    def __init__(self, ranges: RowRanges) -> None:
-        self._ranges = deque(ranges)
-
-    def cut(self, count: int) -> RowRanges:
-        taken: list[RowRange] = []
-        while count:
-            taken.append(_take_rows(self._ranges, count))
-            count -= taken[-1][1] - taken[-1][0]
-        return tuple(taken)
-
-
-def _take_rows(queue: deque[RowRange], count: int) -> RowRange:
-    """Takes the first range of a queue, or its first `count` rows if it has more."""
-    lo, hi = queue.popleft()
-    stop = min(hi, lo + count)
-    if stop < hi:
-        queue.appendleft((stop, hi))
-    return lo, stop
+def take_rows(
+    queue: deque[RowRange], count: int, refill: Callable[[], None] = lambda: None
+) -> RowRanges:
+    """Takes the first `count` rows of a queue; `refill` is called whenever it is empty."""
+    taken: list[RowRange] = []
+    while count:
+        if not queue:
+            refill()
+        lo, hi = queue.popleft()
+        stop = min(hi, lo + count)
+        if stop < hi:
+            queue.appendleft((stop, hi))
+        taken.append((lo, stop))
+        count -= stop - lo
+    return tuple(taken)
 
 
 def splitmix64(value: int) -> int:

@@ -15,9 +15,8 @@ from itertools import pairwise
 from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
-from paceline.protocol.messages import Message, PlannedSteps, StepsApplied, StepStats
+from paceline.protocol.messages import Message, PlannedSteps, StepsApplied, StepStats, split_batch
 from paceline.protocol.record import record
-from paceline.protocol.shares import split_batch
 from paceline.specs.strategy import Strategy, WorkerGroups
 
 PLAN_AHEAD_S = 2.0
@@ -122,11 +121,7 @@ class PlannedPace(Pace):
     """Splits every global batch across all workers; blocks of batches are planned ahead."""
 
     def __init__(
-        self,
-        context: PaceContext,
-        *,
-        weights: tuple[int, ...] | None = None,
-        balance: bool = False,
+        self, context: PaceContext, *, weights: tuple[int, ...] | None = None, balance: bool = False
     ) -> None:
         """Creates a pace; `weights` set the shares of a batch, `balance` uses measured speeds."""
         super().__init__(context)

@@ -16,9 +16,9 @@ from paceline.protocol.messages import (
     LeaseGranted,
     Message,
     ShardSqNorm,
+    split_batch,
 )
 from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send, SendToServers
-from paceline.protocol.shares import split_batch
 from paceline.protocol.staleness import StalenessMeter
 
 

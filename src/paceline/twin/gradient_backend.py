@@ -16,8 +16,8 @@ import torch
 
 from paceline.accuracy import count_correct
 from paceline.job import Job
-from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import Lease, StepStats
+from paceline.protocol.throughput import DivergenceDetector
 from paceline.specs.strategy import Strategy
 from paceline.state import (
     Section,

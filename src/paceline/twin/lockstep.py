@@ -13,8 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats
-from paceline.protocol.shares import split_batch
+from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats, split_batch
 from paceline.twin.machines import Floats
 from paceline.twin.simulation import StrategySimulation
 from paceline.twin.simulator import Simulator
