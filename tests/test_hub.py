@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.comm import wire
-from paceline.comm.control import ControlConnection, StoreClient
-from paceline.comm.wire import Channel
+from paceline.comm.process_group import CoordinatorStore
+from paceline.comm.wire import Channel, ControlConnection
 from paceline.errors import PacelineError, PeerLost, WireError
 from paceline.launch.hub import MAX_STORE_BYTES, Hub, RendezvousStore
 from paceline.protocol.handshake import HELLO, MAGIC, VERSION, make_proof
@@ -51,9 +51,9 @@ class House:
         self._closing.append(control)
         return control
 
-    async def open_store(self, who: str) -> StoreClient:
+    async def open_store(self, who: str) -> CoordinatorStore:
         store = await asyncio.to_thread(
-            StoreClient, HOST, self.port, token=TOKEN, who=who, timeout_s=WAIT_S
+            CoordinatorStore, HOST, self.port, token=TOKEN, who=who, timeout_s=WAIT_S
         )
         self._closing.append(store)
         return store
@@ -274,7 +274,7 @@ def test_store_operations() -> None:
     async def story(house: House) -> None:
         one, two = await house.open_store("worker-0"), await house.open_store("worker-1")
 
-        async def call(client: StoreClient, *args: Any) -> Any:
+        async def call(client: CoordinatorStore, *args: Any) -> Any:
             return await asyncio.to_thread(client.call, *args)
 
         assert await call(one, "set", "a", b"1") is None

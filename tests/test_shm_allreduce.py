@@ -23,12 +23,12 @@ from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce, SharedRegion, aligned_size
 from paceline.comm.shm.segment import (
     SHM_DIR,
+    Words,
     create_segment,
     open_segment,
     shm_domain_id,
     unlink_segment,
 )
-from paceline.comm.shm.words import Words
 from paceline.errors import PeerLost, WireError
 
 pytestmark = pytest.mark.skipif(

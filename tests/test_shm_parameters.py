@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.comm.shm import parameters as boards
-from paceline.comm.shm import words
+from paceline.comm.shm import segment
 from paceline.comm.shm.parameters import (
     MailboxSegment,
     SharedWeights,
@@ -155,7 +155,7 @@ def test_reader_that_hangs_is_waited_for_once(pair: Pair, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr(boards, "GRACE_S", 0.02)
-    monkeypatch.setattr(words, "futex_wait", wait)
+    monkeypatch.setattr(segment, "futex_wait", wait)
     pair.lane.begin_reading()
     for version in (1, 2, 3):
         pair.update(version, 1.0)

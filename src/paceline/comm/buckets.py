@@ -13,8 +13,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from paceline.codecs.compressor import Compressor
-from paceline.codecs.residuals import ResidualSlice, export_residuals, import_residuals
+from paceline.codecs.compressor import Compressor, ResidualSlice, export_residuals, import_residuals
 from paceline.codecs.spec import Codec
 from paceline.comm.compressed_allreduce import CompressedAllReduce
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup

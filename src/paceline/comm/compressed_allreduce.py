@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.codecs.base import Shape, check_finite
+from paceline.codecs.base import Shape, check_finite, split_body
 from paceline.codecs.compressor import Compressor
-from paceline.codecs.payload import split_body
 from paceline.codecs.powersgd import PowerSgdCoder
 from paceline.codecs.spec import Codec
 from paceline.comm.flat_layout import as_byte_tensor

@@ -4,51 +4,72 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from paceline.comm.control import StoreClient
 from paceline.comm.shm.allreduce import SharedRegion
 from paceline.comm.shm.segment import create_segment, shm_domain_id, unlink_segment
-from paceline.errors import UsageError
+from paceline.comm.wire import Channel
+from paceline.errors import UsageError, WireError
+from paceline.state import Section
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
-    """torch rendezvous store, backed by the coordinator and authenticated by the run's token."""
+    """torch rendezvous store, kept by the coordinator; on a separate connection.
 
-    def __init__(self, client: StoreClient, timeout_s: float) -> None:
+    torch's own TCPStore listens on all interfaces and knows no token.
+    """
+
+    def __init__(self, host: str, port: int, *, token: str, who: str, timeout_s: float) -> None:
         super().__init__()
-        self._client = client
+        self._channel = Channel.connect(
+            host, port, token=token, peer="the coordinator's store", timeout_s=timeout_s
+        )
+        self._lock = threading.Lock()
         self._timeout_s = timeout_s
+        self._channel.send({"who": who, "pid": 0, "role": "store"})
+
+    def call(self, operation: str, *args: Any) -> Any:
+        with self._lock:
+            self._channel.send([operation, *args])
+            (status, value), _ = self._channel.receive()
+        if status != "ok":
+            raise WireError(f"store: {operation}{args!r}: {value}")
+        return value
+
+    def close(self) -> None:
+        self._channel.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
+        self.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return bytes(self._client.call("get", key, self._timeout_s))
+        return bytes(self.call("get", key, self._timeout_s))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._client.call("add", key, amount))
+        return int(self.call("add", key, amount))
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         for key in keys:
-            self._client.call("get", key, limit)
+            self.call("get", key, limit)
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._client.call("check", list(keys)))
+        return bool(self.call("check", list(keys)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return bytes(self._client.call("compare_set", key, bytes(expected), bytes(desired)))
+        return bytes(self.call("compare_set", key, bytes(expected), bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._client.call("delete", key))
+        return bool(self.call("delete", key))
 
     def num_keys(self) -> int:
-        return int(self._client.call("count"))
+        return int(self.call("count"))
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -89,14 +110,13 @@ class CollectiveGroup:
         members: dist.ProcessGroup | None = None,
         *,
         store: CoordinatorStore | None = None,
-        timeout_s: float = 0.0,
     ) -> None:
         """`members` is None for all workers, who meet at the `store`."""
         self.rank = rank
         self.size = size
         self._members = members
         self._store = store
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout = datetime.timedelta() if store is None else store.timeout
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
         self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
 
@@ -114,21 +134,20 @@ class CollectiveGroup:
 
     @classmethod
     def init(
-        cls, store: StoreClient | None, *, rank: int, size: int, address: str, timeout_s: float
+        cls, store: CoordinatorStore | None, *, rank: int, size: int, address: str
     ) -> CollectiveGroup:
         """Joins the other workers; Gloo listens on the address's interface, unauthenticated."""
         if size == 1:
             return cls(rank, size)
         assert store is not None
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
-        meeting = CoordinatorStore(store, timeout_s)
         # torch keeps only the C++ object; without this reference the Python object would be
         # deleted before the next group is created.
-        _LIVE_STORES.append(meeting)
+        _LIVE_STORES.append(store)
         dist.init_process_group(
-            "gloo", store=meeting, rank=rank, world_size=size, timeout=meeting.timeout
+            "gloo", store=store, rank=rank, world_size=size, timeout=store.timeout
         )
-        return cls(rank, size, store=meeting, timeout_s=timeout_s)
+        return cls(rank, size, store=store)
 
     def shared_memory(self, slot_bytes: int, use: str = "gradients") -> SharedMemoryGroup | str:
         """Returns memory shared with the workers of this machine, or the reason why there is none.
@@ -219,6 +238,28 @@ class CollectiveGroup:
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(pieces, tensor, group=self._members)
         return pieces
+
+    def broadcast_section(self, section: Section | None, source: int = 0) -> Section:
+        """Returns the section of `source` on all workers; others may pass None."""
+        if self.rank == source or self.size == 1:
+            assert section is not None
+            if self.size > 1:
+                body = torch.frombuffer(bytearray(section.to_bytes()), dtype=torch.uint8)
+                self.broadcast(torch.tensor([body.numel()]), source)
+                self.broadcast(body, source)
+            return section
+        size = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(size, source)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(body, source)
+        return Section.from_bytes(body.numpy().tobytes())
+
+    def all_gather_sections(self, section: Section) -> list[Section]:
+        """Returns the sections of all workers, in the order of ranks."""
+        return [
+            self.broadcast_section(section if rank == self.rank else None, rank)
+            for rank in range(self.size)
+        ]
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Starts sending to a worker (global rank), which receives with the same tag."""

@@ -3,7 +3,8 @@
     magic "PCLN" | version u8 | reserved u8 x3 | head length u32 | body length u64 | head | body
 
 Sizes are checked before anything is allocated. Before the first message both sides prove that
-they have the run's token (`protocol/handshake.py`).
+they have the run's token (`protocol/handshake.py`). Workers and servers send the coordinator typed
+messages (`protocol/messages.py`) over a `ControlConnection`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
 from paceline.errors import DeadlineExceeded, PeerLost, WireError
 from paceline.protocol.handshake import MAGIC, NONCE_BYTES, VERSION, Handshake, Role, check_format
+from paceline.protocol.messages import Message, message_from_wire, message_to_wire
 
 HEADER = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 64 << 20
@@ -65,15 +68,18 @@ def begin_handshake(role: Role, token: str) -> Handshake:
 
 
 class Channel:
-    """A blocking message channel over a connected socket; every wait has a deadline."""
+    """A blocking message channel over a connected socket; every wait has a deadline.
+
+    Any thread may send, one at a time receives.
+    """
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self._sock = sock
         self.peer = peer
         self.timeout_s = timeout_s
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        """Bodies only, in both directions."""
+        self.bytes_sent = self.bytes_received = 0
+        """Bodies only."""
+        self._send_lock = threading.Lock()
         sock.settimeout(timeout_s)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,10 +130,11 @@ class Channel:
 
     def send(self, head: Any, *body: memoryview) -> None:
         total = sum(part.nbytes for part in body)
-        self._send_all(pack_head(head, total))
-        for part in body:
-            self._send_all(part)
-        self.bytes_sent += total
+        with self._send_lock:
+            self._send_all(pack_head(head, total))
+            for part in body:
+                self._send_all(part)
+            self.bytes_sent += total
 
     def receive(self, *, max_body: int = 0, patient: bool = False) -> tuple[Any, bytearray]:
         head, body_bytes = self.receive_head(max_body=max_body, patient=patient)
@@ -185,3 +192,42 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+
+class CoordinatorLink(Protocol):
+    """Messages to and from the coordinator."""
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self) -> Message: ...
+
+
+class ControlConnection:
+    """The link of a process of the run; sending is thread-safe."""
+
+    def __init__(
+        self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
+    ) -> None:
+        self._channel = Channel.connect(
+            host, port, token=token, peer="the coordinator", timeout_s=timeout_s
+        )
+        self._channel.send({"who": who, "pid": pid, "role": "member"})
+
+    @property
+    def local_address(self) -> str:
+        """Local address of the route to the coordinator."""
+        return self._channel.local_address
+
+    def send(self, message: Message) -> None:
+        self._channel.send(message_to_wire(message))
+
+    def receive(self) -> Message:
+        """Waits for the next message. Raises PeerLost if the coordinator is gone.
+
+        There is no deadline here, because the supervisor detects workers without progress.
+        """
+        head, _ = self._channel.receive(patient=True)
+        return message_from_wire(head)
+
+    def close(self) -> None:
+        self._channel.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.keras.fit_data import FitData
 from paceline.keras.module import KerasModule
@@ -24,8 +23,7 @@ from paceline.keras.optimizer_conversion import (
     step_at,
     translate,
 )
-from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady
-from paceline.protocol.shares import split_batch
+from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady, split_batch
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica
 from paceline.telemetry.phase_clock import BACKWARD, EVAL, FORWARD, INPUT
@@ -95,7 +93,7 @@ class FitSession:
 
     def _check_same_data(self, seed: int) -> None:
         local = Section(plain={"digest": self._source.digest(), "seed": seed})
-        others = [section.plain for section in all_gather_sections(local, self._group)]
+        others = [section.plain for section in self._group.all_gather_sections(local)]
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise UsageError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import StateError
 from paceline.specs.strategy import LocalSteps
 from paceline.state import Section, checksum, slots_by_parameter, state_from_model
@@ -99,7 +98,7 @@ class LocalStepsRunner(Runner):
         mine = {k: v for k, v in section.tensors.items() if k.startswith("slots/")}
         # A parameter that only some workers use has slots only there.
         held = Section(plain={k: [list(v.shape), str(v.dtype)] for k, v in mine.items()})
-        every = [s.plain for s in all_gather_sections(held, self.context.group)]
+        every = [s.plain for s in self.context.group.all_gather_sections(held)]
         for key in sorted({key for held_by in every for key in held_by}):
             having = [held_by[key] for held_by in every if key in held_by]
             shape, dtype = having[0]

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
-from paceline.protocol.messages import Lease
-from paceline.protocol.shares import split_batch
+from paceline.protocol.messages import Lease, split_batch
 from paceline.specs.strategy import ModelParallel
 from paceline.state import Section, checksum, persistent_buffers
 from paceline.strategies.runner import Runner, WorkerContext, average_running_stats, clip_parts
@@ -89,7 +87,7 @@ class ModelParallelRunner(Runner):
     def checksum(self) -> str:
         """Returns the checksum of a whole replica, from the checksums of its parts."""
         mine = checksum(Section({name: t.detach() for name, t in self.owned_tensors()}))
-        gathered = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
+        gathered = self.context.group.all_gather_sections(Section(plain={"digest": mine}))
         parts = [s.plain["digest"] for s in gathered[self._first : self._first + self._parts]]
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 

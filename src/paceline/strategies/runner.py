@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from paceline.accuracy import count_correct
-from paceline.comm.control import CoordinatorLink
 from paceline.comm.process_group import CollectiveGroup
+from paceline.comm.wire import CoordinatorLink
 from paceline.errors import PeerLost
 from paceline.protocol.messages import Lease, StepStats
 from paceline.state import (

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.state import RemoteTensor, Section
 from paceline.strategies.runner import peer_errors
 
@@ -42,7 +41,7 @@ def gather_to_rank0(
     forms = {
         k: [list(t.shape), str(t.dtype).removeprefix("torch.")] for k, t in mine.tensors.items()
     }
-    gathered = all_gather_sections(Section(plain={**mine.plain, "forms": forms}), group)
+    gathered = group.all_gather_sections(Section(plain={**mine.plain, "forms": forms}))
     distant: dict[str, RemoteTensor] = {}
     for rank, section in enumerate(gathered[1:], 1):
         for key, (shape, dtype) in section.plain["forms"].items():
@@ -73,7 +72,7 @@ def _distant(
 
 def gather_to_all(group: CollectiveGroup, mine: Section) -> Section:
     """Gathers the whole state on all workers, for a strategy that continues with all of it."""
-    gathered = all_gather_sections(mine, group)
+    gathered = group.all_gather_sections(mine)
     tensors = {k: t for section in gathered for k, t in section.tensors.items()}
     return Section(tensors, _merge_plain(gathered))
 

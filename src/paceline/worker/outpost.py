@@ -46,7 +46,7 @@ def run_host_agent(ticket: str, node: str = "") -> None:
     channel = Channel.connect(**fields, peer="the supervisor", timeout_s=CALL_S)
     channel.set_timeout(SILENT_S)
     outpost = _HostAgent(channel)
-    outpost.send(
+    channel.send(
         {
             "index": index,
             "address": channel.local_address,
@@ -67,14 +67,9 @@ def run_host_agent(ticket: str, node: str = "") -> None:
 class _HostAgent:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._lock = threading.Lock()
         self._programs: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
-
-    def send(self, head: dict[str, Any]) -> None:
-        with self._lock:
-            self._channel.send(head)
 
     def obey(self) -> None:
         while True:
@@ -111,7 +106,7 @@ class _HostAgent:
             )
         except OSError as error:
             why = f"{argv[0]} cannot be run: {error.strerror}"
-            self.send({"id": number, "end": NOT_FOUND, "why": why})
+            self._channel.send({"id": number, "end": NOT_FOUND, "why": why})
             return
         self._programs[number] = program
         threading.Thread(target=self._watch, args=(number, program), daemon=True).start()
@@ -120,7 +115,7 @@ class _HostAgent:
         def pump(kind: str, stream: IO[bytes]) -> None:
             read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
             while piece := read(CHUNK):
-                self.send({"id": number, kind: piece})
+                self._channel.send({"id": number, kind: piece})
 
         assert program.stdout is not None
         assert program.stderr is not None
@@ -129,12 +124,12 @@ class _HostAgent:
             aside.start()
             pump("out", program.stdout)
             aside.join()
-            self.send({"id": number, "end": program.wait(), "why": ""})
+            self._channel.send({"id": number, "end": program.wait(), "why": ""})
 
     def _beat(self) -> None:
         with contextlib.suppress(PacelineError):
             while not self._over.wait(BEAT_S):
-                self.send({"beat": True})
+                self._channel.send({"beat": True})
 
     def end(self) -> None:
         self._over.set()

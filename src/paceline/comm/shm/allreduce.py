@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm.segment import CACHE_LINE, open_segment, round_up
-from paceline.comm.shm.words import WORDS_PER_LINE, Words
+from paceline.comm.shm.segment import CACHE_LINE, WORDS_PER_LINE, Words, open_segment, round_up
 from paceline.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -85,17 +84,14 @@ class SharedRegion:
         deadline = time.monotonic() + self._timeout_s
         for place in range(len(self.members)):
             if place != self.local_index:
-                self._wait(place, word, target, deadline)
+                self.wait_for(place, word, target, deadline)
 
-    def wait_for(self, place: int, word: int, target: int) -> None:
+    def wait_for(self, place: int, word: int, target: int, deadline: float | None = None) -> None:
         """Waits until a member's counter has reached the target; raises PeerLost."""
-        self._wait(place, word, target, time.monotonic() + self._timeout_s)
-
-    def _wait(self, place: int, word: int, target: int, deadline: float) -> None:
         if not self._words.wait_for(
             place * WORDS_PER_LINE + word,
             target,
-            deadline=deadline,
+            deadline=deadline or time.monotonic() + self._timeout_s,
             alive=functools.partial(self._check_alive, place),
             spin_reads=self._spin_reads,
         ):

@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
@@ -24,12 +25,13 @@ from paceline.comm.shm.segment import (
     CACHE_LINE,
     PAGE_BYTES,
     SHM_DIR,
+    SharedWord,
+    Words,
     create_segment,
     open_segment,
     round_up,
     unlink_segment,
 )
-from paceline.comm.shm.words import SharedWord, Words
 from paceline.errors import DeadlineExceeded, WireError
 
 HEADER_BYTES = 16384
@@ -222,21 +224,17 @@ def open_mailbox(name: str, *, server: int, servers: int, lo: int, hi: int) -> G
     return GradientMailbox(memory, server=server, servers=servers, lo=lo, hi=hi)
 
 
+@dataclass(frozen=True)
 class SharedWeightsReader:
     """Copies the weights of one server into a worker's buffer."""
 
-    def __init__(
-        self,
-        weights: SharedWeights,
-        mailbox: GradientMailbox,
-        *,
-        peer: str,
-        timeout_s: float,
-        check_peer: Callable[[], None],
-    ) -> None:
-        """`check_peer` raises if the server is gone."""
-        self._shared, self._mailbox = weights, mailbox
-        self._peer, self._timeout_s, self._check_peer = peer, timeout_s, check_peer
+    weights: SharedWeights
+    mailbox: GradientMailbox
+    _: KW_ONLY
+    peer: str
+    timeout_s: float
+    check_peer: Callable[[], None]
+    """Raises if the server is gone."""
 
     def copy_weights(self, at_least: int, target: torch.Tensor) -> tuple[int, int] | None:
         """Copies the weights, once they have that version and the last push was consumed.
@@ -244,7 +242,7 @@ class SharedWeightsReader:
         Returns their version, and how long updates were in progress meanwhile (us); None if they
         changed during every attempt.
         """
-        shared, mailbox = self._shared, self._mailbox
+        shared, mailbox = self.weights, self.mailbox
         start, applied_us = time.perf_counter_ns(), shared.applied_us
         for _ in range(MAX_COPY_ATTEMPTS):
             self._wait_for(at_least)
@@ -267,7 +265,7 @@ class SharedWeightsReader:
         return None
 
     def _wait_for(self, at_least: int) -> None:
-        shared, mailbox = self._shared, self._mailbox
+        shared, mailbox = self.weights, self.mailbox
 
         def ready() -> bool:
             return (
@@ -276,11 +274,11 @@ class SharedWeightsReader:
                 and not shared.update_pending
             )
 
-        deadline = time.monotonic() + self._timeout_s
-        if not shared.words.wait(_CHANGES, ready, deadline=deadline, alive=self._check_peer):
+        deadline = time.monotonic() + self.timeout_s
+        if not shared.words.wait(_CHANGES, ready, deadline=deadline, alive=self.check_peer):
             raise DeadlineExceeded(
-                f"{self._peer}: version {at_least} was not available within "
-                f"{self._timeout_s:g} s (now {shared.version})"
+                f"{self.peer}: version {at_least} was not available within "
+                f"{self.timeout_s:g} s (now {shared.version})"
             )
 
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import Lease, StepStats
 from paceline.state import (
@@ -248,7 +247,7 @@ class FullyShardedRunner(Runner):
 
     def checksum(self) -> str:
         mine = checksum(Section({n: _local(p).detach() for n, p in self._model.named_parameters()}))
-        gathered = all_gather_sections(Section(plain={"digest": mine}), self.context.group)
+        gathered = self.context.group.all_gather_sections(Section(plain={"digest": mine}))
         return " ".join(s.plain["digest"] for s in gathered)
 
     def _state(self) -> Section:

@@ -18,7 +18,6 @@ import torch
 from paceline.comm.buckets import GradientBucket
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.state import Section
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 from paceline.strategies.optimizer_traits import optimizer_traits
@@ -244,8 +243,8 @@ class SharedModelWeights:
                 elif value is not None:
                     small.plain.setdefault(one.name, {})[slot] = value
         found: dict[str, set[str]] = {}
-        for received in all_gather_sections(
-            Section(small.tensors, {"large": mine, "plain": small.plain}), self._group
+        for received in self._group.all_gather_sections(
+            Section(small.tensors, {"large": mine, "plain": small.plain})
         ):
             section.tensors.update(received.tensors)
             for name, values in received.plain["plain"].items():

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.state import Section
 from paceline.strategies.model_parallel import callable_layers
@@ -69,9 +68,8 @@ def choose_cuts(
         return cut_evenly(model, spec.stages)
     layers = profile_layers(model, example, slots)
     check_count(len(layers), spec.stages)
-    gathered = all_gather_sections(
-        Section(plain={"seconds": [x.seconds for x in layers], "room": available_memory_bytes()}),
-        group,
+    gathered = group.all_gather_sections(
+        Section(plain={"seconds": [x.seconds for x in layers], "room": available_memory_bytes()})
     )
     places: list[StageBudget] = []
     for stage in range(spec.stages):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer import count_slots
@@ -124,7 +123,7 @@ class PipelineRunner(ModelParallelRunner):
     def _agree_on_example(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows with the shape of some worker's rows; their values do not matter."""
         form = {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
-        for section in all_gather_sections(Section(plain=form), self.context.group):
+        for section in self.context.group.all_gather_sections(Section(plain=form)):
             if section.plain["shape"] != [0]:
                 dtype = getattr(torch, section.plain["dtype"])
                 return torch.zeros(section.plain["shape"], dtype=dtype)
@@ -174,7 +173,7 @@ class PipelineRunner(ModelParallelRunner):
             return
         mine = {name: b for name, b in buffers.items() if self._holds(name)}
         given = Section(mine if self._replica == 0 else {})
-        for section in all_gather_sections(given, self.context.group):
+        for section in self.context.group.all_gather_sections(given):
             for name, tensor in section.tensors.items():
                 if name not in mine:
                     buffers[name].copy_(tensor)

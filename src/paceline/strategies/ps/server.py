@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.control import ControlConnection
-from paceline.comm.wire import MAX_BODY, Channel
+from paceline.comm.wire import MAX_BODY, Channel, ControlConnection
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
 from paceline.protocol.messages import ApplyUpdate, ClipFactor, ServerReady, ShardSqNorm, StopServer
 from paceline.protocol.shard import Handle, ServerShard, ShardAction, StepOptimizer, SumGradients

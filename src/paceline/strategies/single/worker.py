@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.comm.state_exchange import broadcast_section
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
 from paceline.strategies.single.spec import Single
 from paceline.telemetry.phase_clock import OPTIMIZER
@@ -20,4 +19,4 @@ class SingleRunner(Runner):
     def sync_weights(self, version: int) -> None:
         if self.context.group.size > 1:
             # Only worker 0 has trained; its state is broadcast.
-            self.import_state(broadcast_section(self.export_state(), self.context.group))
+            self.import_state(self.context.group.broadcast_section(self.export_state()))

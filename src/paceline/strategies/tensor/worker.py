@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.state import RemoteTensor, Section, is_model_tensor
@@ -116,7 +115,7 @@ class TensorRunner(ModelParallelRunner):
         mine = super().export_state()
         cuts = self._slices(mine.tensors)
         given = {key: mine.tensors[key] for key in cuts if self._replica == 0}
-        gathered = all_gather_sections(Section(given), self.context.group)[: self._parts]
+        gathered = self.context.group.all_gather_sections(Section(given))[: self._parts]
         for key, cut in cuts.items():
             mine.tensors[key] = cut.join([section.tensors[key] for section in gathered])
         return mine
