@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from paceline.data import MapDataset, TorchDatasetAdapter
 from paceline.data.hashing import hash_rows
 from paceline.data.streaming import DaemonThreadPool, PipelinedDataset
-from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.messages import Lease
 from paceline.strategies.runner import Batch
-from paceline.worker.shuffle_windows import ShuffleWindowReader, block_layout_of
+from paceline.worker.shuffle_windows import ShuffleWindowReader
 
 WAIT_FRACTION = 0.005
 """Fraction of the step time spent waiting for a batch above which batches are prefetched."""
@@ -127,13 +126,8 @@ class BatchLoader:
         self.samples = len(table)
         self._device = device
         self._order = EpochOrder(self.samples, seed)
-        self.layout: BlockLayout | None = block_layout_of(self._table, seed)
-        self._shuffle_windows: ShuffleWindowReader | None = None
-        if self.layout is not None:
-            assert self._table.blocks is not None
-            self._shuffle_windows = ShuffleWindowReader(
-                self._table.blocks, self.layout, rank=rank, workers=workers
-            )
+        self._windows = ShuffleWindowReader(self._table, seed, rank=rank, workers=workers)
+        self.layout = self._windows.layout
         # A custom dataset may not be thread-safe, and may use torch's generator.
         own = isinstance(self._table.inner, TorchDatasetAdapter)
         depth = self._table.pipeline.depth
@@ -149,23 +143,20 @@ class BatchLoader:
 
     def warm_up(self) -> None:
         """Prefetches the first rows before the first epoch."""
-        if self._shuffle_windows is not None:
-            self._shuffle_windows.warm_up()
+        self._windows.warm_up()
 
     def prefetch(self, leases: Sequence[Lease]) -> None:
         """Announces the next leases, in order."""
         self._expected.extend(leases)
-        if self._shuffle_windows is not None:
-            for lease in leases:
-                self._shuffle_windows.prefetch(lease)
+        for lease in leases:
+            self._windows.prefetch(lease)
         self._make_ahead()
 
     def batch(self, lease: Lease) -> Batch:
         """Returns the rows of a lease, waiting if necessary. Raises what reading them raised."""
         began = time.perf_counter()
         self._totals.queue += sum(future.done() for _, future in self._made)
-        if self._shuffle_windows is not None:
-            self._shuffle_windows.wait_for(lease)
+        self._windows.wait_for(lease)
         if self._made and self._made[0][0] == lease:
             inputs, targets = self._made.popleft()[1].result()
         else:
@@ -187,9 +178,7 @@ class BatchLoader:
 
     def _make_ahead(self) -> None:
         while self._expected and len(self._made) < self._depth.now:
-            if self._shuffle_windows is not None and not self._shuffle_windows.is_near(
-                self._expected[0]
-            ):
+            if not self._windows.is_near(self._expected[0]):
                 return  # It would evict rows that are needed sooner.
             lease = self._expected.popleft()
             self._made.append((lease, self._background.submit(partial(self._make, lease))))
@@ -197,9 +186,8 @@ class BatchLoader:
     def _make(self, lease: Lease) -> Batch:
         began = time.perf_counter()
         waited_s = 0.0
-        if lease.row_ranges and self._shuffle_windows is not None:
-            x, y, rows, waited_s = self._shuffle_windows.rows(lease)
-            assert self._table.blocks is not None
+        if lease.row_ranges and self._table.blocks is not None:
+            x, y, rows, waited_s = self._windows.rows(lease)
             batch = self._table.change(*self._table.blocks.finish(x, y, rows, lease.epoch))
         else:
             batch = self._table.batch(self.rows(lease), epoch=lease.epoch)
@@ -231,5 +219,4 @@ class BatchLoader:
     def close(self) -> None:
         """Stops the threads."""
         self._background.close()
-        if self._shuffle_windows is not None:
-            self._shuffle_windows.close()
+        self._windows.close()

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.comm.state_exchange import all_gather_sections
 from paceline.errors import Diverged, PacelineError, UsageError
-from paceline.protocol.block_plan import RangeCutter
-from paceline.protocol.divergence import DivergenceDetector
+from paceline.protocol.block_plan import take_rows
 from paceline.protocol.messages import (
     CheckpointWritten,
     EnterPhase,
@@ -40,17 +39,12 @@ from paceline.protocol.messages import (
     StepStats,
     TrainingResumed,
     WorkerFinished,
+    split_batch,
 )
-from paceline.protocol.shares import split_batch
+from paceline.protocol.throughput import DivergenceDetector
 from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
-from paceline.strategies.runner import (
-    INNER_PREFIX,
-    CommReport,
-    PhaseContext,
-    Runner,
-    TrainStep,
-)
+from paceline.strategies.runner import INNER_PREFIX, CommReport, PhaseContext, Runner, TrainStep
 from paceline.telemetry.phase_clock import (
     BACKWARD,
     COMM,
@@ -67,8 +61,8 @@ from paceline.telemetry.phase_clock import (
 from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.evaluation import EvalShard, Predict
 from paceline.worker.process_settings import trim_malloc
+from paceline.worker.run_files import peak_rss_bytes
 from paceline.worker.session import Session
-from paceline.worker.telemetry_reporter import peak_rss_bytes
 
 REPORT_S = 0.5
 
@@ -101,11 +95,12 @@ class CoordinatorClient:
         self._hooks = hooks
         self._samples_per_epoch = samples_per_epoch
         self._state: Section | None = state.shared
-        self._initial_local_state: Section | None = None
+        self._local_state = Section()
+        """Per-worker state, kept through phases that do not use it."""
         self.step = 0
         """Steps of this worker so far, including those before a resume."""
         if self._rank < len(state.workers):
-            own = self._initial_local_state = state.workers[self._rank]
+            own = self._local_state = state.workers[self._rank]
             torch.set_rng_state(own.tensors["rng/torch"])
             self.step = int(own.plain["step"])
         self._recorder = StepRecorder(
@@ -121,7 +116,7 @@ class CoordinatorClient:
         self._settle_s = 0.0
         self._entered_at: float | None = None
         self._losses = DivergenceDetector()
-        self._bytes_sent = self._bytes_before = self._bytes_received = 0
+        self._bytes = Counter(bytes_sent=0, bytes_before=0, bytes_received=0)
         self._rollback_state: tuple[Section, Section] | None = None
         """Global and local state for a rollback, during a trial switch."""
         self._best_state: tuple[Section, Section] | None = None
@@ -130,8 +125,6 @@ class CoordinatorClient:
         self._part: dict[str, object] | None = None
         self._comm_report: CommReport | None = None
         self._optimizer_path: str | None = None
-        self._local_state = Section()
-        """Per-worker state, kept through phases that do not use it."""
         self._times_ns = (0, 0)
         self._finished = False
         self._between_epochs = False
@@ -231,14 +224,14 @@ class CoordinatorClient:
                 self._report(plan.epoch, lease.stop)
 
     def _cut_leases(self, plan: PlannedSteps) -> list[Lease]:
-        """Yields this worker's share of every batch of a plan."""
-        cutter = RangeCutter(plan.pieces) if plan.pieces else None
+        """Returns this worker's share of every batch of a plan."""
+        rows = deque(plan.pieces)
         leases = []
         for start in range(plan.start, plan.stop, plan.batch):
             stop = min(start + plan.batch, plan.stop)
             cuts = split_batch(stop - start, self._size, plan.batch_weights)
             lo, hi = start + cuts[self._rank], start + cuts[self._rank + 1]
-            pieces = cutter.cut(hi - lo) if cutter is not None else ()
+            pieces = take_rows(rows, hi - lo) if plan.pieces else ()
             leases.append(Lease(0, plan.epoch, start, stop, lo, hi, pieces, plan.ahead))
         return leases
 
@@ -303,8 +296,6 @@ class CoordinatorClient:
     def _enter(self, message: EnterPhase) -> None:
         began = time.perf_counter()
         self._clock.enter(SWITCH if message.switching else OTHER)
-        if self._initial_local_state is not None:
-            self._local_state = self._initial_local_state
         if self._runner is not None:
             self._state = self._runner.export_state()
             # A server must not receive new state while any worker still reads the old.
@@ -326,7 +317,7 @@ class CoordinatorClient:
         runner.import_local_state(self._local_state)
         self._drop_inner_state()
         self._strategy_text = strategy
-        self._state = self._initial_local_state = None
+        self._state = None
         if message.switching:
             self._entered_at = began
         else:
@@ -387,7 +378,7 @@ class CoordinatorClient:
         facts = {"step": self.step, "strategy": self._strategy_text}
         own = Section(dict(self._local_state.tensors), facts)
         own.tensors["rng/torch"] = torch.get_rng_state()
-        sections = all_gather_sections(own, self._context.group)
+        sections = self._context.group.all_gather_sections(own)
         path = ""
         with self.runner.gather_state(slots=True) as (shared, distant):
             shared.plain["coordinator"] = message.coordinator_state
@@ -418,9 +409,11 @@ class CoordinatorClient:
             # The bytes of its connections are counted until they are closed.
             self._session.telemetry.sample_now()
             self._part = self._runner.model_part() or self._part
-            self._bytes_sent += self._runner.bytes_sent
-            self._bytes_before += self._runner.uncompressed_bytes
-            self._bytes_received += self._runner.bytes_received
+            self._bytes.update(
+                bytes_sent=self._runner.bytes_sent,
+                bytes_before=self._runner.uncompressed_bytes,
+                bytes_received=self._runner.bytes_received,
+            )
             self._runner.close()
             self._runner = None
 
@@ -428,9 +421,7 @@ class CoordinatorClient:
         return {
             "phases": self._clock.totals_s(),
             "stages": self._stages.totals_s(),
-            "bytes_sent": self._bytes_sent,
-            "bytes_before": self._bytes_before,
-            "bytes_received": self._bytes_received,
+            **self._bytes,
             "parameter_bytes": sum(p.nbytes for _, p in self._context.replica.trained),
             "collectives": self._comm_report.to_plain() if self._comm_report else None,
             "part": self._part,

@@ -10,7 +10,7 @@ import torch
 from paceline.accuracy import count_correct
 from paceline.data import MapDataset
 from paceline.errors import UsageError
-from paceline.protocol.shares import split_batch
+from paceline.protocol.messages import split_batch
 from paceline.strategies.runner import LossOf
 
 BATCH = 256

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
-from paceline.comm.control import ControlConnection
+from paceline.comm.wire import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
 from paceline.protocol.messages import ProcessFailing
 from paceline.worker.assignment import Assignment, pack_assignment, read_assignment

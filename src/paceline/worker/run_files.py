@@ -1,4 +1,4 @@
-"""A worker's files of the run folder: written locally, or sent to the supervisor.
+"""Files and events of a process in the run folder: written locally, or sent to the supervisor.
 
 A worker on another machine has no access to the folder. Its events and files are sent over the
 control connection, before the messages that refer to them: when the coordinator receives
@@ -7,7 +7,9 @@ control connection, before the messages that refer to them: when the coordinator
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.control import ControlConnection
-from paceline.errors import CheckpointError, WireError
+from paceline.comm.wire import ControlConnection
+from paceline.errors import CheckpointError, PacelineError, WireError
 from paceline.protocol.messages import (
     EventLine,
     FileChunk,
@@ -25,6 +27,7 @@ from paceline.protocol.messages import (
     FilesComplete,
     RunClockRequest,
     RunClockResponse,
+    TelemetryForwarded,
 )
 from paceline.state import (
     RemoteTensor,
@@ -34,8 +37,10 @@ from paceline.state import (
     save_checkpoint,
     write_tensors,
 )
-from paceline.telemetry.events import Event
+from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics
+from paceline.telemetry.phase_clock import PhaseClock
 from paceline.telemetry.run_folder import KERAS, EventSink, EventWriter, RunFolder
+from paceline.telemetry.sampler import MetricsDownsampler, Sampler, ServerCounters, StepCounters
 from paceline.worker.assignment import Assignment
 
 PART_BYTES = 1 << 20
@@ -169,3 +174,63 @@ def save_weights(
     save_extra = getattr(model, "save_extra_files", None)
     if save_extra is not None:
         save_extra(path.parent)
+
+
+class TelemetryReporter:
+    """Writes the events of a process to its file, and forwards them to the supervisor.
+
+    Ignores connection errors: the heartbeats exit the process if the supervisor is lost.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        control: ControlConnection,
+        sink: EventSink,
+        clock: PhaseClock,
+        counters: StepCounters,
+        serving: ServerCounters | None = None,
+    ) -> None:
+        self._who = assignment.process_name
+        self._control = control
+        self._on = assignment.telemetry
+        self._sink = sink
+        self._thinner = MetricsDownsampler(sink.write)
+        self._sampler: Sampler | None = None
+        if self._on:
+            self._sampler = Sampler(
+                now_s=clock.now_s,
+                tell=self.report,
+                run_key=assignment.token,
+                clock=clock,
+                counters=counters,
+                serving=serving,
+            )
+
+    def start(self) -> None:
+        if self._sampler is not None:
+            self._sampler.start()
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, ProcessMetrics | HostMetrics):
+            self._thinner(event)
+        else:
+            self._sink.write(event)
+        if self._on:
+            with contextlib.suppress(PacelineError):
+                self._control.send(TelemetryForwarded(self._who, event.to_plain()))
+
+    def sample_now(self) -> None:
+        """Samples metrics immediately."""
+        if self._sampler is not None:
+            self._sampler.sample()
+
+    def stop(self) -> None:
+        """Samples the last metrics while the counted connections are still open."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._thinner.flush()
+
+
+def peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

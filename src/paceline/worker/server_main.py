@@ -7,15 +7,14 @@ import socket
 
 import torch
 
-from paceline.comm.control import ControlConnection
+from paceline.comm.wire import ControlConnection
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.events import ServerEnded, ServerStarted
 from paceline.telemetry.phase_clock import ServerClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
 from paceline.telemetry.sampler import ServerCounters, StepCounters
 from paceline.worker.assignment import Assignment
-from paceline.worker.run_files import open_run_files
-from paceline.worker.telemetry_reporter import TelemetryReporter, peak_rss_bytes
+from paceline.worker.run_files import TelemetryReporter, open_run_files, peak_rss_bytes
 
 
 def run_server(assignment: Assignment, control: ControlConnection, wait_s: float) -> None:

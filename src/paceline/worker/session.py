@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.comm.control import ControlConnection, StoreClient
-from paceline.comm.process_group import CollectiveGroup
-from paceline.comm.state_exchange import broadcast_section
+from paceline.comm.process_group import CollectiveGroup, CoordinatorStore
+from paceline.comm.wire import ControlConnection
 from paceline.errors import CheckpointError, PacelineError, StateError, UsageError
 from paceline.protocol.messages import Heartbeat
+from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.state import (
     Section,
     TrainState,
@@ -25,13 +27,11 @@ from paceline.state import (
 from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import Replica, WorkerContext
 from paceline.telemetry.events import PHASES, InputStats, WorkerEnded, WorkerStarted
-from paceline.telemetry.phase_clock import STAGES, PhaseClock
+from paceline.telemetry.phase_clock import BACKWARD, COMM, STAGES, PhaseClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
 from paceline.telemetry.sampler import StepCounters
 from paceline.worker.assignment import Assignment
-from paceline.worker.run_files import open_run_files
-from paceline.worker.slowdown import SlowdownInjector
-from paceline.worker.telemetry_reporter import TelemetryReporter
+from paceline.worker.run_files import TelemetryReporter, open_run_files
 
 if TYPE_CHECKING:
     from paceline.worker.coordinator_client import CoordinatorClient
@@ -83,7 +83,7 @@ class Session:
         assignment = self.assignment
         store = None
         if self.size > 1:
-            store = StoreClient(
+            store = CoordinatorStore(
                 assignment.host,
                 assignment.port,
                 token=assignment.token,
@@ -95,7 +95,6 @@ class Session:
             rank=self.rank,
             size=self.size,
             address=assignment.bind or self.control.local_address,
-            timeout_s=self._wait_s,
         )
         self.context = WorkerContext(
             rank=self.rank,
@@ -139,10 +138,10 @@ class Session:
                     )
             counted = Section(plain={"count": len(state.workers)})
             workers = [
-                broadcast_section(state.workers[i] if self.rank == 0 else None, group)
-                for i in range(broadcast_section(counted, group).plain["count"])
+                group.broadcast_section(state.workers[i] if self.rank == 0 else None)
+                for i in range(group.broadcast_section(counted).plain["count"])
             ]
-            state = TrainState(broadcast_section(state.shared, group), workers)
+            state = TrainState(group.broadcast_section(state.shared), workers)
             replica.bucket_layout = state.shared.plain["layout"]
             # A run with another number of workers adds in another order anyway.
             replica.comm_backend = state.shared.plain.get("way")
@@ -174,11 +173,64 @@ def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
     weights = sorted(k for k in mine.tensors if is_model_tensor(k))
     fresh = len(weights) == len(mine.tensors) and not mine.plain
     facts = Section(plain={"fingerprint": fingerprint_of(mine.tensors), "fresh": fresh})
-    first = broadcast_section(facts if group.rank == 0 else None, group).plain
+    first = group.broadcast_section(facts if group.rank == 0 else None).plain
     if not first["fresh"]:
-        return broadcast_section(mine, group)
+        return group.broadcast_section(mine)
     if first["fingerprint"] != fingerprint_of(mine.tensors):
         raise UsageError(f"worker {group.rank} built a different model than worker 0")
     for name in weights:
         group.broadcast_any_layout(mine.tensors[name])
     return Section({name: mine.tensors[name] for name in weights})
+
+
+class SlowdownInjector:
+    """Slows this worker down (`--slow`, `--delay`), to study unequal machines.
+
+    Stretches the compute time of each step, and delays its first exchange.
+
+    `begin_step` marks the start of the compute; `apply` sleeps for the time that is missing so
+    far. It is called before gradients leave, as they would leave late on a slow machine, and
+    sleeps once for every stretch of compute.
+    """
+
+    def __init__(self, slowdowns: tuple[InjectedSlowdown, ...], rank: int, clock: PhaseClock):
+        self._slowdowns = slowdowns
+        self._rank = rank
+        self._clock = clock
+        self._active = ActiveSlowdown()
+        self._delayed = True
+        """This step's first exchange has been delayed, or needs no delay."""
+        self._applied_until = (time.perf_counter(), time.thread_time())
+
+    @classmethod
+    def for_worker(
+        cls, slowdowns: Iterable[Mapping[str, float]], rank: int, clock: PhaseClock
+    ) -> SlowdownInjector | None:
+        """The injector of worker `rank`; None if no slowdown concerns it."""
+        parsed = (InjectedSlowdown.from_plain(dict(plain)) for plain in slowdowns)
+        own = tuple(slowdown for slowdown in parsed if slowdown.worker == rank)
+        return cls(own, rank, clock) if own else None
+
+    @property
+    def max_factor(self) -> float:
+        """The largest slowdown factor that this worker will have."""
+        return max(slowdown.factor / slowdown.cores for slowdown in self._slowdowns)
+
+    def begin_step(self, epoch: float) -> None:
+        """Starts a step at this position of the run, in epochs."""
+        self._active = ActiveSlowdown.of(self._slowdowns, self._rank, epoch)
+        self._delayed = self._active.delay_s == 0.0
+        self._applied_until = (time.perf_counter(), time.thread_time())
+
+    def apply(self) -> None:
+        """Sleeps until the compute since the last call has taken as long as it should."""
+        began, busy_until = self._applied_until
+        elapsed_s = time.perf_counter() - began
+        wall_s = self._active.wall_s(elapsed_s, time.thread_time() - busy_until)
+        time.sleep(max(0.0, wall_s - elapsed_s))
+        if not self._delayed:
+            self._clock.enter(COMM)
+            time.sleep(self._active.delay_s)
+            self._clock.enter(BACKWARD)
+            self._delayed = True
+        self._applied_until = (time.perf_counter(), time.thread_time())

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import READERS, DaemonThreadPool, PipelinedDataset, StreamingDataset
+from paceline.data.streaming import READERS, DaemonThreadPool, PipelinedDataset
 from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,
@@ -65,13 +65,14 @@ class ShuffledRows:
 
 
 class ShuffleWindowReader:
-    """Reads windows ahead of time, and drops those that are not needed again."""
+    """Reads windows ahead of time, and drops those that are not needed again.
 
-    def __init__(
-        self, table: StreamingDataset, layout: BlockLayout, *, rank: int, workers: int
-    ) -> None:
-        self._table = table
-        self._layout = layout
+    If all rows are in memory, it has no layout, leases have no row ranges, and it does nothing.
+    """
+
+    def __init__(self, table: PipelinedDataset, seed: int, *, rank: int, workers: int) -> None:
+        self._blocks = table.blocks
+        self.layout = block_layout_of(table, seed)
         self._rank, self._workers = rank, workers
         self._plans: dict[int, EpochBlockPlan] = {}
         self._held: dict[Key, Future[ShuffledRows]] = {}
@@ -83,8 +84,9 @@ class ShuffleWindowReader:
 
     def warm_up(self) -> None:
         """Prefetches the window that this worker will probably start with."""
-        for key in self._guess_start(0):
-            self._take(key)
+        if self.layout is not None:
+            for key in self._guess_start(0):
+                self._take(key)
 
     def prefetch(self, lease: Lease) -> None:
         """Adds a lease to the expected ones."""
@@ -132,7 +134,8 @@ class ShuffleWindowReader:
 
     def close(self) -> None:
         self._background.close()
-        self._table.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     # ---- selection ---------------------------------------------------------------------------
 
@@ -140,7 +143,8 @@ class ShuffleWindowReader:
         if epoch not in self._plans:
             # Only the current and the next epoch are kept; older ones are not needed again.
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1}
-            self._plans[epoch] = EpochBlockPlan(self._layout, epoch)
+            assert self.layout is not None
+            self._plans[epoch] = EpochBlockPlan(self.layout, epoch)
         return self._plans[epoch]
 
     def _cut(self, epoch: int, lo: int, hi: int) -> Iterator[tuple[Key, int, int]]:
@@ -187,9 +191,11 @@ class ShuffleWindowReader:
             raise
 
     def _load(self, epoch: int, window: ShuffleWindow) -> ShuffledRows:
+        assert self._blocks is not None
+        assert self.layout is not None
         count = window.hi - window.lo
-        rows = np.concatenate([self._table.rows_of(number) for number in window.blocks])
-        following = map(self._table.fetch, window.blocks)
+        rows = np.concatenate([self._blocks.rows_of(number) for number in window.blocks])
+        following = map(self._blocks.fetch, window.blocks)
         reading = deque(itertools.islice(following, READERS))
         x = y = np.empty(0)
         start = 0
@@ -203,6 +209,6 @@ class ShuffleWindowReader:
             start = stop
             reading.extend(itertools.islice(following, 1))
         order = np.arange(count, dtype=np.int64)
-        if self._layout.window:
-            order = np.argsort(hash_rows((self._layout.seed, epoch), rows), kind="stable")
+        if self.layout.window:
+            order = np.argsort(hash_rows((self.layout.seed, epoch), rows), kind="stable")
         return ShuffledRows(window.lo, x, y, rows, order)

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from paceline.comm.control import ControlConnection
+from paceline.comm.wire import ControlConnection
 from paceline.job import Job
 from paceline.protocol.messages import EpochEnd, Lease, WorkerReady
 from paceline.strategies.runner import LossOf, Replica
