@@ -51,15 +51,37 @@ class EpochBlockPlan:
         self.windows: list[ShuffleWindow] = []
         self.deals: list[RowRanges] = []
         """Windows that are assigned to one worker together."""
-        self._at = 0
-        self._blocks: list[int] = []
-        self._rows = 0
-        self._deal: list[RowRange] = []
-        for unit in self._order_units(layout, epoch):
-            self._add(layout, unit)
-        self._close_deal()
-        self.row_count = self._at
+        self.row_count = 0
+        for deal in self._deal_blocks(layout, epoch):
+            first = len(self.windows)
+            for blocks in filter(None, deal):
+                lo = self.row_count
+                self.row_count += sum(layout.rows[block] for block in blocks)
+                self.windows.append(ShuffleWindow(lo, self.row_count, tuple(blocks)))
+            if first < len(self.windows):
+                self.deals.append(tuple((w.lo, w.hi) for w in self.windows[first:]))
         self._starts = [window.lo for window in self.windows]
+
+    @classmethod
+    def _deal_blocks(cls, layout: BlockLayout, epoch: int) -> list[list[list[int]]]:
+        """Packs blocks into windows, and windows into deals; some may be empty."""
+        deals: list[list[list[int]]] = [[[]]]
+        rows = 0
+        for unit in cls._order_units(layout, epoch):
+            total = sum(layout.rows[block] for block in unit)
+            if rows + total > layout.window:
+                deals.append([[]])
+                rows = 0
+            for block in unit:
+                if deals[-1][-1] and rows + layout.rows[block] > layout.window:
+                    deals[-1].append([])
+                    rows = 0
+                deals[-1][-1].append(block)
+                rows += layout.rows[block]
+            if total > layout.window:  # A unit larger than a window is assigned separately.
+                deals.append([[]])
+                rows = 0
+        return deals
 
     @staticmethod
     def _order_units(layout: BlockLayout, epoch: int) -> Iterable[list[int]]:
@@ -74,31 +96,6 @@ class EpochBlockPlan:
         return [
             sorted(units[u], key=lambda block: (splitmix64(inner ^ block), block)) for u in ordered
         ]
-
-    def _add(self, layout: BlockLayout, blocks: list[int]) -> None:
-        total = sum(layout.rows[block] for block in blocks)
-        if self._rows + total > layout.window:
-            self._close_deal()
-        for block in blocks:
-            if self._blocks and self._rows + layout.rows[block] > layout.window:
-                self._close_window()
-            self._blocks.append(block)
-            self._rows += layout.rows[block]
-        if total > layout.window:
-            self._close_deal()  # A unit larger than a window is assigned separately.
-
-    def _close_window(self) -> None:
-        if self._blocks:
-            lo, hi = self._at, self._at + self._rows
-            self.windows.append(ShuffleWindow(lo, hi, tuple(self._blocks)))
-            self._deal.append((lo, hi))
-            self._at, self._blocks, self._rows = hi, [], 0
-
-    def _close_deal(self) -> None:
-        self._close_window()
-        if self._deal:
-            self.deals.append(tuple(self._deal))
-            self._deal = []
 
     def find_window(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1

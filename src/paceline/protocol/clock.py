@@ -35,7 +35,7 @@ class ClockDecision:
 
 
 class Clock(ABC):
-    """Counts pushes per worker, with the minimum maintained in constant time."""
+    """Counts pushes per worker, and keeps their minimum."""
 
     synchronous = False
     """True if workers are released together and share one global batch."""
@@ -47,20 +47,16 @@ class Clock(ABC):
     def begin(self) -> None:
         """Starts a training interval."""
         self._pushes = [0] * self._workers
-        self._workers_at = {0: self._workers}
         self._fewest = 0
 
     def advance(self, worker: int) -> bool:
         """Counts a push; returns True if the minimum has increased."""
         old = self._pushes[worker]
         self._pushes[worker] = old + 1
-        self._workers_at[old] -= 1
-        self._workers_at[old + 1] = self._workers_at.get(old + 1, 0) + 1
-        before = self._fewest
-        while not self._workers_at[self._fewest]:
-            del self._workers_at[self._fewest]
-            self._fewest += 1
-        return self._fewest > before
+        if old > self._fewest:
+            return False
+        self._fewest = min(self._pushes)
+        return self._fewest > old
 
     def lag(self, worker: int) -> int:
         return self._pushes[worker] - self._fewest

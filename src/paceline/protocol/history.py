@@ -59,9 +59,6 @@ class History:
         self.samples += samples
         self.phase_samples[self.phase] += samples
 
-    def samples_under(self, phase: int) -> int:
-        return self.phase_samples[phase]
-
     def to_plain(self) -> dict[str, Any]:
         """Returns the history as JSON, for checkpoints."""
         plain = {name: getattr(self, name) for name in _NUMBERS}

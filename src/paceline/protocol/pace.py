@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections import Counter
 from itertools import pairwise
 
 from paceline.protocol.block_plan import RowRange, merge_ranges
@@ -134,8 +133,6 @@ class PlannedPace(Pace):
         self._stop = stop
         self._blocks: list[LeaseEntry] = []
         self._at = [start] * self._workers
-        self._workers_at = Counter({start: self._workers})
-        """Number of workers at each position, to find the slowest in constant time."""
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
         self._began = (now, start)
@@ -193,16 +190,12 @@ class PlannedPace(Pace):
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
         if not isinstance(report, StepsApplied):
             raise AssertionError(f"unexpected {type(report).__name__} with planned work")
-        before, self._at[report.worker] = self._at[report.worker], report.position
-        self._workers_at[before] -= 1
-        if not self._workers_at[before]:
-            del self._workers_at[before]
-        self._workers_at[report.position] += 1
+        self._at[report.worker] = report.position
         if self._balance is not None:
             self._balance.update(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
             self._first_idle = now
-        slowest = min(self._workers_at)
+        slowest = min(self._at)
         if slowest == self._slowest:
             return []
         batches_before = -(-self._slowest // self._batch)

@@ -140,14 +140,14 @@ class StragglerPolicy(SwitchPolicy):
 
     def next_stop(self, history: History) -> int | None:
         """The sample count at which the quota is reached if nothing happens before."""
-        left = self._quota_samples() - history.samples_under(FIRST)
+        left = self._quota_samples() - history.phase_samples[FIRST]
         return history.samples + left if history.phase == FIRST and left > 0 else None
 
     def _quota_samples(self) -> int:
         return round(self.rule.quota * self.horizon.total)
 
     def decide(self, history: History) -> SwitchDecision | None:
-        if history.samples_under(FIRST) >= self._quota_samples():
+        if history.phase_samples[FIRST] >= self._quota_samples():
             if history.phase == SECOND:
                 return None
             return SwitchDecision(
