@@ -34,13 +34,13 @@ from paceline.strategies.runner import LossOf, Replica
 from paceline.twin.simulation import Groups
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 from paceline.worker.batch_loader import BatchLoader
-from paceline.worker.evaluation import evaluate_shard
 from paceline.worker.job_builder import (
     JobData,
     build_loss,
     build_model,
     build_optimizer,
     choose_device,
+    evaluate_shard,
 )
 from paceline.worker.run_files import save_weights
 from paceline.worker.session import RANK_STRIDE

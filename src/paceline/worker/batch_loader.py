@@ -48,12 +48,11 @@ class EpochOrder:
     def __init__(self, count: int, seed: int, *, shuffle: bool = True) -> None:
         self.shuffle, self.seed = shuffle, seed
         self._epoch = -1
-        self._order: NDArray[np.int64] = np.arange(0 if shuffle else count, dtype=np.int64)
-        self._count = count
+        self._order: NDArray[np.int64] = np.arange(count, dtype=np.int64)
 
     def rows(self, epoch: int, lo: int, hi: int) -> NDArray[np.int64]:
         if self.shuffle and epoch != self._epoch:
-            self._order = epoch_order(self._count, self.seed, epoch)
+            self._order = epoch_order(len(self._order), self.seed, epoch)
             self._epoch = epoch
         return self._order[lo:hi]
 
@@ -173,7 +172,10 @@ class BatchLoader:
         self._last = now
         self._make_ahead()
         if self._tell is not None and time.monotonic() >= self._tell_due:
-            self._report(self._tell)
+            self._tell_due = time.monotonic() + WINDOW_S
+            totals = replace(self._totals)
+            self._tell({**totals.minus(self._told).describe(), "depth": self._depth.now})
+            self._told = totals
         return inputs.to(self._device), targets.to(self._device)
 
     def _make_ahead(self) -> None:
@@ -199,13 +201,6 @@ class BatchLoader:
             # Blocks are read in the order of their rows unless a lease requires otherwise.
             return np.arange(lease.lo, lease.hi, dtype=np.int64)
         return self._order.rows(lease.epoch, lease.lo, lease.hi)
-
-    def _report(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Reports the cost since the last call, about a second ago."""
-        self._tell_due = time.monotonic() + WINDOW_S
-        now = replace(self._totals)
-        tell({**now.minus(self._told).describe(), "depth": self._depth.now})
-        self._told = now
 
     def totals(self) -> dict[str, Any]:
         """Returns the totals of the run: seconds, bytes and the mean prefetch depth."""

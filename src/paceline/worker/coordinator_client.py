@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,9 +59,11 @@ from paceline.telemetry.phase_clock import (
     WAIT,
 )
 from paceline.telemetry.step_recorder import StepRecorder
-from paceline.worker.evaluation import EvalShard, Predict
 from paceline.worker.process_settings import trim_malloc
 from paceline.worker.run_files import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from paceline.worker.job_builder import EvalShard, Predict
 from paceline.worker.session import Session
 
 REPORT_S = 0.5
@@ -111,7 +113,6 @@ class CoordinatorClient:
         )
         self._runner: Runner | None = None
         self._samples_since_settle = 0
-        self._sum = StepStats(0, 0, 0.0, 0)
         self._report_due = 0.0
         self._settle_s = 0.0
         self._entered_at: float | None = None
@@ -216,12 +217,16 @@ class CoordinatorClient:
     def _planned_steps(self, plan: PlannedSteps) -> Iterator[TrainStep]:
         leases = self._cut_leases(plan)
         self._hooks.on_leases_known([lease for lease in leases if lease.samples])
+        total = StepStats(0, 0, 0.0, 0)
         for lease in leases:
             work = TrainStep(lease, self.step)
             yield work
-            self._accumulate(work.measured)
+            total = _add_stats(total, work.measured)
             if lease.stop == plan.stop or time.monotonic() >= self._report_due:
-                self._report(plan.epoch, lease.stop)
+                done = StepsApplied(self._rank, plan.epoch, lease.stop, self.step, total)
+                self._control.send(done)
+                total = StepStats(0, 0, 0.0, 0)
+                self._report_due = time.monotonic() + REPORT_S
 
     def _cut_leases(self, plan: PlannedSteps) -> list[Lease]:
         """Returns this worker's share of every batch of a plan."""
@@ -234,28 +239,6 @@ class CoordinatorClient:
             pieces = take_rows(rows, hi - lo) if plan.pieces else ()
             leases.append(Lease(0, plan.epoch, start, stop, lo, hi, pieces, plan.ahead))
         return leases
-
-    def _accumulate(self, measured: StepStats) -> None:
-        total = self._sum
-        loss_sum = None
-        if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
-            loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
-        self._sum = StepStats(
-            total.samples + measured.samples,
-            total.predictions + measured.predictions,
-            loss_sum,
-            None if measured.correct is None else (total.correct or 0) + measured.correct,
-            total.busy_s + measured.busy_s,
-            total.comm_s + measured.comm_s,
-            measured.norms or total.norms,
-            total.steps + measured.steps,
-            total.busy_square_s2 + measured.busy_square_s2,
-        )
-
-    def _report(self, epoch: int, position: int) -> None:
-        self._control.send(StepsApplied(self._rank, epoch, position, self.step, self._sum))
-        self._sum = StepStats(0, 0, 0.0, 0)
-        self._report_due = time.monotonic() + REPORT_S
 
     def _times_since(self) -> tuple[float, float]:
         """Returns seconds of compute and communication since the last call."""
@@ -429,3 +412,20 @@ class CoordinatorClient:
             "input": self._hooks.input_stats(),
             "steps": self.step,
         }
+
+
+def _add_stats(total: StepStats, measured: StepStats) -> StepStats:
+    loss_sum = None
+    if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
+        loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
+    return StepStats(
+        total.samples + measured.samples,
+        total.predictions + measured.predictions,
+        loss_sum,
+        None if measured.correct is None else (total.correct or 0) + measured.correct,
+        total.busy_s + measured.busy_s,
+        total.comm_s + measured.comm_s,
+        measured.norms or total.norms,
+        total.steps + measured.steps,
+        total.busy_square_s2 + measured.busy_square_s2,
+    )

@@ -17,7 +17,7 @@ from paceline.comm.wire import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
 from paceline.protocol.messages import ProcessFailing
 from paceline.worker.assignment import Assignment, pack_assignment, read_assignment
-from paceline.worker.process_settings import pin, tune_malloc
+from paceline.worker.process_settings import explain_out_of_memory, pin, tune_malloc
 
 COMMAND = [sys.executable, "-m", "paceline.worker"]
 STACKS_BEGIN = "--- stacks of "
@@ -27,8 +27,6 @@ SERVER_EXIT_S = 5.0
 MARGIN_S = 30.0
 """Margin of waits inside a process over the supervisor's deadline, which names the cause."""
 POLL_S = 0.005
-_running: list[subprocess.Popen[bytes]] = []
-"""Kept, because Popen warns about a child that is still running when it is deleted."""
 
 
 def main(commands: IO[bytes] | None = None, *, can_fork: bool = False) -> NoReturn:
@@ -118,25 +116,23 @@ class ChildProcess:
     pid: int
     commands: IO[bytes]
     """Kept open: the server exits when it is closed."""
+    spawned: subprocess.Popen[bytes] | None = None
+    """Kept, because Popen warns about a child that is still running when it is deleted."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """Returns True if the process has ended within `timeout_s`."""
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the process has ended, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                return False
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return True
 
 
 def spawn_child(assignment: Assignment) -> ChildProcess:
     """Starts a server of this worker with `python -m paceline.worker`."""
     child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
-    _running.append(child)
     assert child.stdin is not None
     child.stdin.write(pack_assignment(assignment))
     child.stdin.flush()
-    return ChildProcess(child.pid, child.stdin)
+    return ChildProcess(child.pid, child.stdin, child)
 
 
 def fork_child(
@@ -167,8 +163,6 @@ def _report_failure(
     # Our own errors are complete in one line; the log contains the traceback.
     short, details = str(error), ""
     if not isinstance(error, PacelineError):
-        from paceline.worker.memory_check import explain_out_of_memory
-
         shortage = explain_out_of_memory(error)
         short = shortage or f"{type(error).__name__}: {error}"
         details = "" if shortage else text

@@ -81,7 +81,7 @@ class Session:
     def join_group(self, replica: Replica, *, seed: int) -> None:
         """Waits for the other workers, forms the process group and starts the heartbeats."""
         assignment = self.assignment
-        store = None
+        group = CollectiveGroup(self.rank, self.size)
         if self.size > 1:
             store = CoordinatorStore(
                 assignment.host,
@@ -90,12 +90,8 @@ class Session:
                 who=assignment.process_name,
                 timeout_s=self._wait_s,
             )
-        group = CollectiveGroup.init(
-            store,
-            rank=self.rank,
-            size=self.size,
-            address=assignment.bind or self.control.local_address,
-        )
+            address = assignment.bind or self.control.local_address
+            group = CollectiveGroup.init(store, rank=self.rank, size=self.size, address=address)
         self.context = WorkerContext(
             rank=self.rank,
             size=self.size,
@@ -179,7 +175,11 @@ def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
     if first["fingerprint"] != fingerprint_of(mine.tensors):
         raise UsageError(f"worker {group.rank} built a different model than worker 0")
     for name in weights:
-        group.broadcast_any_layout(mine.tensors[name])
+        weight = mine.tensors[name].detach()
+        flat = weight.contiguous()
+        group.broadcast(flat)
+        if flat.data_ptr() != weight.data_ptr():
+            weight.copy_(flat)
     return Section({name: mine.tensors[name] for name in weights})
 
 
