@@ -178,7 +178,7 @@ def test_gradient_is_found_by_its_handle_until_taken(pair: Pair) -> None:
 
 def test_withdrawn_gradient_is_not_found(pair: Pair) -> None:
     pair.lane.post(1, b"")
-    pair.lane.clear()
+    pair.lane.handle = 0
     assert pair.theirs.header_of(1) is None
 
 

@@ -40,10 +40,7 @@ class Compressor:
             self.residual = torch.zeros(self.numel, dtype=dtype)
 
     def encode(self, flat: Tensor) -> Payload:
-        """Encodes a gradient and adds the residual to it in place.
-
-        Raises NonFiniteGradient and then leaves the residual unchanged.
-        """
+        """Adds the residual in place and encodes; NonFiniteGradient leaves the residual as is."""
         if self.residual is None:
             return self.coder.encode(flat)
         payload = self.coder.encode(flat.add_(self.residual))

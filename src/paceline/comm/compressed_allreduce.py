@@ -8,6 +8,7 @@ residuals inside the hook, where checkpoints cannot save them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,13 @@ class CompressedAllReduce:
         self.compressor = Compressor(spec, shapes, dtype)
         """Its state may be read and loaded between two sums."""
         self._group = group
-        self._work: dist.Work | None = None
         reductions = {
             "sum": self._reduce_sum,
             "gather": self._reduce_gather,
             "low_rank": self._reduce_low_rank,
         }
         self._reduce = reductions[self.compressor.coder.reduction]
-        self._steps: Iterator[None] | None = None
+        self._pending: Iterator[dist.Work | None] | None = None
         self.bytes_sent = 0
         """Bytes that this worker passed to the collectives (their traffic depends on the group)."""
 
@@ -55,33 +55,31 @@ class CompressedAllReduce:
             raise UsageError(
                 f"compressed all-reduce: expected {numel} elements, got shape {tuple(flat.shape)}"
             )
-        if self._steps is not None:
+        if self._pending is not None:
             raise UsageError("compressed all-reduce: begin() was called twice; call finish() first")
-        steps = self._reduce(flat)
-        next(steps)
-        self._steps = steps
+        works = self._reduce(flat)
+        self._pending = chain([next(works)], works)
 
     def finish(self) -> None:
         """Waits for the other workers and writes the sum. Raises RuntimeError if one is lost."""
-        if self._steps is None:
+        if self._pending is None:
             raise UsageError("compressed all-reduce: finish() was called before begin()")
-        steps, self._steps = self._steps, None
-        self._wait()
-        for _ in steps:
-            self._wait()
+        works, self._pending = self._pending, None
+        for work in works:
+            if work is not None:
+                work.wait()
 
     # ---- reductions: each starts a collective, yields until it is complete, and so on --------
 
-    def _reduce_sum(self, flat: Tensor) -> Iterator[None]:
+    def _reduce_sum(self, flat: Tensor) -> Iterator[dist.Work | None]:
         """Half-precision numbers, added by the all-reduce itself (Gloo supports fp16 and bf16)."""
         (short,) = self.compressor.encode(flat)
-        self._start_sum(short)
-        yield
+        yield self._start_sum(short)
         flat.copy_(short)
         # The sum may exceed fp16's range although no part did; all workers detect it equally.
         check_finite(flat)
 
-    def _reduce_gather(self, flat: Tensor) -> Iterator[None]:
+    def _reduce_gather(self, flat: Tensor) -> Iterator[dist.Work | None]:
         """All workers receive every payload, and add them in the order of the ranks."""
         coder = self.compressor.coder
         payload = self.compressor.encode(flat)
@@ -90,14 +88,14 @@ class CompressedAllReduce:
         body = [as_byte_tensor(t) for t in payload]
         if not coder.fixed_size:
             # The sizes come first; all workers then send as much as the largest payload.
-            counts = self._start_gather(torch.tensor([t.numel() for t in payload]))
-            yield
+            counts, work = self._start_gather(torch.tensor([t.numel() for t in payload]))
+            yield work
             shapes = [[(n,) for n in one.tolist()] for one in counts]
             items = torch.tensor([dtype.itemsize for dtype in dtypes])
             largest = max(int((one * items).sum()) for one in counts)
             body.append(torch.zeros(largest - sum(map(len, body)), dtype=torch.uint8))
-        bodies = self._start_gather(torch.cat(body))
-        yield
+        bodies, work = self._start_gather(torch.cat(body))
+        yield work
         for rank, (theirs, sizes) in enumerate(zip(bodies, shapes, strict=True)):
             parts = split_body(theirs, zip(dtypes, sizes, strict=True))
             if rank == 0:
@@ -105,33 +103,26 @@ class CompressedAllReduce:
             else:
                 coder.add(parts, flat)
 
-    def _reduce_low_rank(self, flat: Tensor) -> Iterator[None]:
+    def _reduce_low_rank(self, flat: Tensor) -> Iterator[dist.Work | None]:
         """PowerSGD: two sums of low-rank factors."""
         coder = self.compressor.coder
         assert isinstance(coder, PowerSgdCoder)
         for collective, tensor in coder.reduce(flat, self.compressor.residual):
             if collective == "sum":
-                self._start_sum(tensor)
-            else:
-                if self._group.rank == 0 and self._group.size > 1:
-                    self.bytes_sent += tensor.nbytes
-                self._group.broadcast(tensor)
-            yield
+                yield self._start_sum(tensor)
+                continue
+            if self._group.rank == 0 and self._group.size > 1:
+                self.bytes_sent += tensor.nbytes
+            self._group.broadcast(tensor)
 
-    def _start_sum(self, tensor: Tensor) -> None:
+    def _start_sum(self, tensor: Tensor) -> dist.Work | None:
         self.bytes_sent += tensor.nbytes
-        self._work = self._group.all_reduce_async(tensor)
+        return self._group.all_reduce_async(tensor)
 
-    def _start_gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all workers, all of one size; complete only after `_wait`."""
+    def _start_gather(self, mine: Tensor) -> tuple[list[Tensor], dist.Work | None]:
+        """Returns the tensors of all workers, all of one size; complete after `wait()`."""
         self.bytes_sent += mine.nbytes
         if self._group.size == 1:
-            return [mine]
+            return [mine], None
         theirs = [torch.empty_like(mine) for _ in range(self._group.size)]
-        self._work = dist.all_gather(theirs, mine, async_op=True)
-        return theirs
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        return theirs, dist.all_gather(theirs, mine, async_op=True)

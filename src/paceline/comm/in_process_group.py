@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,64 +18,34 @@ import torch.distributed as dist
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.errors import PeerLost
 
-
-class _Rendezvous:
-    """Exchange of tensors between the members of a group, one collective at a time."""
-
-    def __init__(self, ranks: tuple[int, ...], timeout_s: float) -> None:
-        self.ranks = ranks
-        self.barrier = threading.Barrier(len(ranks), timeout=timeout_s)
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    def run(
-        self,
-        rank: int,
-        tensor: torch.Tensor,
-        combine: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    ) -> list[torch.Tensor]:
-        """Hands in a tensor; returns what `combine` makes of all of them, in rank order.
-
-        Raises PeerLost if another member does not arrive within the deadline.
-        """
-        self._tensors[rank] = tensor
-        try:
-            self.barrier.wait()
-            result = combine([self._tensors[r] for r in self.ranks])
-            # No member may change its tensor before all members have read it.
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise PeerLost(f"worker {rank}: another member left a collective") from None
-        return result
+T = TypeVar("T")
+Ranks = tuple[int, ...]
+Meetings = dict[Ranks, tuple[threading.Barrier, dict[int, torch.Tensor]]]
+"""A barrier and the tensors of the collective in progress, by group of ranks."""
 
 
 class InProcessGroup(CollectiveGroup):
     """One member's view of a group of threads."""
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        timeout_s: float,
-        meetings: dict[tuple[int, ...], _Rendezvous],
-    ) -> None:
-        """`meetings`, by ranks, are shared by all members; the first one creates each."""
+    def __init__(self, rank: int, ranks: Ranks, timeout_s: float, meetings: Meetings) -> None:
+        """`meetings` are shared by all members; the first one creates each."""
         super().__init__(rank, len(ranks))
-        self._timeout_s = timeout_s
-        self._meetings = meetings
-        self._rendezvous = meetings.setdefault(ranks, _Rendezvous(ranks, timeout_s))
+        self._ranks, self._timeout_s, self._meetings = ranks, timeout_s, meetings
+        barrier = threading.Barrier(len(ranks), timeout=timeout_s)
+        self._barrier, self._tensors = meetings.setdefault(ranks, (barrier, {}))
 
     @classmethod
     def create(cls, size: int, timeout_s: float) -> list[InProcessGroup]:
         """One group with `size` members, in rank order."""
-        meetings: dict[tuple[int, ...], _Rendezvous] = {}
+        meetings: Meetings = {}
         return [cls(rank, tuple(range(size)), timeout_s, meetings) for rank in range(size)]
 
     def abort(self) -> None:
         """Makes all waiting members raise PeerLost; call it when one of them failed."""
-        for rendezvous in list(self._meetings.values()):
-            rendezvous.barrier.abort()
+        for barrier, _ in list(self._meetings.values()):
+            barrier.abort()
 
-    def new_subgroup(self, groups: tuple[tuple[int, ...], ...]) -> InProcessGroup:
+    def new_subgroup(self, groups: tuple[Ranks, ...]) -> InProcessGroup:
         mine = next(group for group in groups if self.rank in group)
         return InProcessGroup(self.rank, mine, self._timeout_s, self._meetings)
 
@@ -86,13 +57,13 @@ class InProcessGroup(CollectiveGroup):
         self._replace(tensor, lambda tensors: functools.reduce(combine, tensors))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        index = self._rendezvous.ranks.index(source)
+        index = self._ranks.index(source)
         self._replace(tensor, lambda tensors: tensors[index].clone())
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
             return [tensor]
-        return self._rendezvous.run(self.rank, tensor, lambda ts: [t.clone() for t in ts])
+        return self._meet(tensor, lambda tensors: [t.clone() for t in tensors])
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         raise NotImplementedError("an in-process group does not support point-to-point messages")
@@ -101,7 +72,7 @@ class InProcessGroup(CollectiveGroup):
 
     def barrier(self) -> None:
         if self.size > 1:
-            self._rendezvous.run(self.rank, torch.empty(0), lambda tensors: tensors)
+            self._meet(torch.empty(0), len)
 
     def destroy(self) -> None:
         return
@@ -111,5 +82,19 @@ class InProcessGroup(CollectiveGroup):
     ) -> None:
         """Every member computes the same result from the same tensors."""
         if self.size > 1:
-            (result,) = self._rendezvous.run(self.rank, tensor, lambda ts: [combine(ts)])
-            tensor.copy_(result)
+            tensor.copy_(self._meet(tensor, combine))
+
+    def _meet(self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], T]) -> T:
+        """Hands in a tensor; returns what `combine` makes of all of them, in rank order.
+
+        Raises PeerLost if another member does not arrive within the deadline.
+        """
+        self._tensors[self.rank] = tensor
+        try:
+            self._barrier.wait()
+            result = combine([self._tensors[r] for r in self._ranks])
+            # No member may change its tensor before all members have read it.
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLost(f"worker {self.rank}: another member left a collective") from None
+        return result

@@ -6,7 +6,7 @@ import datetime
 import os
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -88,9 +88,6 @@ def find_interface(address: str) -> str:
     raise UsageError(f"no network interface of this machine has the address {address}")
 
 
-_LIVE_STORES: list[CoordinatorStore] = []
-
-
 @dataclass(frozen=True)
 class SharedMemoryGroup:
     """Shared memory of this machine's workers; the first workers of all machines form a group."""
@@ -112,9 +109,9 @@ class CollectiveGroup:
         store: CoordinatorStore | None = None,
     ) -> None:
         """`members` is None for all workers, who meet at the `store`."""
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self._members = members
+        # torch keeps only the C++ object of the store, and calls the Python object for every group.
         self._store = store
         self._timeout = datetime.timedelta() if store is None else store.timeout
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
@@ -133,17 +130,9 @@ class CollectiveGroup:
         return self._divided[groups]
 
     @classmethod
-    def init(
-        cls, store: CoordinatorStore | None, *, rank: int, size: int, address: str
-    ) -> CollectiveGroup:
+    def init(cls, store: CoordinatorStore, *, rank: int, size: int, address: str) -> Self:
         """Joins the other workers; Gloo listens on the address's interface, unauthenticated."""
-        if size == 1:
-            return cls(rank, size)
-        assert store is not None
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
-        # torch keeps only the C++ object; without this reference the Python object would be
-        # deleted before the next group is created.
-        _LIVE_STORES.append(store)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=store.timeout
         )
@@ -224,13 +213,6 @@ class CollectiveGroup:
         if self.size > 1:
             dist.broadcast(tensor, source, group=self._members)
 
-    def broadcast_any_layout(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Like `broadcast`, for a tensor of any layout."""
-        flat = tensor.detach().contiguous()
-        self.broadcast(flat, source)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
-
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all workers, all of one shape, by rank."""
         if self.size == 1:
@@ -272,9 +254,6 @@ class CollectiveGroup:
         work = dist.irecv(tensor, rank, tag=tag)
         assert work is not None
         return work
-
-    def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        self.irecv(tensor, rank, tag).wait()
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -68,10 +68,7 @@ def begin_handshake(role: Role, token: str) -> Handshake:
 
 
 class Channel:
-    """A blocking message channel over a connected socket; every wait has a deadline.
-
-    Any thread may send, one at a time receives.
-    """
+    """Blocking messages over a socket, with deadlines; any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self._sock = sock

@@ -64,7 +64,7 @@ def _distant(
     def fetch() -> torch.Tensor:
         value = torch.empty(torch.Size(shape).numel(), dtype=kind)
         with peer_errors(f"worker {rank} did not send its state"):
-            group.recv(value, rank, tag)
+            group.irecv(value, rank, tag).wait()
         return value.view(shape)
 
     return RemoteTensor(torch.Size(shape), kind, fetch)

@@ -56,7 +56,7 @@ class SharedRegion:
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
         self._words = Words(self._memory, lines=len(self.members))
-        self._words.store(self.local_index * WORDS_PER_LINE + PID_WORD, os.getpid())
+        self._words.values[self.local_index * WORDS_PER_LINE + PID_WORD] = os.getpid()
         cores = len(os.sched_getaffinity(0))
         self._spin_reads = SPIN_READS if len(self.members) <= cores else 0
 
@@ -72,12 +72,12 @@ class SharedRegion:
     def increment(self, word: int) -> int:
         """Adds one to a counter of this member and wakes its waiters; returns the new value."""
         index = self.local_index * WORDS_PER_LINE + word
-        value = self._words.add(index)
+        self._words.values[index] += 1
         self._words.wake(index)
-        return value
+        return self._words.values[index]
 
     def value(self, place: int, word: int) -> int:
-        return self._words.load(place * WORDS_PER_LINE + word)
+        return self._words.values[place * WORDS_PER_LINE + word]
 
     def wait_for_all(self, word: int, target: int) -> None:
         """Waits until the counters of all members have reached the target; raises PeerLost."""
@@ -138,7 +138,8 @@ class SharedMemoryAllReduce:
         self._flags = flags
         if flags is not None:
             counts = [count - flag for count, flag in zip(counts, flags, strict=True)]
-        self._pieces = [_cut(count, len(places))[region.local_index] for count in counts]
+        self.owned_ranges = [_cut(count, len(places))[region.local_index] for count in counts]
+        """Range of each bucket that this member adds up."""
         # The region may have been used before: its counters continue.
         self._filled = region.value(region.local_index, FILLED)
         self._ready = region.value(0, READY)
@@ -146,10 +147,6 @@ class SharedMemoryAllReduce:
     def local_bucket(self, bucket: int) -> torch.Tensor:
         """Returns the memory for this worker's gradients of a bucket, and later for their sum."""
         return self._slots[bucket][self._region.local_index]
-
-    def owned_range(self, bucket: int) -> slice:
-        """Returns the range of a bucket that this member adds up."""
-        return self._pieces[bucket]
 
     def reduced_bucket(self, bucket: int) -> torch.Tensor:
         """Returns the memory with the sums of a bucket."""
@@ -182,7 +179,7 @@ class SharedMemoryAllReduce:
                 self._exchange_machines()
 
     def _add_piece(self, bucket: int, slots: list[torch.Tensor]) -> None:
-        piece = self._pieces[bucket]
+        piece = self.owned_ranges[bucket]
         if piece.start == piece.stop:
             return
         parts = [slot[piece] for slot in slots]

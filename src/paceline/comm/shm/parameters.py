@@ -159,10 +159,6 @@ class GradientMailbox:
         self.handle = handle
         return True
 
-    def clear(self) -> None:
-        """Removes the gradient: handles start again with the next connection."""
-        self.handle = 0
-
     def begin_reading(self) -> None:
         self._reads_started += 1
         self.active_read = self._reads_started

@@ -100,21 +100,10 @@ class Words:
 
     def __init__(self, memory: mmap.mmap, *, first_line: int = 0, lines: int = 1) -> None:
         start = first_line * CACHE_LINE
-        self._words = memoryview(memory)[start : start + lines * CACHE_LINE].cast("q")
+        self.values = memoryview(memory)[start : start + lines * CACHE_LINE].cast("q")
+        """May be assigned by their writer, which wakes no waiter."""
         # The address is valid as long as the mapping exists.
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
-
-    def load(self, index: int) -> int:
-        return self._words[index]
-
-    def store(self, index: int, value: int) -> None:
-        """Sets a word without waking its waiters."""
-        self._words[index] = value
-
-    def add(self, index: int, amount: int = 1) -> int:
-        """Adds to a word that only this process writes; returns the new value. Wakes no waiter."""
-        value = self._words[index] = self._words[index] + amount
-        return value
 
     def wake(self, index: int) -> None:
         """Wakes all that wait for this word."""
@@ -133,7 +122,7 @@ class Words:
 
         Reads it up to `spin_reads` times before it sleeps. See `wait` for `alive`.
         """
-        words = self._words
+        words = self.values
         for _ in range(spin_reads):
             if words[index] >= until:
                 return True
@@ -147,15 +136,13 @@ class Words:
         Calls `alive` about every `LIVENESS_CHECK_S`, even if the word keeps changing; it raises if
         the process that is waited for is gone. `deadline` is on the clock of `time.monotonic`.
         """
-        checked: float | None = None
+        checked = time.monotonic()
         while True:
-            seen = self._words[index]
+            seen = self.values[index]
             if done():
                 return True
             now = time.monotonic()
-            if checked is None:
-                checked = now
-            elif now >= checked + LIVENESS_CHECK_S:
+            if now >= checked + LIVENESS_CHECK_S:
                 checked = now
                 alive()
             if now >= deadline:
@@ -171,11 +158,11 @@ class SharedWord:
         self.index = index
 
     def __get__(self, owner: Any, kind: type | None = None) -> int:
-        value: int = owner.words.load(self.index)
+        value: int = owner.words.values[self.index]
         return value
 
     def __set__(self, owner: Any, value: int) -> None:
-        owner.words.store(self.index, value)
+        owner.words.values[self.index] = value
 
 
 class _Timespec(ctypes.Structure):

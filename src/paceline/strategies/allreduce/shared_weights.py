@@ -98,7 +98,7 @@ class SharedModelWeights:
     def _take_slices(
         self, number: int, bucket: GradientBucket, flat: torch.Tensor, group_of: dict[str, int]
     ) -> None:
-        mine, total = self._sums.owned_range(number), self._sums.reduced_bucket(number)
+        mine, total = self._sums.owned_ranges[number], self._sums.reduced_bucket(number)
         start = 0
         pieces: list[tuple[int, int, torch.nn.Parameter]] = []
         """Group, start and weights of this worker's slices, which are adjacent."""

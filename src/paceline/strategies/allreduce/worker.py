@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.comm.backend_choice import BackendChoice, choose_backend
-from paceline.comm.buckets import GradientExchange, plan_layout
+from paceline.codecs.compressor import export_residuals, import_residuals
+from paceline.comm.buckets import BackendChoice, GradientExchange, choose_backend, plan_layout
 from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import aligned_size
 from paceline.state import Section, slots_by_parameter
@@ -142,11 +142,13 @@ class AllReduceRunner(Runner):
         return state
 
     def export_local_state(self) -> Section:
-        return Section(self._exchange.export_residuals() if self._exchange is not None else {})
+        if self._exchange is None:
+            return Section()
+        return Section(export_residuals(self._exchange.codec_buffers()))
 
     def import_local_state(self, own: Section) -> None:
         if self._exchange is not None:
-            self._exchange.import_residuals(own.tensors)
+            import_residuals(self._exchange.codec_buffers(), own.tensors)
 
     @property
     def bytes_sent(self) -> int:

@@ -92,7 +92,7 @@ class SharedMemoryTransport(TcpTransport):
         return Pulled(*copied)
 
     def close(self) -> None:
-        self._mailbox.clear()
+        self._mailbox.handle = 0  # Handles start again with the next connection.
         super().close()
 
 
