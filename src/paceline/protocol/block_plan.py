@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-
-from paceline.protocol.record import record
 
 RowRange = tuple[int, int]
 """Row indices [lo, hi) of an epoch."""
@@ -23,7 +22,7 @@ RowRanges = tuple[RowRange, ...]
 _MASK = (1 << 64) - 1
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class BlockLayout:
     """Rows of each block, its unit, and the size of the shuffle window."""
 
@@ -35,7 +34,7 @@ class BlockLayout:
     seed: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ShuffleWindow:
     """Rows [lo, hi) are those of these blocks, shuffled."""
 
@@ -105,9 +104,15 @@ class BlockDealer:
     """Assigns an epoch's rows to workers, each exactly once unless it is returned."""
 
     def __init__(self, plan: EpochBlockPlan, left: Sequence[RowRange] | None = None) -> None:
+        """Assigns all rows, or only those in `left`."""
         self.plan = plan
-        deals = plan.deals if left is None else _keep(plan.deals, left)
-        self._fresh: deque[RowRanges] = deque(deals)
+        self._fresh: deque[RowRanges] = deque(plan.deals)
+        if left is not None:
+            kept = (
+                [(max(lo, a), min(hi, b)) for lo, hi in deal for a, b in left if a < hi and lo < b]
+                for deal in plan.deals
+            )
+            self._fresh = deque(tuple(deal) for deal in kept if deal)
         self._queues: dict[int, deque[RowRange]] = {}
 
     def draw(self, worker: int, count: int) -> RowRanges:
@@ -153,16 +158,6 @@ class BlockDealer:
         if middle > lo:
             donor.append((lo, middle))
         worker_queue.append((middle, hi))
-
-
-def _keep(deals: list[RowRanges], left: Sequence[RowRange]) -> Iterator[RowRanges]:
-    """Yields the part of each deal that is in `left`."""
-    for deal in deals:
-        kept = tuple(
-            (max(lo, a), min(hi, b)) for lo, hi in deal for a, b in left if a < hi and lo < b
-        )
-        if kept:
-            yield kept
 
 
 def merge_ranges(ranges: Iterable[RowRange]) -> RowRanges:

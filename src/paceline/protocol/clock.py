@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from paceline.protocol.record import record
+from paceline.protocol.messages import record
 
 
 @record

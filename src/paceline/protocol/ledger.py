@@ -12,7 +12,7 @@ from paceline.protocol.block_plan import (
     RowRange,
     RowRanges,
 )
-from paceline.protocol.record import record
+from paceline.protocol.messages import record
 
 ALL_WORKERS = -1
 """Lease holder meaning "all workers"."""
@@ -46,8 +46,7 @@ class Ledger:
         """`layout`: blocks of the data; `left`: remaining rows of a resumed epoch."""
         self.samples = samples
         self.layout = layout
-        self.deals_rows = layout is not None
-        """True if leases contain row ranges; otherwise the epoch's order defines the rows."""
+        """With one, leases contain row ranges; otherwise the epoch's order defines the rows."""
         self._next_id = 1
         self.begin_epoch(epoch, position, left)
 

@@ -9,13 +9,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from paceline.errors import WireError
 from paceline.protocol.block_plan import BlockLayout, RowRanges
-from paceline.protocol.record import record
 
 Plain = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def record(cls: type[T]) -> type[T]:
+    """Makes a dataclass that only the type checker treats as frozen.
+
+    At run time, the check would cost more than the rest of handling a message, and the coordinator
+    handles one per step and worker.
+    """
+    return dataclasses.dataclass(unsafe_hash=True, slots=True)(cls)
 
 
 @dataclass_transform(frozen_default=True)
@@ -282,15 +292,13 @@ class TelemetryForwarded(Message):
 
 
 class ProcessFailing(Message):
-    """A process is about to exit because of an exception.
-
-    `blame` is "usage" for a usage error, "peer" if another process caused it, else "own".
-    """
+    """A process is about to exit because of an exception."""
 
     who: str
     error: str
     traceback: str
     blame: str
+    """`usage` for a usage error, `peer` if another process caused it, else `own`."""
 
 
 # ---- access to a run folder on another machine -----------------------------------------------

@@ -14,8 +14,14 @@ from itertools import pairwise
 from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
-from paceline.protocol.messages import Message, PlannedSteps, StepsApplied, StepStats, split_batch
-from paceline.protocol.record import record
+from paceline.protocol.messages import (
+    Message,
+    PlannedSteps,
+    StepsApplied,
+    StepStats,
+    record,
+    split_batch,
+)
 from paceline.specs.strategy import Strategy, WorkerGroups
 
 PLAN_AHEAD_S = 2.0
@@ -157,7 +163,7 @@ class PlannedPace(Pace):
 
     def _assign_rows(self, entry: LeaseEntry, steps: PlannedSteps) -> list[PlannedSteps]:
         """Returns the steps of each worker, with its rows if workers read in blocks."""
-        if not self._ledger.deals_rows:
+        if self._ledger.layout is None:
             return [steps] * self._workers
         drawn: list[list[RowRange]] = [[] for _ in range(self._workers)]
         # Batch by batch, so that the result does not depend on the number planned at a time.

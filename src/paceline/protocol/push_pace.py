@@ -115,7 +115,7 @@ class PushPace(Pace):
         cuts = split_batch(stop - start, len(members)) if len(members) > 1 else [0, stop - start]
         for worker, lo, hi in zip(members, cuts, cuts[1:], strict=False):
             lease = Lease(entry.id, ledger.epoch, start, stop, start + lo, start + hi)
-            if ledger.deals_rows:
+            if ledger.layout is not None:
                 pieces = ledger.draw_rows(entry.id, worker, hi - lo)
                 lease = replace(lease, row_ranges=pieces, next_ranges=ledger.lookahead(worker))
             self._leases[worker, entry.id] = lease

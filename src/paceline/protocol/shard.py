@@ -6,8 +6,7 @@ is the next version and all its gradients have arrived.
 
 from __future__ import annotations
 
-from paceline.protocol.messages import ApplyUpdate
-from paceline.protocol.record import record
+from paceline.protocol.messages import ApplyUpdate, record
 
 Handle = tuple[int, int]
 """(worker, index of its push)."""

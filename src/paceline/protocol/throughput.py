@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from paceline.protocol.messages import StepStats
 
@@ -217,12 +218,8 @@ class ThroughputMonitor:
 
     def latest(self, phase: int, count: int) -> list[ThroughputWindow]:
         """Returns the latest `count` windows of the active phase; fewer if it is new."""
-        found: list[ThroughputWindow] = []
-        for window in reversed(self.windows):
-            if window.phase != phase or len(found) == count:
-                break
-            found.append(window)
-        return found[::-1]
+        active = takewhile(lambda window: window.phase == phase, reversed(self.windows))
+        return list(islice(active, count))[::-1]
 
 
 def find_straggler(windows: list[ThroughputWindow], consecutive: int) -> int | None:
