@@ -40,10 +40,6 @@ class _MatrixFactors:
     def project(self, flat: Tensor) -> Tensor:
         return self.of(flat) @ orthonormal(self.q.t())
 
-    @property
-    def p_shape(self) -> Shape:
-        return (self.rows, self.q.shape[0])
-
 
 class PowerSgdCoder(Coder):
     """powersgd (Vogels et al. 2019): a matrix M is sent as P Q, P = orth(M Qᵀ), Q = Pᵀ M.
@@ -161,7 +157,7 @@ class PowerSgdCoder(Coder):
             flat.copy_(first)
             return
         exact, factors = torch.split(first, [sum(map(len, plain)), sum(map(len, projected))])
-        ps = self._split(factors, [m.p_shape for m in self._matrices])
+        ps = self._split(factors, [(m.rows, len(m.q)) for m in self._matrices])
         for p in ps:
             p.copy_(orthonormal(p))
         # Factorizations differ in the last bits between processors and thread counts: all workers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -165,7 +166,7 @@ class GradientExchange:
         """Exchange of the last step that overlapped with backward; None if it was not timed."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._make_hook(bucket, index)
+                partial(self._on_gradient, bucket, index)
             )
             for bucket in self.buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
@@ -173,10 +174,7 @@ class GradientExchange:
         self.uncompressed_bytes = 0
 
     def begin(self, weight: float, *, measure: bool = False, timed: bool = False) -> None:
-        """Starts a step; its gradients are multiplied by `weight`.
-
-        `measure` enables the squared norms of local gradient and sum, `timed` `overlapped_us`.
-        """
+        """Starts a step; `measure` enables `grad_sq_norms`, and `timed` `overlapped_us`."""
         self._timed = timed
         self._spans: list[list[int]] = []
         self._armed = True
@@ -189,28 +187,25 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.reset()
 
-    def _make_hook(self, bucket: GradientBucket, index: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if not self._armed:
-                return
-            if bucket.filled[index]:
-                raise UsageError(
-                    "two backward passes in one step; call optimizer.step() once per batch, "
-                    "and use a larger batch instead of gradient accumulation"
-                )
-            if self._measuring:
-                assert parameter.grad is not None
-                self.local_grad_sq_norm += float(parameter.grad.square().sum())
-            bucket.fill(index, self._weight)
-            # All workers must start collectives in the same order, that of the layout.
-            while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
-                self._launch_next()
-            if self._in_backward and not self._callback_queued:
-                self._callback_queued = True
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.finish)
-
-        return on_gradient
+    def _on_gradient(self, bucket: GradientBucket, index: int, parameter: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        if bucket.filled[index]:
+            raise UsageError(
+                "two backward passes in one step; call optimizer.step() once per batch, "
+                "and use a larger batch instead of gradient accumulation"
+            )
+        if self._measuring:
+            assert parameter.grad is not None
+            self.local_grad_sq_norm += float(parameter.grad.square().sum())
+        bucket.fill(index, self._weight)
+        # All workers must start collectives in the same order, that of the layout.
+        while self._launched < len(self.buckets) and self.buckets[self._launched].left == 0:
+            self._launch_next()
+        if self._in_backward and not self._callback_queued:
+            self._callback_queued = True
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.finish)
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
@@ -218,24 +213,21 @@ class GradientExchange:
         if self._on_bucket_ready is not None:
             self._on_bucket_ready()
         self.uncompressed_bytes += bucket.flat.nbytes
+        work = None
         if self.shared is not None:
             self.shared.mark_filled()
-            self._works.append(None)
         elif self._compressed:
             # The flags must be exact, unlike the encoded gradients.
-            self._works.append(self._group.all_reduce_async(bucket.flags))
+            work = self._group.all_reduce_async(bucket.flags)
             self._compressed[self._launched].begin(bucket.values)
         else:
-            self._works.append(self._group.all_reduce_async(bucket.flat))
-        if self._timed and self._works[-1] is not None:
-            self._time(self._works[-1])
+            work = self._group.all_reduce_async(bucket.flat)
+        self._works.append(work)
+        if self._timed and work is not None:
+            span = [time.perf_counter_ns()]  # Its end is added when the exchange is complete.
+            self._spans.append(span)
+            work.get_future().add_done_callback(lambda _: span.append(time.perf_counter_ns()))
         self._launched += 1
-
-    def _time(self, work: dist.Work) -> None:
-        """Records the start and end of an exchange."""
-        span = [time.perf_counter_ns()]
-        self._spans.append(span)
-        work.get_future().add_done_callback(lambda _: span.append(time.perf_counter_ns()))
 
     def finish(self) -> None:
         """Waits for all sums; afterwards every parameter's `grad` is the weighted sum."""

@@ -74,9 +74,6 @@ class InProcessGroup(CollectiveGroup):
         if self.size > 1:
             self._meet(torch.empty(0), len)
 
-    def destroy(self) -> None:
-        return
-
     def _replace(
         self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> None:
@@ -85,10 +82,7 @@ class InProcessGroup(CollectiveGroup):
             tensor.copy_(self._meet(tensor, combine))
 
     def _meet(self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], T]) -> T:
-        """Hands in a tensor; returns what `combine` makes of all of them, in rank order.
-
-        Raises PeerLost if another member does not arrive within the deadline.
-        """
+        """Combines the tensors of all members, in rank order; raises PeerLost at the deadline."""
         self._tensors[self.rank] = tensor
         try:
             self._barrier.wait()

@@ -11,17 +11,15 @@ import pickle
 from multiprocessing import current_process, spawn
 from typing import IO, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from paceline.errors import UsageError
 from paceline.job import JobRef
 from paceline.plugins import Plugin
 
 
-class Assignment(BaseModel):
+class Assignment(BaseModel, frozen=True, extra="forbid"):
     """One process of a run. A server has no job: what it needs is sent by the workers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["worker", "server"]
     index: int

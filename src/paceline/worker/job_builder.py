@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -194,8 +194,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def build_optimizer(
     spec: OptimizerSpec, lr: float, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    module, name = spec.torch_class.split(":")
-    cls = getattr(importlib.import_module(module), name)
+    cls = pkgutil.resolve_name(spec.torch_class)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError("the model has no parameter that requires a gradient: nothing to train")

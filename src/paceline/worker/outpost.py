@@ -57,9 +57,8 @@ def run_host_agent(ticket: str, node: str = "") -> None:
         }
     )
     try:
-        outpost.obey()
-    except PacelineError:
-        pass  # The supervisor is gone; the caller of the run knows.
+        with contextlib.suppress(PacelineError):  # The supervisor is gone; the run's caller knows.
+            outpost.obey()
     finally:
         outpost.end()
 

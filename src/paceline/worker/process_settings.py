@@ -43,10 +43,7 @@ def pin(place: int, workers: int) -> None:
 
 
 def tune_malloc() -> bool:
-    """Applies the settings if memory is plentiful and no MALLOC_... variable is set.
-
-    Requires glibc on Linux. Returns whether they were applied.
-    """
+    """Returns whether the settings apply: glibc on Linux, enough memory, no MALLOC_... variable."""
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     if available_memory_bytes() < SCARCE:

@@ -152,11 +152,9 @@ class RemoteRunFiles:
         return self._control.receive()
 
 
-RunFiles = LocalRunFiles | RemoteRunFiles
-"""Access of a worker to the run folder."""
-
-
-def open_run_files(assignment: Assignment, control: ControlConnection) -> RunFiles:
+def open_run_files(
+    assignment: Assignment, control: ControlConnection
+) -> LocalRunFiles | RemoteRunFiles:
     if assignment.folder is None:
         return RemoteRunFiles(assignment, control)
     return LocalRunFiles(assignment)
@@ -193,11 +191,10 @@ class TelemetryReporter:
     ) -> None:
         self._who = assignment.process_name
         self._control = control
-        self._on = assignment.telemetry
         self._sink = sink
         self._thinner = MetricsDownsampler(sink.write)
         self._sampler: Sampler | None = None
-        if self._on:
+        if assignment.telemetry:
             self._sampler = Sampler(
                 now_s=clock.now_s,
                 tell=self.report,
@@ -216,7 +213,7 @@ class TelemetryReporter:
             self._thinner(event)
         else:
             self._sink.write(event)
-        if self._on:
+        if self._sampler is not None:
             with contextlib.suppress(PacelineError):
                 self._control.send(TelemetryForwarded(self._who, event.to_plain()))
 

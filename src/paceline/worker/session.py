@@ -184,9 +184,7 @@ def _broadcast_initial_state(mine: Section, group: CollectiveGroup) -> Section:
 
 
 class SlowdownInjector:
-    """Slows this worker down (`--slow`, `--delay`), to study unequal machines.
-
-    Stretches the compute time of each step, and delays its first exchange.
+    """Stretches the compute of each step (`--slow`), and delays its first exchange (`--delay`).
 
     `begin_step` marks the start of the compute; `apply` sleeps for the time that is missing so
     far. It is called before gradients leave, as they would leave late on a slow machine, and

@@ -137,8 +137,6 @@ class ShuffleWindowReader:
         if self._blocks is not None:
             self._blocks.close()
 
-    # ---- selection ---------------------------------------------------------------------------
-
     def _plan(self, epoch: int) -> EpochBlockPlan:
         if epoch not in self._plans:
             # Only the current and the next epoch are kept; older ones are not needed again.
@@ -170,8 +168,6 @@ class ShuffleWindowReader:
                     first = allotment.draw(worker, 1)
             self._guess = (epoch, self._find(epoch, first))
         return self._guess[1]
-
-    # ---- reading -----------------------------------------------------------------------------
 
     def _begin(self, key: Key) -> Future[ShuffledRows]:
         if key not in self._held:

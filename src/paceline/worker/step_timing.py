@@ -77,10 +77,7 @@ def time_steps(job: Job, tables: JobData, share: int) -> StepTimes:
 
 
 def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
-    """The same for a job by its fields, as plain data.
-
-    A job that cannot be run here, because its data is missing say, is reported under "failed".
-    """
+    """The same by a job's fields, as plain data; "failed" is why it cannot run here, if so."""
     try:
         job = refer_to_job(None, fields).resolve()
         times = time_steps(job, load_job_data(job), share)

@@ -118,10 +118,7 @@ class Words:
         alive: Callable[[], None],
         spin_reads: int = 0,
     ) -> bool:
-        """Waits until a counter has reached `until`; returns False at the deadline.
-
-        Reads it up to `spin_reads` times before it sleeps. See `wait` for `alive`.
-        """
+        """Like `wait`, until a counter has reached `until`; first reads it `spin_reads` times."""
         words = self.values
         for _ in range(spin_reads):
             if words[index] >= until:
