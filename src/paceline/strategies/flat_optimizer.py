@@ -36,7 +36,7 @@ class FlatOptimizer:
         self._rows = rows
         self._used = sorted({row.group for row in rows})
         kind: Any = type(optimizer)
-        self._flat: torch.optim.Optimizer = kind(
+        self.optimizer: torch.optim.Optimizer = kind(
             [
                 {**optimizer.param_groups[g], "params": [r.weights for r in rows if r.group == g]}
                 for g in self._used
@@ -59,7 +59,7 @@ class FlatOptimizer:
             if slots is None:
                 return None
             if slots:
-                made._flat.state[row.weights] = slots
+                made.optimizer.state[row.weights] = slots
         made.write_back()  # the original slots are replaced by views of the rows
         return made
 
@@ -71,13 +71,13 @@ class FlatOptimizer:
         """Returns the optimizer of the rows, with their gradients and the current options."""
         for row, gradient in zip(self._rows, gradients, strict=True):
             row.weights.grad = gradient
-        copy_options(self._flat, (self._pieces.param_groups[group] for group in self._used))
-        return self._flat
+        copy_options(self.optimizer, (self._pieces.param_groups[group] for group in self._used))
+        return self.optimizer
 
     def write_back(self) -> None:
         """Writes the current slots of the rows back to the parameters, as views where possible."""
         for row in self._rows:
-            kept = self._flat.state.get(row.weights, {})
+            kept = self.optimizer.state.get(row.weights, {})
             if not kept:
                 continue
             for piece, start in row.pieces:

@@ -20,17 +20,21 @@ denominator of Adam removes the difference, with `m^` as an estimate of the mean
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.sgd import sgd
 
 from paceline.protocol.staleness import Fraction
 from paceline.strategies.ps.messages import Options
 from paceline.strategies.ps.stability import delay_rate, least_rate
 
-CHUNK = 1 << 15
+CHUNK = 1 << 17
 """Elements per operation: weights, gradient and state of a chunk fit into a core's cache."""
+BUFFER_SCALE = "momentum_scale"
+"""Key in the state of a parameter: the factor by which its momentum buffer is scaled."""
 
 
 def fractional_rate(options: Options, fraction: Fraction | None, rate: float) -> float:
@@ -72,6 +76,14 @@ def fractional_step(optimizer: torch.optim.Optimizer, fraction: Fraction) -> Non
                 step(parameter, group, optimizer.state[parameter], fraction)
 
 
+def settle_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that of a torch optimizer again, to be read or used by another step."""
+    for state in optimizer.state.values():
+        scale = state.pop(BUFFER_SCALE, None)
+        if scale is not None:
+            state["momentum_buffer"].div_(scale)
+
+
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yields the same elements of all tensors, a chunk at a time."""
     flat = [tensor.view(-1) for tensor in tensors]
@@ -83,23 +95,37 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def _sgd_step(
     parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], fraction: Fraction
 ) -> None:
-    s, mu, decay = fraction.share, group["momentum"], group["weight_decay"]
-    rate = group["lr"]
+    """Uses torch's fused kernel, which reads and writes each element once.
+
+    The kernel computes `b = M b + D g` and `w -= L (g + M b)`. For the factors of a fractional step
+    to have that form, the buffer holds `b = c v`, with a scale `c` that changes from step to step.
+    """
+    s, mu = fraction.share, group["momentum"]
     gradient = parameter.grad
     assert gradient is not None
-    if not mu:
-        for w, g in _chunks(parameter, gradient):
-            w.add_(g.add(w, alpha=decay) if decay else g, alpha=-rate)
-        return
-    k = max(fraction.lookahead, 1.0 if group["nesterov"] else 0.0) * mu
-    buffer = state.get("momentum_buffer")
-    if buffer is None:
-        buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
-    for w, g, v in _chunks(parameter, gradient, buffer):
-        if decay:
-            g = g.add(w, alpha=decay)
-        w.add_(g, alpha=-rate * (1 + k)).add_(v, alpha=-rate * (mu - k * (1 - mu)))
-        v.mul_(1 - s * (1 - mu)).add_(g, alpha=s)
+    momentum, dampening, scale, rate = 0.0, 0.0, 1.0, group["lr"]
+    if mu:
+        k = max(fraction.lookahead, 1.0 if group["nesterov"] else 0.0) * mu
+        decayed, on_buffer = 1 - s * (1 - mu), mu - k * (1 - mu)
+        on_gradient = 1 + k - on_buffer * s / decayed
+        before = state.get(BUFFER_SCALE, 1.0)
+        scale = math.sqrt(on_buffer * before / on_gradient) / decayed
+        momentum, dampening, rate = scale * decayed / before, 1 - scale * s, rate * on_gradient
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        state[BUFFER_SCALE] = scale
+    sgd(
+        [parameter],
+        [gradient],
+        [state.get("momentum_buffer")],
+        fused=True,
+        weight_decay=group["weight_decay"],
+        momentum=momentum,
+        lr=rate,
+        dampening=dampening,
+        nesterov=bool(mu),
+        maximize=False,
+    )
 
 
 def _adam_step(

@@ -24,6 +24,7 @@ from paceline.strategies.ps.fractional import (
     fractional_rate,
     fractional_step,
     has_fractional_step,
+    settle_state,
 )
 from paceline.strategies.ps.messages import Options, SliceEntry
 
@@ -166,14 +167,21 @@ class ParameterStore:
     def _update_units(self, gradients: Iterable[PendingGradient]) -> list[StoredSlice]:
         """Returns the rows, or the slices from the first gradient on that lacks one."""
         if self._flat is not None and any(gradient.missing for gradient in gradients):
-            self._flat.write_back()
+            self._settle()
             self._flat = None
         return self._units
 
+    def _settle(self) -> None:
+        """Brings the state of the optimizer, which has the slices, up to date."""
+        if self._flat is not None:
+            settle_state(self._flat.optimizer)
+            self._flat.write_back()
+        elif self.optimizer is not None:
+            settle_state(self.optimizer)
+
     def slots(self) -> list[Slot]:
         """Returns the optimizer state; the tensors are the optimizer's own."""
-        if self._flat is not None:
-            self._flat.write_back()
+        self._settle()
         found = []
         for index, held in enumerate(self.slices):
             assert self.optimizer is not None
@@ -232,6 +240,7 @@ class ParameterStore:
         if self._flat is not None:
             optimizer = self._flat.prepare([row.parameter.grad for row in units])
         if fraction is None or fraction.is_whole or not has_fractional_step(optimizer):
+            settle_state(optimizer)
             optimizer.step()
         else:
             fractional_step(optimizer, fraction)
