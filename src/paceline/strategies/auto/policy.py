@@ -93,7 +93,10 @@ class AutoPolicy(SwitchPolicy):
             return self._start(first, "the first candidate, as speeds were not measured", {})
         cluster = self._cluster()
         cluster.set_speeds(speeds)
-        found = predict_goodput(cluster, self._candidates, {})
+        # How long an exchange takes is not known yet: it can make any other candidate a bad start.
+        exact = {phase: spec for phase, spec in self._candidates.items() if spec.exact}
+        found = predict_goodput(cluster, exact or self._candidates, {})
+        first = next(iter(found))
         best = max(found, key=lambda phase: found[phase].value)
         spread = max(speeds) / min(speeds)
         why = (
