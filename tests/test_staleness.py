@@ -1,4 +1,4 @@
-"""Correction for staleness: fractional optimizer steps, stable rates, delays and the governor."""
+"""Correction for staleness: fractional optimizer steps, stable rates and delays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.protocol.clock import Push
-from paceline.protocol.staleness import Fraction, RateGovernor, StalenessMeter
+from paceline.protocol.staleness import Fraction, StalenessMeter
 from paceline.strategies.ps import fractional
 from paceline.strategies.ps.fractional import (
     fractional_rate,
@@ -18,8 +18,7 @@ from paceline.strategies.ps.fractional import (
     has_fractional_step,
     settle_state,
 )
-from paceline.strategies.ps.stability import delay_rate, least_rate
-from paceline.strategies.ps.weight_motion import WeightMotion
+from paceline.strategies.ps.stability import delay_rate
 
 HALF = Fraction(share=0.5, delay=0.5, lookahead=0.5)
 
@@ -182,20 +181,11 @@ def test_equal_workers_keep_their_learning_rate() -> None:
         assert delay_rate(1 / workers, 1 - 1 / workers, 0.9) == 1.0
 
 
-def test_least_rate_is_the_fourth_root_of_the_ratio_of_the_limits() -> None:
-    assert least_rate(0.0) == 1.0
-    for momentum in (0.5, 0.8, 0.9, 0.95):
-        exact = stability_limit(1 / 16, 15 / 16, momentum) / (2 * (1 + momentum))
-        assert least_rate(momentum) == pytest.approx(exact**0.25, rel=0.05)
-
-
-def test_fractional_rate_combines_share_delay_and_governor() -> None:
+def test_fractional_rate_combines_share_and_delay() -> None:
     sgd = {"lr": 0.1, "momentum": 0.9}
     assert fractional_rate(sgd, None, 0.7) == 0.7
     assert fractional_rate(sgd, Fraction(1.0, 0.0, 0.0), 0.5) == 1.0
     assert fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 1.0) == 0.25
-    cautious = fractional_rate(sgd, Fraction(0.25, 0.75, 0.75), 0.01)
-    assert cautious == pytest.approx(0.25 * least_rate(0.9))
     assert fractional_rate(sgd, Fraction(0.25, 4.0, 1.0), 1.0) < 0.25 / 10
     adam = {"lr": 0.1, "betas": (0.9, 0.999)}
     assert fractional_rate(adam, Fraction(0.25, 4.0, 1.0), 1.0) < 0.25 / 10
@@ -209,14 +199,14 @@ def push(worker: int, base: int, share: float = 0.5) -> Push:
 
 
 def test_one_worker_takes_whole_steps() -> None:
-    meter = StalenessMeter(1)
+    meter = StalenessMeter()
     for version in range(5):
         fraction = meter.on_update([push(0, version, 1.0)], 1.0)
         assert fraction.is_whole
 
 
 def test_delay_is_counted_in_global_batches() -> None:
-    meter = StalenessMeter(2)
+    meter = StalenessMeter()
     first = meter.on_update([push(0, 0)], 0.5)
     assert (first.share, first.delay) == (0.5, 0.0)
     assert meter.on_update([push(1, 0)], 0.5).delay == 0.5
@@ -226,44 +216,3 @@ def test_delay_is_counted_in_global_batches() -> None:
         last = meter.on_update([push(0, version - 3)], 0.5)
     assert last.delay == 1.5
     assert last.lookahead == 1.0
-
-
-def test_the_governor_lowers_the_rate_while_gradients_point_back() -> None:
-    governor = RateGovernor(2)
-    for batch in range(200):
-        governor.add(batch % 2, 1.0, 0.5, batch * 0.5)
-    assert governor.rate == RateGovernor.MIN_RATE
-    for batch in range(200, 600):
-        governor.add(batch % 2, -1.0, 0.5, batch * 0.5)
-    assert governor.rate == 1.0
-
-
-def test_the_governor_ignores_noise_and_invalid_alignments() -> None:
-    meter, noise = StalenessMeter(2), np.random.default_rng(0)
-    for index in range(400):
-        meter.on_push(index % 2, float(noise.normal()), 0.5)
-        meter.on_push(0, math.nan, 0.5)
-        meter.on_push(0, None, 0.5)
-        meter.on_update([push(index % 2, max(0, index - 1))], 0.5)
-    assert meter.rate > 0.8
-
-
-def test_alignment_is_the_component_along_the_last_change() -> None:
-    held = [torch.nn.Parameter(torch.zeros(4))]
-    motion = WeightMotion(held)
-    weights = torch.zeros(4)
-    motion.update(weights.view(torch.uint8))
-    assert motion.align(torch.ones(4).view(torch.uint8), motion.delta) is None
-    motion.update(weights.view(torch.uint8))
-    assert motion.delta is None  # The weights have not changed.
-    weights[0] = -2.0
-    motion.update(weights.view(torch.uint8))
-    gradient = torch.tensor([3.0, 5.0, 0.0, 0.0])
-    assert motion.align(gradient.view(torch.uint8), motion.delta) == pytest.approx(-3.0)
-
-
-def test_parameters_of_several_dtypes_have_no_alignment() -> None:
-    held = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2).double())]
-    motion = WeightMotion(held)
-    motion.update(torch.zeros(24, dtype=torch.uint8))
-    assert motion.delta is None

@@ -218,8 +218,6 @@ class GradientPushed(Message):
     base: int
     step: int
     measured: StepStats
-    alignment: float | None = None
-    """Component of the gradient along the last change of the worker's weights, if known."""
 
 
 class PhaseEntered(Message):

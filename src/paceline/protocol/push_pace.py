@@ -52,7 +52,7 @@ class PushPace(Pace):
         self._clock = clock
         self._push_units = context.groups or tuple((w,) for w in range(context.workers))
         self._unit_of = {w: u for u, members in enumerate(self._push_units) for w in members}
-        self._meter = StalenessMeter(len(self._push_units)) if rules.corrects else None
+        self._meter = StalenessMeter() if rules.corrects else None
         # A single gradient is clipped by its worker, which has all of it.
         self._clip = context.clip if rules.aggregates else None
         cuts = split_batch(context.batch, context.workers)
@@ -162,8 +162,6 @@ class PushPace(Pace):
         in_rounds = self._clock.synchronous
         lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
         push = Push(unit, leader.handle, samples, self._share_of_batch(lo, hi), leader.base)
-        if self._meter is not None:
-            self._meter.on_push(unit, leader.alignment, push.share)
         verdict = self._clock.on_push(push, now)
         orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
         if not in_rounds:
@@ -197,12 +195,8 @@ class PushPace(Pace):
         share = pushes[0].share if single else sum([p.share for p in pushes])
         if self._clock.synchronous:
             share = 1.0
-        fraction = None
-        if self._meter is None:
-            scale = rules.lr_scale(share, most_stale)
-        else:
-            fraction = self._meter.on_update(pushes, share)
-            scale = self._meter.rate
+        fraction = self._meter.on_update(pushes, share) if self._meter is not None else None
+        scale = rules.lr_scale(share, most_stale) if fraction is None else 1.0
         update = ApplyUpdate(self.version, tuple(parts), scale, self._clip, fraction)
         return SendToServers(rules.servers, update)
 

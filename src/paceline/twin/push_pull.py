@@ -249,10 +249,7 @@ class PushPullSimulation(StrategySimulation):
             1 if samples else 0,
             push.busy_s**2,
         )
-        alignment = simulator.updates.alignment(worker) if gradient else None
-        message = GradientPushed(
-            worker, handle, lease.id, samples, push.base, step, measured, alignment
-        )
+        message = GradientPushed(worker, handle, lease.id, samples, push.base, step, measured)
 
         def arrived(now: float) -> None:
             self._execute(self._shard.on_gradient(worker, handle), now)

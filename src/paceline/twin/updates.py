@@ -60,10 +60,6 @@ class WeightUpdates:
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         """Sends the computed gradient to the servers as number `handle` of this worker."""
 
-    def alignment(self, worker: int) -> float | None:
-        """Alignment of the worker's last push, as it reports it to the coordinator."""
-        return None
-
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:

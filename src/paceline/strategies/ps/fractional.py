@@ -29,7 +29,7 @@ from torch.optim.sgd import sgd
 
 from paceline.protocol.staleness import Fraction
 from paceline.strategies.ps.messages import Options
-from paceline.strategies.ps.stability import delay_rate, least_rate
+from paceline.strategies.ps.stability import delay_rate
 
 CHUNK = 1 << 17
 """Elements per operation: weights, gradient and state of a chunk fit into a core's cache."""
@@ -40,16 +40,14 @@ BUFFER_SCALE = "momentum_scale"
 def fractional_rate(options: Options, fraction: Fraction | None, rate: float) -> float:
     """Returns the factor on the learning rate of a parameter group for one update.
 
-    `rate` is the factor that the coordinator chose. For updates that are fractions it comes from
-    its governor, and is not applied below the point where it would be overly cautious.
+    `rate` is the factor of an update that is not corrected.
     """
     if fraction is None:
         return rate
     if fraction.is_whole:
         return 1.0
     momentum = options.get("momentum") or options.get("betas", (0.0,))[0]
-    stable = delay_rate(fraction.share, fraction.delay, momentum)
-    return fraction.share * stable * max(rate, least_rate(momentum))
+    return fraction.share * delay_rate(fraction.share, fraction.delay, momentum)
 
 
 def has_fractional_step(optimizer: torch.optim.Optimizer) -> bool:

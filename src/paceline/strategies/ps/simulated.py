@@ -190,9 +190,6 @@ class ServedReplicas(WeightUpdates):
         self._servers.handles[worker] = handle
         self._group.runners[worker].finish_step(self._steps[worker])
 
-    def alignment(self, worker: int) -> float | None:
-        return self._runners[worker].alignment
-
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:

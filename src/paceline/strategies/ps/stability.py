@@ -3,8 +3,8 @@
 On a quadratic loss, fractional updates (`strategies.ps.fractional`) of share `s`, whose gradients
 are `d` global batches old, converge up to a learning rate that follows from the eigenvalues of a
 linear recurrence. Synchronous training converges up to `2 (1 + mu) / L`, where `mu` is the momentum
-and `L` the curvature. The two formulas here were fitted to limits computed for momenta from 0 to
-0.98, shares from 1/16 to 1 and delays from 1 to 4; tests compare them with the eigenvalues.
+and `L` the curvature. The formula here was fitted to limits computed for momenta from 0 to
+0.98, shares from 1/16 to 1 and delays from 1 to 4; a test compares it with the eigenvalues.
 """
 
 from __future__ import annotations
@@ -27,18 +27,3 @@ def delay_rate(share: float, delay: float, momentum: float) -> float:
     if age <= 1:
         return 1.0
     return float(age ** -(1 + MOMENTUM_EXPONENT * math.log(1 / (1 - min(momentum, 0.98)))))
-
-
-def least_rate(momentum: float) -> float:
-    """Returns the lowest factor that the governor may apply to the learning rate.
-
-    It is the fourth root of the limit of many equal asynchronous workers relative to that of
-    synchronous ones: 1 without momentum, 0.64 at 0.9. Synchronous training often runs at the edge
-    of stability, too, and the governor cannot tell that from an effect of delays. With the ratio
-    itself, 0.17 at 0.9, `cnn-small` on Fashion-MNIST with four workers lost 1.7 points in two
-    epochs; with its fourth root 0.4, and runs near the limit still ended above all-reduce.
-    """
-    if not momentum:
-        return 1.0
-    ratio = (0.57 + 1.05 * (1 - momentum)) / (2 * (1 + momentum))
-    return float(ratio**0.25)

@@ -22,7 +22,6 @@ from paceline.strategies.ps.messages import Options, PushHeader, SliceEntry
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ShardState, Slot, optimizer_options
 from paceline.strategies.ps.transport import ParameterTransport, WaitForExchange
-from paceline.strategies.ps.weight_motion import WeightMotion
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import COMM, QUEUE
 
@@ -82,9 +81,6 @@ class ParameterServerRunner(Runner):
         self._in_views = self._layout.views(self._incoming)
         self._out_views = self._layout.views(self._outgoing)
         self._comm_report = connected.report
-        self._motion = WeightMotion(self._parameters) if spec.corrects else None
-        self.alignment: float | None = None
-        """Alignment of the last gradient with the motion of the weights."""
         if self._exchanges is None and not self._compressors:
             # An exchange next to the computation uses both buffers during it.
             self._use_buffers_in_place()
@@ -144,11 +140,9 @@ class ParameterServerRunner(Runner):
         """Pushes and pulls while the next batch is computed, on weights without this update."""
         assert self._exchanges is not None
         base = self._model_version
-        delta = self._delta()
         self._wait_for_exchange()
         self._clip()
         missing = self._gather_gradients()
-        alignment = self._align(delta)
         # Read now: the loop sets the next step's learning rate during the exchange.
         options = optimizer_options(self.replica.optimizer)
 
@@ -156,7 +150,7 @@ class ParameterServerRunner(Runner):
             with self._reporting_failure():
                 self._handle += 1
                 self._push(missing, options)
-                self._report_push(work, base, alignment)
+                self._report_push(work, base)
 
         def pull() -> None:
             with self._reporting_failure():
@@ -194,15 +188,13 @@ class ParameterServerRunner(Runner):
     def _send(self, work: TrainStep, *, samples: int) -> None:
         """Pushes the gradient, unless it covers no samples, and reports it to the coordinator."""
         self._handle += 1
-        alignment = None
         if samples:
             self._clip()
             missing = self._gather_gradients()
-            alignment = self._align(self._delta())
             self._push(missing, optimizer_options(self.replica.optimizer))
-        self._report_push(work, self._model_version if samples else work.version, alignment)
+        self._report_push(work, self._model_version if samples else work.version)
 
-    def _report_push(self, work: TrainStep, base: int, alignment: float | None) -> None:
+    def _report_push(self, work: TrainStep, base: int) -> None:
         self.context.control.send(
             GradientPushed(
                 worker=self.context.rank,
@@ -212,7 +204,6 @@ class ParameterServerRunner(Runner):
                 base=base,
                 step=work.step,
                 measured=work.measured,
-                alignment=alignment,
             )
         )
 
@@ -243,23 +234,12 @@ class ParameterServerRunner(Runner):
 
     def _load_pulled_weights(self) -> None:
         self._model_version = self._pulled_version
-        if self._motion is not None:
-            self._motion.update(self._incoming)
         with torch.no_grad():
             for parameter, view in self._parameters_and_views():
                 if not self._in_place:
                     parameter.copy_(view)
                 elif parameter.data_ptr() != view.data_ptr():
                     parameter.data = view  # A layer has replaced its weights meanwhile.
-
-    def _delta(self) -> torch.Tensor | None:
-        return self._motion.delta if self._motion is not None else None
-
-    def _align(self, delta: torch.Tensor | None) -> float | None:
-        """Returns the alignment of the gradient in the send buffer with a change of the weights."""
-        if self._motion is not None:
-            self.alignment = self._motion.align(self._outgoing, delta)
-        return self.alignment
 
     def _gather_gradients(self) -> set[int]:
         """Fills the send buffer; returns the parameters without a gradient."""
