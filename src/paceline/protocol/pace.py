@@ -24,8 +24,9 @@ from paceline.protocol.messages import (
 )
 from paceline.specs.strategy import Strategy, WorkerGroups
 
-PLAN_AHEAD_S = 2.0
-"""Planned work is kept this many seconds ahead of the slowest worker."""
+PLAN_AHEAD_S = 1.0
+"""Planned work is kept this many seconds ahead of the slowest worker: two intervals of reports.
+A change of strategy, or of the workers' shares, waits until it is done."""
 
 FIRST_PLAN_BATCHES = 8
 """Number of batches to plan before the workers' speed is known."""
