@@ -199,7 +199,7 @@ def test_planned_run_leaves_the_slow_machine_out(
     args = ("--pool", pool, "--select", "auto", "--strategy", "auto", "--out", out)
     done = run_cli("train", project / "job.py", *args, *ONE)
     assert done.code == 0, done.stderr
-    assert f"left out: {lab.machines[2].name}" in done.stdout
+    assert f"not used: {lab.machines[2].name}" in done.stdout
     result = read_result(out)
     assert result["workers"] == 2
     assert result["predicted"]["actual_step_s"] > 0

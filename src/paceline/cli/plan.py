@@ -218,14 +218,17 @@ class PoolPlan:
         return [self.machines.hosts[place] for place in places]
 
     def predict(self, strategy: Strategy) -> dict[str, object] | None:
-        """Returns None outside the cost model: several phases, or workers that share a machine."""
+        """Returns None outside the cost model: no cost facet, or workers that share a machine."""
         import numpy as np
 
         from paceline.plan.estimate import estimate
 
-        if len(strategy.phases) > 1 or any(host.workers > 1 for host in self.hosts):
+        if any(host.workers > 1 for host in self.hosts):
             return None
-        found = estimate(self.machines, np.array(self.chosen), strategy)
+        try:
+            found = estimate(self.machines, np.array(self.chosen), strategy)
+        except UsageError:
+            return None
         prediction = {"step_s": found.step_s, "seconds": found.seconds}
         return {**prediction, "seconds_interval": list(found.seconds_interval)}
 
