@@ -5,10 +5,10 @@
 
 Rows are appended to the output file one by one; a further call continues where the last one ended
 and prints the table. Regret is the time to the validation accuracy that all-reduce ends at, divided
-by that of the best fixed strategy in hindsight, in the median over seeds. The accuracy is the mean
-over seeds minus the standard error of one validation, because a single run reaches the mean itself
-or not by chance. Times between two validations are interpolated. Runs that never reach it count as
-never.
+by that of the best fixed strategy in hindsight. Times and accuracies of every epoch are means over
+seeds, and the accuracy is one standard error of a validation below all-reduce's, because runs of
+equal quality reach the mean itself or not by chance. Times between validations are interpolated.
+Strategies that never reach it count as never.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,31 @@ def run(scenario: Scenario, strategy: str, seed: int, data_dir: Path | None) -> 
     }
 
 
-def time_to(row: Row, target: float) -> float:
+def mean_curve(rows: Iterable[Row]) -> list[tuple[float, float]]:
+    """Seconds and validation accuracy after each epoch, as means over runs that ended."""
+    done = [row["validations"] for row in rows if row["status"] == "done"]
+    return [
+        (statistics.mean(s for s, _ in points), statistics.mean(a for _, a in points))
+        for points in zip(*done, strict=False)
+    ]
+
+
+def time_to(curve: list[tuple[float, float]], target: float) -> float:
     """Virtual seconds until the best validation accuracy so far reaches the target."""
     best, before_s = 0.0, 0.0
-    for seconds, accuracy in row.get("validations", ()):
+    for seconds, accuracy in curve:
         if accuracy >= target:
             share = (target - best) / (accuracy - best) if accuracy > best else 0.0
-            return float(before_s + share * (seconds - before_s))
+            return before_s + share * (seconds - before_s)
         best, before_s = max(best, accuracy), seconds
     return math.inf
 
 
-def target_accuracy(name: str, final: list[float]) -> float:
-    """Mean accuracy of the last validations, minus the standard error of one of them."""
+def target_accuracy(name: str, accuracy: float) -> float:
+    """The accuracy minus the standard error of one validation."""
     data = next(scenario.data for scenario in scenarios() if scenario.name == name)
-    rows = 200 if data == "digits" else 1000
-    mean = statistics.mean(final)
-    return mean - math.sqrt(mean * (1 - mean) / rows)
+    rows = 200 if data == "digits" else 2000
+    return accuracy - math.sqrt(accuracy * (1 - accuracy) / rows)
 
 
 def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
@@ -83,9 +92,9 @@ def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
     done = {seed: row for seed, row in base.items() if row["status"] == "done"}
     if not done or not auto:
         return None
-    target = target_accuracy(name, [row["validations"][-1][1] for row in done.values()])
+    target = target_accuracy(name, mean_curve(done.values())[-1][1])
     times = {
-        strategy: statistics.median(time_to(row, target) for row in found.values())
+        strategy: time_to(mean_curve(found.values()), target)
         for strategy, found in by_strategy.items()
     }
     fixed = {s: t for s, t in times.items() if s != "auto"}
