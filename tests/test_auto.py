@@ -184,7 +184,8 @@ def test_it_stays_where_nothing_is_to_be_gained() -> None:
     calm = cluster_of((100.0,) * 4)
     decision = policy_of().decide(history_of(1000, windows_of(calm, PHASES[1], 1), phase=1))
     assert decision is not None
-    assert (decision.phase, decision.cause) == (1, "best")
+    assert decision.phase == 1
+    assert decision.cause in ("best", "no gain")  # All candidates are equally good.
 
 
 def test_it_does_not_change_when_the_effect_could_not_be_seen() -> None:

@@ -64,11 +64,13 @@ class ThroughputWindow:
     """The same as a mean over the workers: without waits if they do not wait for each other."""
     cv: float = 0.0
     """Standard deviation of a worker's step times relative to their mean, over all workers."""
+    worker_rates: tuple[float, ...] = ()
+    """Samples per second of wall time, per worker; empty if they are not known."""
 
     @property
     def rate(self) -> float:
         """Samples per second of wall time, over all workers."""
-        return self.samples / (self.ended - self.began)
+        return sum(self.worker_rates) or self.samples / (self.ended - self.began)
 
 
 class GradientNoiseScale:
@@ -140,9 +142,13 @@ class ThroughputMonitor:
         self._least, self._idle = least, idle
         if self._began is None or phase != self._phase or workers != self._workers:
             self._workers, self._phase = workers, phase
+            self._reported_at = [now] * workers
             self._open(now)
         else:
-            self._began = now - self._spent_s
+            pause_s = now - self._spent_s - self._began
+            self._began += pause_s
+            self._since = [at + pause_s for at in self._since]
+            self._reported_at = [at + pause_s for at in self._reported_at]
 
     def exclude(self, worker: int) -> None:
         self._idle |= {worker}
@@ -155,6 +161,8 @@ class ThroughputMonitor:
     def _open(self, now: float) -> None:
         self._began = now
         self._spent_s = 0.0
+        # Between its own reports, a worker's samples and time belong together exactly.
+        self._since = list(self._reported_at)
         self._samples = [0] * self._workers
         self._busy = [0.0] * self._workers
         self._comm = [0.0] * self._workers
@@ -174,6 +182,7 @@ class ThroughputMonitor:
         self._comm[worker] += measured.comm_s
         self._steps[worker] += measured.steps
         self._busy_square[worker] += measured.busy_square_s2
+        self._reported_at[worker] = now
         if now - self._began < WINDOW_S or self._totals.samples < self._least:
             return False
         if measured.busy_s > 0 and worker not in self._idle:
@@ -194,6 +203,12 @@ class ThroughputMonitor:
                 comm_share=min(shares, default=0.0),
                 mean_comm_share=sum(shares) / len(shares) if shares else 0.0,
                 cv=self._variation(),
+                worker_rates=tuple(
+                    s / (at - since) if at > since else 0.0
+                    for s, at, since in zip(
+                        self._samples, self._reported_at, self._since, strict=True
+                    )
+                ),
             )
         )
         self._open(now)

@@ -203,7 +203,8 @@ def _bisect(increasing: Callable[[float], float], target: float, low: float, hig
 
 def mean_rate(windows: Sequence[ThroughputWindow]) -> float:
     """Samples per second over these windows."""
-    return sum(w.samples for w in windows) / sum(w.ended - w.began for w in windows)
+    seconds = [w.ended - w.began for w in windows]
+    return sum(w.rate * s for w, s in zip(windows, seconds, strict=True)) / sum(seconds)
 
 
 @dataclass(frozen=True)

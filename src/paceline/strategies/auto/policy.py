@@ -99,9 +99,10 @@ class AutoPolicy(SwitchPolicy):
         first = next(iter(found))
         best = max(found, key=lambda phase: found[phase].value)
         spread = max(speeds) / min(speeds)
+        other = f", {found[first].value:.0f} with {self._phases[first]}" if best != first else ""
         why = (
-            f"{found[best].value:.0f} samples/s expected, {found[first].value:.0f} with "
-            f"{self._phases[first]} (workers differ in speed by x{spread:.2f})"
+            f"{found[best].value:.0f} samples/s expected{other} "
+            f"(workers differ in speed by x{spread:.2f})"
         )
         return self._start(best, why, self._figures(found))
 
@@ -149,7 +150,7 @@ class AutoPolicy(SwitchPolicy):
         found = predict_goodput(cluster, allowed, self._share_corrections(corrections, now))
         if now not in found:
             return None
-        best = max(found, key=lambda phase: found[phase].value)
+        best = max(found, key=lambda phase: (found[phase].value, phase == now))
         # Every change raises the bar, so that a run on a noisy cluster does not keep changing.
         margin = MEASURED_MARGIN if best in corrections else PREDICTED_MARGIN
         margin *= 1 + len(history.switches)
