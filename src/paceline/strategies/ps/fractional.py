@@ -33,6 +33,8 @@ from paceline.strategies.ps.stability import delay_rate
 
 CHUNK = 1 << 17
 """Elements per operation: weights, gradient and state of a chunk fit into a core's cache."""
+MIN_ON_GRADIENT = 1e-3
+"""Factor on the gradient, next to the buffer, below which the fused kernel would be inaccurate."""
 BUFFER_SCALE = "momentum_scale"
 """Key in the state of a parameter: the factor by which its momentum buffer is scaled."""
 
@@ -97,31 +99,38 @@ def _sgd_step(
 
     The kernel computes `b = M b + D g` and `w -= L (g + M b)`. For the factors of a fractional step
     to have that form, the buffer holds `b = c v`, with a scale `c` that changes from step to step.
+    Steps of a whole batch or more without a look-ahead do not have it.
     """
-    s, mu = fraction.share, group["momentum"]
+    s, mu, rate, decay = fraction.share, group["momentum"], group["lr"], group["weight_decay"]
     gradient = parameter.grad
     assert gradient is not None
-    momentum, dampening, scale, rate = 0.0, 0.0, 1.0, group["lr"]
-    if mu:
-        k = max(fraction.lookahead, 1.0 if group["nesterov"] else 0.0) * mu
-        decayed, on_buffer = 1 - s * (1 - mu), mu - k * (1 - mu)
-        on_gradient = 1 + k - on_buffer * s / decayed
-        before = state.get(BUFFER_SCALE, 1.0)
-        scale = math.sqrt(on_buffer * before / on_gradient) / decayed
-        momentum, dampening, rate = scale * decayed / before, 1 - scale * s, rate * on_gradient
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        state[BUFFER_SCALE] = scale
+    if not mu:
+        parameter.add_(gradient.add(parameter, alpha=decay) if decay else gradient, alpha=-rate)
+        return
+    buffer = state.get("momentum_buffer")
+    if buffer is None:
+        buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
+    k = max(fraction.lookahead, 1.0 if group["nesterov"] else 0.0) * mu
+    decayed, on_buffer = 1 - s * (1 - mu), mu - k * (1 - mu)
+    on_gradient = 1 + k - on_buffer * s / decayed
+    before = state.pop(BUFFER_SCALE, 1.0)
+    if on_gradient < MIN_ON_GRADIENT:
+        g = gradient.add(parameter, alpha=decay) if decay else gradient
+        v = buffer.div_(before)
+        parameter.add_(g, alpha=-rate * (1 + k)).add_(v, alpha=-rate * on_buffer)
+        v.mul_(decayed).add_(g, alpha=s)
+        return
+    scale = state[BUFFER_SCALE] = math.sqrt(on_buffer * before / on_gradient) / decayed
     sgd(
         [parameter],
         [gradient],
-        [state.get("momentum_buffer")],
+        [buffer],
         fused=True,
-        weight_decay=group["weight_decay"],
-        momentum=momentum,
-        lr=rate,
-        dampening=dampening,
-        nesterov=bool(mu),
+        weight_decay=decay,
+        momentum=scale * decayed / before,
+        lr=rate * on_gradient,
+        dampening=1 - scale * s,
+        nesterov=True,
         maximize=False,
     )
 
