@@ -129,6 +129,7 @@ class ThroughputMonitor:
         self._by_phase: dict[int, deque[ThroughputWindow]] = {}
         self.noise = GradientNoiseScale()
         self._began: float | None = None
+        self._since: list[float] = []
         self._workers, self._phase = 0, -1
 
     def begin(
