@@ -135,7 +135,7 @@ def launch_on_pool(
     from paceline.cli.pool import open_pool
     from paceline.cluster.pool import select_hosts
     from paceline.cluster.ssh import SshTimeouts
-    from paceline.launch.script_run import ScriptRun, describe_launch, launch_script, prepare_script
+    from paceline.launch.script_run import ScriptRun
     from paceline.launch.script_tasks import read_roles
 
     assert remote.pool is not None
@@ -161,9 +161,9 @@ def launch_on_pool(
         on_line=lambda label, line: print(f"[{label}] {line}", flush=True),
     )
     if remote.dry_run:
-        print(describe_launch(run, prepare_script(run)))
+        print(run.describe())
         return
-    result = launch_script(run)
+    result = run.launch()
     print(f"done: {len(result['tasks'])} tasks in {result['seconds']:.1f} s; {run.out}")
 
 

@@ -29,7 +29,7 @@ from paceline.launch.hosts import (
     watchdog_command,
 )
 from paceline.launch.process_logs import ProcessLogs
-from paceline.launch.project import Project, ProjectBundle, bundle_project, find_project
+from paceline.launch.project import bundle_project
 from paceline.launch.script_tasks import (
     UNENDING,
     ScriptTask,
@@ -43,25 +43,6 @@ from paceline.telemetry.run_folder import RunFolder, write_json
 SETTLE_S = 1.0
 """After a failure that may be a consequence, wait this long for its cause to show."""
 LAST_LINES = 15
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptRun:
-    """A script, the machines to run it on, and its options."""
-
-    script: Path
-    args: tuple[str, ...]
-    hosts: tuple[Host, ...]
-    out: Path
-    roles: dict[str, int] | None = None
-    project: Path | None = None
-    venv: bool = False
-    force: bool = False
-    patience: SshTimeouts = field(default_factory=SshTimeouts)
-    tell: Callable[[str], None] = field(default=lambda line: None)
-    """Receives progress messages for the user."""
-    on_line: Callable[[str, str], None] = field(default=lambda label, line: None)
-    """Receives the output of the script, with the name of the task."""
 
 
 @dataclass
@@ -102,103 +83,97 @@ class ScriptFailed(RunFailed):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedScript:
-    """The facts known before any machine is contacted."""
+@dataclass(kw_only=True)
+class ScriptRun:
+    """A script, the machines to run it on, and its options. Each object runs once.
 
-    bundle: ProjectBundle
-    script: str
-    """Path relative to the working directory."""
-    inner: str
-    """Working directory inside the project."""
-    tasks: list[ScriptTask]
-
-    @property
-    def project(self) -> Project:
-        assert self.bundle.project is not None, "a script goes along with its project"
-        return self.bundle.project
-
-
-def prepare_script(run: ScriptRun) -> PreparedScript:
-    """Validates everything that can be checked locally. Raises UsageError before the start."""
-    bundle = bundle_project(
-        run.script, out=run.out, folder=run.project, venv=run.venv, kind="script", tell=run.tell
-    )
-    folder, here = find_project(run.script, run.project), Path.cwd().resolve()
-    inner = here.relative_to(folder) if here.is_relative_to(folder) else Path()
-    up = Path(*[".."] * len(inner.parts))
-    return PreparedScript(
-        bundle=bundle,
-        script=(up / run.script.resolve().relative_to(folder)).as_posix(),
-        inner=inner.as_posix(),
-        tasks=place_tasks(run.hosts, run.roles),
-    )
-
-
-def describe_launch(run: ScriptRun, ready: PreparedScript) -> str:
-    """Describes what would run where (`--dry-run`); ports are chosen by the machines."""
-    project = ready.project
-    lines = [f"project {project.folder}: {len(project.files)} files, {project.nbytes} bytes"]
-    for host in run.hosts:
-        if not any(task.host is host for task in ready.tasks):
-            lines.append(f"{host.host}: nothing to do")
-        elif host.is_local:
-            lines.append(f"{host.host}: in place")
-        else:
-            lines.append(f"{host.host}: copied to {project.root_on(host.host)}/files")
-    places = [
-        TaskAddress(f"<address of {task.host.host}>", "<by route>", "<free port>")
-        for task in ready.tasks
-    ]
-    for task in ready.tasks:
-        environment = make_environment(ready.tasks, places, task, "<free port>")
-        root = project.root_on(task.host.host)
-        folder = str(project.folder) if task.host.is_local else f"{root}/files"
-        python = task.host.python or (sys.executable if task.host.is_local else "python3")
-        if run.venv:
-            python = f"{root}/venv-*/bin/python"
-        lines.append(f"{task.role} {task.index} on {task.host.host}, rank {task.rank}:")
-        lines.append(f"  cd {folder}" + ("" if ready.inner == "." else f"/{ready.inner}"))
-        lines += [f"  {name}={shlex.quote(value)}" for name, value in environment.items()]
-        lines.append("  " + shlex.join([python, "-u", ready.script, *run.args]))
-    return "\n".join(lines)
-
-
-def launch_script(run: ScriptRun) -> dict[str, Any]:
-    """Runs a script and returns its result. Raises ScriptFailed, HostError or UsageError.
-
-    The run folder keeps `result.json` and every task's output in logs/, whatever happens.
+    Validates everything that can be checked locally. Raises UsageError before the start.
     """
-    ready = prepare_script(run)
-    folder = RunFolder(run.out)
-    folder.prepare(force=run.force, resume=False)
-    config = {
-        "format": 1,
-        "kind": "script",
-        "script": str(run.script),
-        "args": list(run.args),
-        "project": str(ready.project.folder),
-        "tasks": [
-            {"who": t.who, "host": t.host.host, "rank": t.rank, "local_rank": t.local_rank}
-            for t in ready.tasks
-        ],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    write_json(folder.config, config)
-    return _ScriptLaunch(run, ready, folder).go(config)
 
-
-@dataclass
-class _ScriptLaunch:
-    _run: ScriptRun
-    _ready: PreparedScript
-    _folder: RunFolder
+    script: Path
+    args: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    out: Path
+    roles: dict[str, int] | None = None
+    project: Path | None = None
+    venv: bool = False
+    force: bool = False
+    patience: SshTimeouts = field(default_factory=SshTimeouts)
+    tell: Callable[[str], None] = field(default=lambda line: None)
+    """Receives progress messages for the user."""
+    on_line: Callable[[str, str], None] = field(default=lambda label, line: None)
+    """Receives the output of the script, with the name of the task."""
 
     def __post_init__(self) -> None:
+        self._bundle = bundle_project(
+            self.script,
+            out=self.out,
+            folder=self.project,
+            venv=self.venv,
+            kind="script",
+            tell=self.tell,
+        )
+        assert self._bundle.project is not None, "a script goes along with its project"
+        self._project = self._bundle.project
+        folder, here = self._project.folder, Path.cwd().resolve()
+        inner = here.relative_to(folder) if here.is_relative_to(folder) else Path()
+        path = Path(*[".."] * len(inner.parts)) / self.script.resolve().relative_to(folder)
+        self._inner = inner.as_posix()
+        """Working directory inside the project."""
+        self._command = ["-u", path.as_posix(), *self.args]
+        """Arguments of Python; the path is relative to the working directory."""
+        self._tasks = place_tasks(self.hosts, self.roles)
+        self._folder = RunFolder(self.out)
         self._logs = ProcessLogs(self._folder)
         self._ended: list[TaskResult] = []
 
-    def go(self, config: dict[str, Any]) -> dict[str, Any]:
+    def describe(self) -> str:
+        """Describes what would run where (`--dry-run`); ports are chosen by the machines."""
+        project, tasks = self._project, self._tasks
+        lines = [f"project {project.folder}: {len(project.files)} files, {project.nbytes} bytes"]
+        for host in self.hosts:
+            if not any(task.host is host for task in tasks):
+                lines.append(f"{host.host}: nothing to do")
+            elif host.is_local:
+                lines.append(f"{host.host}: in place")
+            else:
+                lines.append(f"{host.host}: copied to {project.root_on(host.host)}/files")
+        places = [
+            TaskAddress(f"<address of {task.host.host}>", "<by route>", "<free port>")
+            for task in tasks
+        ]
+        for task in tasks:
+            environment = make_environment(tasks, places, task, "<free port>")
+            root = project.root_on(task.host.host)
+            folder = str(project.folder) if task.host.is_local else f"{root}/files"
+            python = task.host.python or (sys.executable if task.host.is_local else "python3")
+            if self.venv:
+                python = f"{root}/venv-*/bin/python"
+            lines.append(f"{task.role} {task.index} on {task.host.host}, rank {task.rank}:")
+            lines.append(f"  cd {folder}" + ("" if self._inner == "." else f"/{self._inner}"))
+            lines += [f"  {name}={shlex.quote(value)}" for name, value in environment.items()]
+            lines.append("  " + shlex.join([python, *self._command]))
+        return "\n".join(lines)
+
+    def launch(self) -> dict[str, Any]:
+        """Runs the script and returns its result. Raises ScriptFailed, HostError or UsageError.
+
+        The run folder keeps `result.json` and every task's output in logs/, whatever happens.
+        """
+        self._folder.prepare(force=self.force, resume=False)
+        config = {
+            "format": 1,
+            "kind": "script",
+            "script": str(self.script),
+            "args": list(self.args),
+            "project": str(self._project.folder),
+            "tasks": [
+                {"who": t.who, "host": t.host.host, "rank": t.rank, "local_rank": t.local_rank}
+                for t in self._tasks
+            ],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_json(self._folder.config, config)
         began = time.monotonic()
         status = "failed"
         error: str | None = "the launcher failed"
@@ -214,15 +189,15 @@ class _ScriptLaunch:
             raise
         finally:
             self._logs.close()
-            ended = [
-                {"who": e.task.who, "status": e.status, "seconds": e.seconds} for e in self._ended
-            ]
             result = {
                 **config,
                 "status": status,
                 "error": error,
                 "seconds": time.monotonic() - began,
-                "ended": ended,
+                "ended": [
+                    {"who": e.task.who, "status": e.status, "seconds": e.seconds}
+                    for e in self._ended
+                ],
             }
             write_json(self._folder.result, result)
         if chief is not None:
@@ -232,14 +207,14 @@ class _ScriptLaunch:
 
     async def _main(self) -> None:
         cancel_on_sigterm()
-        run, ready = self._run, self._ready
-        used = sorted({t.site for t in ready.tasks})
+        used = sorted({t.site for t in self._tasks})
+        hosts = [self.hosts[site] for site in used]
         async with AsyncExitStack() as stack:
-            run.tell(f"connecting to {', '.join(run.hosts[s].host for s in used)}")
-            sites = await connect_hosts([run.hosts[s] for s in used], run.patience, stack)
-            tasks = [replace(t, site=used.index(t.site)) for t in ready.tasks]
-            await prepare_hosts(sites, tasks, ready.bundle, ready.inner, self._logs.write)
-            run.tell(f"{len(tasks)} tasks start; logs in {self._folder.path / 'logs'}")
+            self.tell(f"connecting to {', '.join(host.host for host in hosts)}")
+            sites = await connect_hosts(hosts, self.patience, stack)
+            tasks = [replace(t, site=used.index(t.site)) for t in self._tasks]
+            await prepare_hosts(sites, tasks, self._bundle, self._inner, self._logs.write)
+            self.tell(f"{len(tasks)} tasks start; logs in {self._folder.path / 'logs'}")
             await self._watch(sites, tasks)
 
     async def _watch(self, sites: list[RemoteHost], tasks: Sequence[ScriptTask]) -> None:
@@ -275,22 +250,21 @@ class _ScriptLaunch:
         for each in done:
             if running.pop(each, None) is not None:
                 self._ended.append(ended := each.result())
-                self._run.tell(ended.text if ended.status != 0 else f"{ended.task.label} is done")
+                self.tell(ended.text if ended.status != 0 else f"{ended.task.label} is done")
 
     async def _one(
         self, site: RemoteHost, task: ScriptTask, environment: dict[str, str]
     ) -> TaskResult:
         began = time.monotonic()
-        argv = [site.python, "-u", self._ready.script, *self._run.args]
-        defaults = {}
+        command, defaults = [site.python, *self._command], {}
         if task.local_size > 1:
             threads = max(1, int(site.facts["cores"]) // task.local_size)
             defaults["OMP_NUM_THREADS"] = str(threads)
-        spec = watchdog_command(argv, environment, site.folder, site.lock, **defaults)
+        spec = watchdog_command(command, environment, site.folder, site.lock, **defaults)
 
         def show(line: str) -> None:
             self._logs.write(task.who, line)
-            self._run.on_line(task.label, line)
+            self.on_line(task.label, line)
 
         status, words = await run_guarded(site, spec, show)
         if words:
