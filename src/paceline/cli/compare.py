@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -145,7 +146,12 @@ def run_matrix_command(
     return run_matrix(matrix, matrix_options, run=run), matrix.title
 
 
-def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies compared") -> int:
+def show_comparison(
+    comparison: Comparison,
+    out: Path,
+    title: str = "Strategies compared",
+    after_table: Callable[[], None] = lambda: None,
+) -> int:
     """Prints the table and writes a report of all runs; returns 1 if a run failed, else 0."""
     from rich.console import Console
 
@@ -159,6 +165,7 @@ def show_comparison(comparison: Comparison, out: Path, title: str = "Strategies 
         if "task" in task:
             console.print(task["task"], style="bold", markup=False)
         console.print(results_table(task))
+    after_table()
     print(f"report: {report}")
     return 1 if comparison["runs_failed"] else 0
 

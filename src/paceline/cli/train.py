@@ -1,16 +1,33 @@
-"""`paceline train`."""
+"""`paceline train`, on this machine, on the machines of a pool, or on a running engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, make_log
-from paceline.cli.placement import RunRequest, choose_placement
-from paceline.job import Job
+from paceline.cli.options import (
+    CommonOptions,
+    Log,
+    make_log,
+    refer_to_options,
+    refuse_together,
+    require_with,
+)
+from paceline.errors import UsageError, suggest_name
+from paceline.job import Job, JobRef
 from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings, settings_to_plain
+
+if TYPE_CHECKING:
+    from paceline.launch.launcher import Launcher
+    from paceline.launch.project import ProjectBundle
+    from paceline.specs.strategy import Strategy
+
+LOCAL_WORKERS = 2
+ENGINES = ("ray", "spark")
 
 
 @settings(RUN)
@@ -38,28 +55,14 @@ def train(
     where: PlacementSettings,
     slowdowns: SlowdownSettings,
 ) -> None:
-    from rich.console import Console
-
+    from paceline.cli.compare import show_comparison
     from paceline.launch.run import run_training
     from paceline.launch.run_options import RunOptions
     from paceline.report.comparison import compare_results
-    from paceline.report.summary_table import results_table
     from paceline.report.terminal import terminal_reporter
-    from paceline.report.writer import write_report
 
-    place = choose_placement(
-        RunRequest(
-            file=job,
-            fields=fields,
-            batch_per_worker=common.batch_per_worker,
-            out=options.out,
-            strategy=options.strategy,
-            workers=options.workers,
-            threads=run.threads,
-            where=where,
-        ),
-        make_log(quiet=common.quiet),
-    )
+    log = make_log(quiet=common.quiet)
+    place = choose_placement(RunRequest(job, options, run, common, fields, where, log))
     given = {
         **settings_to_plain(options),
         **settings_to_plain(where),
@@ -82,8 +85,146 @@ def train(
             ),
         )
     title = f"{result['model']}: {place.strategy}"
-    report = options.out / "report.html"
-    write_report([options.out], report, title=title)
-    Console().print(results_table(compare_results([result])))
-    place.after(result)
-    print(f"report: {report}")
+    show_comparison(compare_results([result]), options.out, title, lambda: place.after(result))
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Requested run, before a place is chosen."""
+
+    file: Path | None
+    options: TrainOptions
+    run: RunSettings
+    common: CommonOptions
+    fields: Job
+    where: PlacementSettings
+    log: Log
+
+    def reference(self, workers: int) -> JobRef:
+        return refer_to_options(self.file, self.fields, workers, self.common.batch_per_worker)
+
+    def bundle(self, reference: JobRef) -> ProjectBundle:
+        """Returns the project to copy to other machines."""
+        from paceline.launch.project import bundle_project
+
+        return bundle_project(
+            reference.file,
+            out=self.options.out,
+            folder=self.where.project,
+            venv=self.where.venv,
+            tell=self.log,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The chosen place of a run; `after` receives the result."""
+
+    launcher: Launcher
+    workers: int
+    strategy: Strategy
+    reference: JobRef
+    predicted: Mapping[str, object] | None = None
+    after: Callable[[Mapping[str, Any]], None] = lambda result: None
+
+
+def choose_placement(request: RunRequest) -> Placement:
+    """Chooses where a run takes place; raises UsageError before any process is started."""
+    where = request.where
+    if where.pool is not None:
+        workers_given = {"workers": request.options.workers}
+        refuse_together("--pool", workers_given, "the pool file sets the number of workers")
+        reason = "a run uses either a pool or an engine; remove one of them"
+        others = {"engine": where.engine, "address": where.address, "master": where.master}
+        refuse_together("--pool", others, reason)
+        return _on_pool(request, where.pool)
+    require_with("--pool", {"select": where.select}, "it selects machines of the pool")
+    require_with("--pool", {"servers-on": where.servers_on}, "it names a machine of the pool")
+    require_with("--pool", {"objective": where.objective}, "the planner needs to know the machines")
+    if where.engine is None:
+        reason = "without them the run uses this machine and this directory"
+        require_with("--pool or --engine", {"project": where.project, "venv": where.venv}, reason)
+        require_with("--engine ray", {"address": where.address}, "it names a Ray cluster")
+        require_with("--engine spark", {"master": where.master}, "it names a Spark cluster")
+    elif where.engine not in ENGINES:
+        raise UsageError(
+            f"unknown --engine {where.engine!r}; {suggest_name(where.engine, ENGINES)}"
+        )
+    from paceline.launch.engines.local import LocalLauncher
+    from paceline.strategies.registry import parse_strategy
+
+    strategy, workers = parse_strategy(request.options.strategy), request.options.workers
+    if workers is None:
+        workers = strategy.worker_count(LOCAL_WORKERS)  # A strategy may need only one worker.
+    reference = request.reference(workers)
+    launcher: Launcher = LocalLauncher()
+    if where.engine is not None:
+        from paceline.launch.engines.engine import EngineLauncher
+
+        bundle, threads = request.bundle(reference), request.run.threads or 1
+        launcher = EngineLauncher(_make_engine(where, threads), workers, bundle, threads=threads)
+    return Placement(launcher=launcher, workers=workers, strategy=strategy, reference=reference)
+
+
+def _make_engine(where: PlacementSettings, threads: int) -> Any:
+    if where.engine == "ray":
+        if where.master is not None:
+            raise UsageError("--master applies to Spark; use --address for a Ray cluster")
+        from paceline.ray import RayEngine
+
+        return RayEngine(where.address, cpus_each=threads)
+    if where.address is not None:
+        raise UsageError("--address applies to Ray; use --master for a Spark cluster")
+    from paceline.spark.engine import SparkEngine
+
+    return SparkEngine(master=where.master)
+
+
+def _on_pool(request: RunRequest, path: Path) -> Placement:
+    from paceline.cli.plan import plan_on_pool
+    from paceline.cli.pool import open_pool
+    from paceline.cluster.pool import select_hosts
+    from paceline.launch.engines.ssh import SshLauncher, find_host
+    from paceline.strategies.registry import parse_strategy
+
+    where = request.where
+    pool = open_pool(path).pool
+    planned = request.options.strategy == "auto"
+    selection = where.select or (("auto",) if planned else ("all",))
+    choosing = selection == ("auto",)
+    if where.objective is not None and not (planned or choosing):
+        raise UsageError(
+            "--objective requires --strategy auto or --select auto: otherwise nothing is planned"
+        )
+    hosts = pool.hosts if choosing else select_hosts(pool, selection)
+    servers_on = where.servers_on and find_host(pool.hosts, where.servers_on, "--servers-on")
+    if choosing and request.common.batch_per_worker is not None:
+        raise UsageError(
+            "--select auto and --batch-per-worker cannot be combined: the number of machines is "
+            "not known in advance; use --batch"
+        )
+    reference = request.reference(len(hosts) if choosing else sum(h.workers for h in hosts))
+    strategy = None if planned else parse_strategy(request.options.strategy)
+    plan = plan_on_pool(
+        *(path, pool, hosts, reference, strategy),
+        choosing=choosing,
+        objective=where.objective or "time",
+    )
+    if planned or choosing:
+        plan.show()
+        hosts = tuple(plan.hosts)
+    expected = chosen = strategy or plan.strategy
+    if planned and len(hosts) > 1:
+        chosen = parse_strategy(f"auto(start={expected})")  # Continues by measurement.
+    serving = [servers_on] if servers_on else plan.find_servers(chosen)
+    launcher = SshLauncher(hosts, request.bundle(reference), servers_on=serving)
+    if chosen.servers_for(launcher.workers) and serving:
+        request.log(f"parameter servers run on {', '.join(host.host for host in serving)}")
+    return Placement(
+        launcher=launcher,
+        workers=launcher.workers,
+        strategy=chosen,
+        reference=reference,
+        predicted=plan.predict(expected),
+        after=lambda result: plan.remember(request.options.out, launcher.worker_hosts, result),
+    )
