@@ -25,7 +25,7 @@ from typing import Any
 
 from paceline.cluster.pool import Pool
 from paceline.cluster.pool_file import pool_from_mapping
-from paceline.launch.environment import usable_cores
+from paceline.launch.run_options import usable_cores
 from paceline.telemetry.reader import read_steps
 from paceline.telemetry.run_folder import RunFolder
 from paceline.telemetry.steps import StepRecord

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.environment import usable_cores, versions
+from paceline.launch.run import versions
+from paceline.launch.run_options import usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -181,13 +181,8 @@ class Job(BaseModel):
                 fill=self.fill,
                 skip_empty=self.skip_empty,
             )
-            return (
-                pipeline.shuffle(self.shuffle)
-                .cache(self.cache)
-                .prefetch(self.prefetch)
-                .shard(self.shard)
-                .memory(self.memory)
-            )
+            ordered = pipeline.shuffle(self.shuffle).shard(self.shard)
+            return ordered.cache(self.cache).prefetch(self.prefetch).memory(self.memory)
 
         return make(self.data), make(self.val_data) if self.val_data else None
 

@@ -20,7 +20,7 @@ import inspect
 import itertools
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -38,7 +38,7 @@ from typing import (
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from paceline.errors import UsageError, suggest_name
+from paceline.errors import UsageError
 
 T = TypeVar("T")
 
@@ -114,31 +114,30 @@ def settings(group: str = "Options") -> Callable[[type[T]], type[T]]:
 
 def option_fields(cls: type[object]) -> tuple[OptionField, ...]:
     """Returns the options that a settings class declares, in order."""
-    if cls not in _known_fields:
-        _known_fields[cls] = tuple(_read_fields(cls))
-    return _known_fields[cls]
-
-
-def _read_fields(cls: type[object]) -> Iterator[OptionField]:
+    if cls in _known_fields:
+        return _known_fields[cls]
     hints = get_type_hints(cls, include_extras=True)
-    docs = _attribute_docstrings(cls)
-    for name, default in _defaults(cls).items():
-        kind, option = _split_annotation(hints[name])
-        if option.hidden:
-            continue
-        yield OptionField(
+    docs, defaults = _attribute_docstrings(cls), _defaults(cls)
+    negatives = getattr(cls, "option_negatives", False)
+    group = getattr(cls, "option_group", "Options")
+    parts = {name: _split_annotation(hints[name]) for name in defaults}
+    _known_fields[cls] = tuple(
+        OptionField(
             field=name,
             option=option.name or name.removesuffix("_s").replace("_", "-"),
             short=option.short,
-            group=str(option.group or getattr(cls, "option_group", "Options")),
+            group=option.group or group,
             type=kind,
-            default=default,
-            default_text=option.default or _default_text(default),
+            default=defaults[name],
+            default_text=option.default or _default_text(defaults[name]),
             metavar=option.metavar or _metavar(kind),
             help=docs.get(name, ""),
-            has_negative=kind is bool
-            and (default is True or getattr(cls, "option_negatives", False)),
+            has_negative=kind is bool and (defaults[name] is True or negatives),
         )
+        for name, (kind, option) in parts.items()
+        if not option.hidden
+    )
+    return _known_fields[cls]
 
 
 def build_settings(cls: type[T], values: Mapping[str, Any], *, prefix: str = "") -> T:
@@ -212,13 +211,6 @@ def _show_value(value: object) -> str:
             return repr(value)
         return value
     return str(value) if isinstance(value, (bool, int, float)) else repr(value)
-
-
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    """Raises UsageError for the first name that is not an option, suggesting the nearest one."""
-    for name in given:
-        if name not in known:
-            raise UsageError(f"{where}: unknown option {name!r}; {suggest_name(name, known)}")
 
 
 def _defaults(cls: type) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from cyclopts import Group, Parameter
 from pydantic import BaseModel
 
+from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, read_mapping
 from paceline.options import (
     DATA_FILES,
@@ -29,7 +30,6 @@ from paceline.options import (
     Option,
     OptionField,
     build_settings,
-    check_names,
     option_fields,
     settings,
 )
@@ -72,28 +72,22 @@ def command(function: Callable[P, R]) -> Callable[..., R]:
             classes[parameter.name] = hint
         else:
             arguments.append(parameter.replace(annotation=hint))
-    has_config = Job in classes.values()
     fields: dict[str, OptionField] = {}
-    for cls in (*classes.values(), *((ConfigOption,) if has_config else ())):
+    for cls in (*classes.values(), *((ConfigOption,) if Job in classes.values() else ())):
         for each in option_fields(cls):
             assert each.field not in fields, f"two options are called {each.field}"
             fields[each.field] = each
 
     def run(*positional: Any, **given: Any) -> R:
         if (config := given.pop("config", None)) is not None:
-            accepted = dict(fields)
-            del accepted["config"]
-            values = read_config(Path(config), accepted)
-            given = {**values, **given}
-        values_by_class = {
-            name: build_settings(
-                cls,
-                {f.field: given[f.field] for f in option_fields(cls) if f.field in given},
-                prefix="--",
-            )
-            for name, cls in classes.items()
-        }
-        return function(*positional, **values_by_class)
+            accepted = {name: field for name, field in fields.items() if name != "config"}
+            given = {**read_config(Path(config), accepted), **given}
+        built = {}
+        for name, cls in classes.items():
+            names = {each.field for each in option_fields(cls)}
+            values = {field: value for field, value in given.items() if field in names}
+            built[name] = build_settings(cls, values, prefix="--")
+        return function(*positional, **built)
 
     parameters = [*arguments, *(_parameter(each) for each in fields.values())]
     run.__name__, run.__module__ = function.__name__, function.__module__
@@ -112,10 +106,11 @@ def read_config(path: Path, fields: Mapping[str, OptionField]) -> dict[str, Any]
     by_name = {field.option.replace("-", "_"): field for field in fields.values()}
     by_name.update(fields)
     given = {name.replace("-", "_"): value for name, value in found.items()}
-    check_names(given, by_name, f"--config {path}")
     values = {}
     for name, value in given.items():
-        field = by_name[name]
+        if (field := by_name.get(name)) is None:
+            hint = suggest_name(name, by_name)
+            raise UsageError(f"--config {path}: unknown option {name!r}; {hint}")
         if value is None:
             continue
         if field.is_repeatable and not isinstance(value, (list, tuple)):
@@ -134,14 +129,8 @@ def _is_settings(hint: Any) -> bool:
 
 def _parameter(field: OptionField) -> inspect.Parameter:
     """All options are optional text here: settings classes check presence, type and limits."""
-    kind: Any = str
-    if field.is_flag:
-        kind = bool
-    elif field.is_repeatable:
-        kind = tuple[str, ...]
-    names = [f"--{field.option}"]
-    if field.short:
-        names.append(f"-{field.short}")
+    kind: Any = bool if field.is_flag else tuple[str, ...] if field.is_repeatable else str
+    names = [f"--{field.option}", *([f"-{field.short}"] if field.short else [])]
     group = _GROUPS.get(field.group) or Group(field.group, sort_key=len(_GROUPS))
     return inspect.Parameter(
         field.field,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
@@ -15,9 +14,6 @@ from paceline.job import Job, JobRef
 from paceline.launch.settings import SlowdownSettings
 from paceline.options import RUN, Option, settings, settings_to_plain
 from paceline.twin.settings import TwinSettings
-
-if TYPE_CHECKING:
-    from paceline.cluster.pool import Pool
 
 DEFAULT_STRATEGY, PROBED_WORKERS = "allreduce", 2
 
@@ -57,17 +53,18 @@ def twin(
     from paceline.cli.compare import show_comparison
     from paceline.report.comparison import compare_results
     from paceline.strategies.registry import parse_strategies
+    from paceline.twin.clusters import resolve_cluster
     from paceline.twin.run import TwinOptions, compare_twins, run_labelled
 
     if "checkpoint_every" not in fields.model_fields_set:
         fields = fields.model_copy(update={"checkpoint_every": "never"})
-    strategy, recorded = options.strategy, None
+    strategy, recorded = options.strategy or DEFAULT_STRATEGY, None
     if machines.calibrate is not None:
         from paceline.twin.calibration import recorded_job
 
         recorded, recorded_strategy = recorded_job(machines.calibrate)
-        strategy = strategy or recorded_strategy
-    chosen = parse_strategies(strategy or DEFAULT_STRATEGY)
+        strategy = options.strategy or recorded_strategy
+    chosen = parse_strategies(strategy)
 
     def refer(count: int) -> JobRef:
         """The requested job; for a recorded run its job, with the given options."""
@@ -76,7 +73,16 @@ def twin(
             return reference
         return recorded.model_copy(update={"fields": {**recorded.fields, **reference.fields}})
 
-    pool = find_machines(machines, options.workers, refer)
+    pool = resolve_cluster(
+        machines, lambda: refer(options.workers or PROBED_WORKERS), options.workers
+    )
+    if machines.write_cluster is not None:
+        try:
+            machines.write_cluster.write_text(pool.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"--write-cluster {machines.write_cluster} cannot be written: {error.strerror}"
+            ) from None
     count = options.workers if options.workers is not None else len(pool.slots)
     reference = refer(count)
     run = TwinOptions(
@@ -90,28 +96,9 @@ def twin(
         settings={**settings_to_plain(machines), **settings_to_plain(slowdowns)},
     )
     if len(chosen) > 1 or options.seeds > 1:
-        comparison = compare_twins(
-            *(reference, split_list(strategy or DEFAULT_STRATEGY), run, options.seeds),
-            progress=not common.quiet,
-        )
+        given = split_list(strategy)
+        comparison = compare_twins(reference, given, run, options.seeds, progress=not common.quiet)
         return show_comparison(comparison, options.out, title="Strategies compared in simulation")
     result = run_labelled(reference, chosen[0], run, progress=not common.quiet)
     title = f"{result['model']}: {chosen[0]}"
     return show_comparison(compare_results([result]), options.out, title=title)
-
-
-def find_machines(
-    machines: TwinSettings, workers: int | None, refer: Callable[[int], JobRef]
-) -> Pool:
-    """Returns the machines to simulate, and writes them to a file if requested."""
-    from paceline.twin.clusters import resolve_cluster
-
-    pool = resolve_cluster(machines, lambda: refer(workers or PROBED_WORKERS), workers)
-    if machines.write_cluster is not None:
-        try:
-            machines.write_cluster.write_text(pool.to_yaml(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"--write-cluster {machines.write_cluster} cannot be written: {error.strerror}"
-            ) from None
-    return pool

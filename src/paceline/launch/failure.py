@@ -17,12 +17,8 @@ class Certainty(IntEnum):
     """Certainly a cause: the user's mistake, or a process that was killed."""
 
 
-CERTAINTY_BY_BLAME = {
-    "usage": Certainty.CAUSE,
-    "own": Certainty.OWN_ERROR,
-    "peer": Certainty.CONSEQUENCE,
-}
-"""By `ProcessFailing.blame`."""
+CERTAINTY_BY_BLAME = {"own": Certainty.OWN_ERROR, "peer": Certainty.CONSEQUENCE}
+"""By `ProcessFailing.blame`, except for usage errors, which are causes."""
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,9 @@ class HubConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            if not self._handshake.done and not self._take_handshake():
-                return
-            while (head := self._take_head()) is not None:
+            if not self._handshake.done:
+                self._take_handshake()
+            while self._handshake.done and (head := self._take_head()) is not None:
                 self._handle(head)
         except WireError as error:
             self._hub.on_refused(f"{self.who or self._address}: {error}")
@@ -110,15 +110,11 @@ class HubConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(pack_head(head))
 
-    def _take_handshake(self) -> bool:
-        """Returns whether the handshake is complete, with what follows it in the buffer."""
+    def _take_handshake(self) -> None:
+        """Leaves in the buffer what follows a complete handshake."""
         assert self._transport is not None
-        received = bytes(self._buffer)
-        self._buffer.clear()
-        self._transport.write(self._handshake.feed(received))
-        if self._handshake.done:
-            self._buffer += self._handshake.remainder
-        return self._handshake.done
+        self._transport.write(self._handshake.feed(bytes(self._buffer)))
+        self._buffer[:] = self._handshake.remainder
 
     def _handle(self, head: Any) -> None:
         if self.who is None:

@@ -27,18 +27,12 @@ class LiveMonitor:
     """The supervisor's own metrics, and the record of those of all processes."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        writer: EventWriter,
-        *,
-        metrics_port: int | None = None,
-        metrics_file: Path | None = None,
+        self, config: RunConfig, writer: EventWriter, metrics_file: Path, metrics_port: int | None
     ) -> None:
         self.live = LiveRun(config)
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:
-            assert metrics_file is not None
-            self._metrics = MetricsServer(metrics_port, metrics_file, lambda: expose(self.live))
+            self._metrics = MetricsServer(metrics_port, metrics_file, self.live)
         self._thinner = MetricsDownsampler(writer.write)
         self._sampler: Sampler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,10 +76,8 @@ class MetricsServer:
     Address and token are written to a file that only its owner can read.
     """
 
-    def __init__(self, port: int, path: Path, expose: Callable[[], str]) -> None:
-        self._port = port
-        self._path = path
-        self._expose = expose
+    def __init__(self, port: int, path: Path, live: LiveRun) -> None:
+        self._port, self._path, self._live = port, path, live
         self._token = secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
 
@@ -131,15 +123,13 @@ class MetricsServer:
     def _respond(self, head: str) -> tuple[str, str]:
         first, *lines = head.split("\r\n")
         words = first.split()
-        given = ""
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "authorization":
-                given = value.strip()
+        fields = (line.partition(":") for line in lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
+        given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return "401 Unauthorized\r\nWWW-Authenticate: Bearer", "the token is in metrics.json\n"
         if len(words) != 3 or words[0] != "GET":
             return "405 Method Not Allowed", "only GET is answered\n"
         if words[1].split("?")[0] != "/metrics":
             return "404 Not Found", "only /metrics is here\n"
-        return "200 OK", self._expose()
+        return "200 OK", expose(self._live)

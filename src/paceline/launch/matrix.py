@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,12 @@ from paceline.errors import UsageError
 from paceline.job import JobRef
 from paceline.launch.compare_runs import clear_runs
 from paceline.launch.engines import fork_client
-from paceline.launch.environment import usable_cores
 from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, list_cells, list_jobs
 from paceline.launch.run import Run, run_to_result, run_training
-from paceline.launch.run_options import RunOptions
-from paceline.launch.settings import ProcessSettings
-from paceline.options import field_values
+from paceline.launch.run_options import RunOptions, usable_cores
 from paceline.report.comparison import Comparison, compare_tasks
 from paceline.report.progress import MatrixProgress
-from paceline.telemetry.run_folder import RunFolder, write_json
+from paceline.telemetry.run_folder import RunFolder, list_checkpoints, write_json
 from paceline.telemetry.schema import RunResult
 
 RETRY_STATUSES = ("cancelled",)
@@ -30,15 +27,13 @@ RETRY_STATUSES = ("cancelled",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixOptions(ProcessSettings):
-    """Options of running a matrix, except its contents."""
+class MatrixOptions(RunOptions):
+    """Options of running a matrix, except its contents; `workers` is that of each cell."""
 
-    out: Path
     given: JobFields
     """Job fields that replace those of the file, such as `data_dir`."""
     retry: bool = False
     """Repeat runs that failed or diverged."""
-    force: bool = False
     progress: bool = False
 
 
@@ -91,6 +86,7 @@ def run_cells(
         },
     )
     threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
+    options = replace(options, threads=threads)
     if run is run_training:
         fork_client.warm_up()
     results: dict[str, RunResult] = {}
@@ -102,7 +98,7 @@ def run_cells(
                 kept = read_existing_result(options.out / cell.name, retry=options.retry)
                 if kept is None:
                     view.begin(cell.name)
-                    kept = run_cell(cell, threads, options, view, run)
+                    kept = run_cell(cell, options, view, run)
                     view.end(cell.name, kept)
                 else:
                     view.skip(cell.name, kept)
@@ -114,13 +110,11 @@ def run_cells(
     return comparison
 
 
-def run_cell(
-    cell: MatrixCell, threads: int, options: MatrixOptions, view: MatrixProgress, run: Run
-) -> RunResult:
+def run_cell(cell: MatrixCell, options: MatrixOptions, view: MatrixProgress, run: Run) -> RunResult:
     folder = RunFolder(options.out / cell.name)
-    half_done = any(folder.checkpoints.glob("[0-9]*/state.json")) and not folder.result.exists()
-    mine = RunOptions(
-        **{**field_values(options, ProcessSettings), "threads": threads},
+    half_done = bool(list_checkpoints(folder.checkpoints)) and not folder.result.exists()
+    mine = replace(
+        options,
         out=folder.path,
         workers=cell.workers,
         resume=half_done,
@@ -137,13 +131,9 @@ def run_cell(
 def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:
     """Returns the result of a run that does not need to be repeated."""
     folder = RunFolder(path)
-    if not folder.result.exists():
-        return None
-    result = folder.read_result()
-    status = result.get("status")
-    if status in RETRY_STATUSES or (retry and status != "done"):
-        return None
-    return result
+    result = folder.read_result() if folder.result.exists() else None
+    status = result and result.get("status")
+    return None if status in RETRY_STATUSES or (retry and status != "done") else result
 
 
 def check_folder(out: Path, cells: list[MatrixCell]) -> None:
@@ -162,17 +152,13 @@ def check_folder(out: Path, cells: list[MatrixCell]) -> None:
             f"cannot read {known}; choose a new directory, or start over with --force"
         ) from None
     for cell in cells:
-        now, then = cell.model_dump(mode="json"), before.get(cell.name)
-        if (
-            then is None
-            or not (out / cell.name).exists()
-            or without_data_location(then) == without_data_location(now)
-        ):
-            continue
-        raise UsageError(
-            f"--out {out} contains {cell.name} of another matrix; choose a new directory, or start "
-            "over with --force"
-        )
+        then = before.get(cell.name) if (out / cell.name).exists() else None
+        now = without_data_location(cell.model_dump(mode="json"))
+        if then is not None and without_data_location(then) != now:
+            raise UsageError(
+                f"--out {out} contains {cell.name} of another matrix; choose a new directory, or "
+                "start over with --force"
+            )
 
 
 def without_data_location(row: Mapping[str, Any]) -> dict[str, object]:

@@ -74,16 +74,11 @@ def bundle_project(
 
     Raises UsageError if the file, the project or its requirements are missing or ignored.
     """
-    if file is not None:
-        found = find_project(file, folder)
-    elif folder is None:
+    if file is None and folder is None:
         if venv:
             raise UsageError("--venv requires --project, the folder with requirements.txt")
         return ProjectBundle(on_progress=tell)
-    else:
-        if not folder.is_dir():
-            raise UsageError(f"--project {folder} is not a folder")
-        found = folder.resolve()
+    found = find_project(file, folder)
     requirements = found / "requirements.txt" if venv else None
     if requirements is not None and not requirements.is_file():
         raise UsageError(f"--venv: {found} has no requirements.txt; add one, or remove --venv")
@@ -94,20 +89,20 @@ def bundle_project(
     return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
 
 
-def find_project(script: Path, folder: Path | None) -> Path:
+def find_project(script: Path | None, folder: Path | None) -> Path:
     """Returns the folder to copy: as given, else the project that contains the script."""
-    if not script.is_file():
+    if script is not None and not script.is_file():
         raise UsageError(f"script {script} was not found; use the path of a Python file")
-    script = script.resolve()
+    script = script and script.resolve()
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"--project {folder} is not a folder")
-        if not script.is_relative_to(folder.resolve()):
+        if script is not None and not script.is_relative_to(folder.resolve()):
             raise UsageError(f"script {script} is not inside --project {folder}")
         return folder.resolve()
-    home = Path.home()
+    assert script is not None, "a script or a folder is given"
     for above in script.parents:
-        if above in (home, Path("/")):
+        if above in (Path.home(), Path("/")):
             break  # a stray marker file in the home directory must not copy all of it
         if any((above / mark).exists() for mark in ROOT_MARKS):
             return above
@@ -119,8 +114,7 @@ def read_project(folder: Path, leave_out: Path | None = None, limit: int = MAX_B
 
     Raises UsageError for a folder that is too large to be meant, and for files that cannot be read.
     """
-    files: dict[str, tuple[int, int, str]] = {}
-    total = 0
+    files, total = {}, 0
     skip = leave_out.resolve() if leave_out is not None else None
     for path in sorted(_walk(folder, [], skip)):
         try:
@@ -178,10 +172,9 @@ def _read_rules(folder: Path) -> Rules:
 
 
 def _is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    ignored = False
-    for folder, spec in rules:
+    ignored: bool | None = None
+    for folder, spec in reversed(rules):
         name = path.relative_to(folder).as_posix() + ("/" if is_folder else "")
-        verdict = spec.check_file(name).include
-        if verdict is not None:
-            ignored = verdict
-    return ignored
+        if (ignored := spec.check_file(name).include) is not None:
+            break
+    return bool(ignored)

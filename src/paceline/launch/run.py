@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import platform
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
+
 from paceline.errors import Diverged, PacelineError, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines.local import LocalLauncher
-from paceline.launch.environment import machine_info, versions
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
-from paceline.launch.run_options import RunOptions, new_run_name
+from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import RunOutcome, Supervisor
 from paceline.options import option_fields, settings_to_plain
@@ -30,7 +33,7 @@ from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
 from paceline.telemetry.event_log import CollectivesNotice, EventLog
 from paceline.telemetry.result import make_result
-from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.run_folder import EventWriter, RunFolder, list_checkpoints, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
 
 T = TypeVar("T")
@@ -90,16 +93,17 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
-    if options.profile_epoch is not None and not isinstance(options.launcher, LocalLauncher):
-        raise UsageError(
-            "--profile is only supported for processes on this machine; "
-            "remove it, or run with --workers only"
-        )
-    if options.profile_epoch is not None and options.profile_epoch > resolved.epochs:
-        raise UsageError(
-            f"--profile epoch={options.profile_epoch}: the run has {resolved.epochs} epochs; "
-            "choose one of them"
-        )
+    if (profiled := options.profile_epoch) is not None:
+        if not isinstance(options.launcher, LocalLauncher):
+            raise UsageError(
+                "--profile is only supported for processes on this machine; "
+                "remove it, or run with --workers only"
+            )
+        if profiled > resolved.epochs:
+            raise UsageError(
+                f"--profile epoch={profiled}: the run has {resolved.epochs} epochs; "
+                "choose one of them"
+            )
     live = None
     reference = job_reference(job, resolved)
     if reference is None:
@@ -111,8 +115,7 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
         from paceline.worker.assignment import pack_live
 
         live = pack_live(resolved)
-    files = [reference.file] if reference is not None else []
-    files += [plugin.file for plugin in plugins_of(strategy)]
+    files = [each.file for each in (reference, *plugins_of(strategy)) if each is not None]
     options.launcher.bundle(next((f for f in files if f is not None), None), options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
@@ -192,6 +195,17 @@ def describe_run(
     }
 
 
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's results, for run.json."""
+    found = {"python": platform.python_version()}
+    for name in ("paceline", "torch", "numpy", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
 def run_local_script(
     script: Path, args: list[str], strategy: Strategy, options: RunOptions
 ) -> RunResult:
@@ -242,7 +256,11 @@ def _run(
         "timeout_s": options.timeout_s,
         "predicted": options.predicted,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": machine_info(),
+        "machine": {
+            "system": platform.platform(),
+            "cores": usable_cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
     }
     write_json(folder.config, config)
     writer = EventWriter(folder.events("run"))
@@ -262,24 +280,19 @@ def _run(
     }
     watch = None
     if options.telemetry:
-        watch = LiveMonitor(
-            config, writer, metrics_port=options.metrics_port, metrics_file=folder.metrics
-        )
-
-    async def supervise() -> RunOutcome:
-        supervisor = Supervisor(
-            plan=plan,
-            launcher=options.launcher,
-            folder=folder,
-            template=template,
-            live=live,
-            timeout_s=options.timeout_s,
-            started_wall_s=started_wall_s,
-            show=keeper.record,
-            memory=memory,
-            monitor=watch,
-        )
-        return await supervisor.run()
+        watch = LiveMonitor(config, writer, folder.metrics, options.metrics_port)
+    supervisor = Supervisor(
+        plan=plan,
+        launcher=options.launcher,
+        folder=folder,
+        template=template,
+        live=live,
+        timeout_s=options.timeout_s,
+        started_wall_s=started_wall_s,
+        show=keeper.record,
+        memory=memory,
+        monitor=watch,
+    )
 
     def leave_nothing() -> None:
         """Removes a run that ended by a user error before its first step."""
@@ -292,7 +305,7 @@ def _run(
                 options.out.rmdir()
 
     try:
-        outcome = run_async(supervise)
+        outcome = run_async(supervisor.run)
     except UsageError:
         leave_nothing()
         raise
@@ -326,8 +339,7 @@ def find_checkpoint(folder: RunFolder, facts: Mapping[str, Any]) -> Path | None:
             f"--resume: {folder.path} was trained with {trained}, but {kind} was given; "
             "the checkpoint contains the state of the first"
         )
-    whole = sorted(p for p in folder.checkpoints.glob("[0-9]*") if (p / "state.json").exists())
-    if not whole:
+    if not (whole := list_checkpoints(folder.checkpoints)):
         return None
     epoch = read_coordinator_state(whole[-1])["history"]["epoch"]
     if "epochs" in facts and epoch >= facts["epochs"]:
@@ -359,24 +371,21 @@ def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder)
         raise UsageError(outcome.error)
     text = outcome.error or outcome.status
     if outcome.status == "diverged":
-        kept = sorted(folder.checkpoints.glob("[0-9]*"))
-        if kept:
+        if kept := list_checkpoints(folder.checkpoints):
             text += f"; the last good checkpoint is {kept[-1]}"
         raise Diverged(text)
     raise RunFailed(text, outcome.details)
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """asyncio.run, also where an event loop is running already (a notebook)."""
+    """asyncio.run, also where an event loop is running already (a notebook).
+
+    There, it runs in a thread with a separate event loop; an interrupt here cancels the run there.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main())
-    return _run_beside(main)
-
-
-def _run_beside(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs in a thread with a separate event loop; an interrupt here cancels the run there."""
     began: Future[Callable[[], object]] = Future()
 
     async def outer() -> T:
@@ -393,5 +402,4 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             except KeyboardInterrupt:
                 if running.done():
                     raise
-                cancel = began.result()
-                cancel()
+                began.result()()

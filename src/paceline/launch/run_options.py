@@ -1,7 +1,8 @@
-"""Options of a run that concern neither the job nor the strategy."""
+"""Options of a run that concern neither the job nor the strategy, and their defaults here."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.engines.local import LocalLauncher
-from paceline.launch.environment import usable_cores
 from paceline.launch.launcher import Launcher
 from paceline.launch.settings import RunSettings
 from paceline.specs.slowdown import InjectedSlowdown
@@ -49,6 +49,10 @@ class RunOptions(RunSettings):
         if self.threads is not None:
             return self.threads
         return max(1, usable_cores() // self.workers) if self.launcher.supports_live_objects else 0
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def new_run_name(label: str) -> str:

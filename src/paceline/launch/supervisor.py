@@ -108,7 +108,11 @@ class Supervisor:
             policies=make_switch_policy,
             memory=self.memory,
         )
-        self._hub = Hub(self._token, self._on_message, self._on_gone, self._on_refused)
+        self._logs = ProcessLogs(self.folder)
+        self._hub = Hub(
+            *(self._token, self._on_message, self._on_gone),
+            lambda text: self._logs.write("supervisor", f"refused a connection from {text}"),
+        )
         self._processes: list[LaunchedProcess] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._failures = FailureLog()
@@ -117,7 +121,6 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._folder_service = FolderService(self.folder, self.template.get("checkpoint"))
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
-        self._logs = ProcessLogs(self.folder)
         self._progress_due = 0.0
 
     def _now(self) -> float:
@@ -194,12 +197,11 @@ class Supervisor:
 
     def _on_message(self, who: str, message: Message) -> None:
         if isinstance(message, ProcessFailing):
-            certainty = CERTAINTY_BY_BLAME[message.blame]
             if message.blame == "usage":
                 self._fail(who, message.error, message.traceback, is_usage_error=True)
             else:
-                text = f"{self._display_name(who)} failed{self._at_step(who)}: {message.error}"
-                self._fail(who, text, message.traceback, certainty)
+                text = f"{who.replace('-', ' ')} failed{self._at_step(who)}: {message.error}"
+                self._fail(who, text, message.traceback, CERTAINTY_BY_BLAME[message.blame])
             return
         if isinstance(message, TelemetryForwarded):
             if self.monitor is not None:
@@ -237,16 +239,12 @@ class Supervisor:
         parent = self._parents[int(who.split("-")[1])]
         if parent is None:
             return  # Its process reports it.
-        certainty = self._failures.certainty_of_server_loss(parent)
-        if certainty is not None:
+        if (certainty := self._failures.certainty_of_server_loss(parent)) is not None:
             text = (
-                f"{self._display_name(who)} (started by worker {parent}) exited unexpectedly "
+                f"{who.replace('-', ' ')} (started by worker {parent}) exited unexpectedly "
                 f"after {self._coordinator.history.updates} updates: it was killed or crashed"
             )
             self._fail(who, text, certainty=certainty)
-
-    def _on_refused(self, text: str) -> None:
-        self._logs.write("supervisor", f"refused a connection from {text}")
 
     def _on_line(self, who: str, line: str) -> None:
         try:
@@ -304,7 +302,7 @@ class Supervisor:
         if self._ended.is_set() or self._failures.has_failed(who):
             return
         text = (
-            f"{self._display_name(who)} ({process.location}) ended{self._at_step(who)}: "
+            f"{who.replace('-', ' ')} ({process.location}) ended{self._at_step(who)}: "
             f"{how or 'exit status 0 before the run was over'}"
         )
         self._fail(who, text, "\n".join(self._logs.last_lines(who, LAST_LINES)))
@@ -356,9 +354,6 @@ class Supervisor:
             for worker, member in self._coordinator.members.find_stuck(now, self.timeout_s)
             if member.phase != "startup" or now - member.since > STARTUP_S
         ]
-
-    def _display_name(self, who: str) -> str:
-        return who.replace("-", " ")
 
     def _at_step(self, who: str) -> str:
         if not who.startswith("worker-"):

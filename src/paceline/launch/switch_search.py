@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
@@ -112,7 +111,6 @@ def _check_same_job(
     where: Mapping[str, object] | None,
 ) -> None:
     """Probes of another job, or on other workers, must not be taken for this one's."""
-    folder = options.out
     facts = {
         **job.describe(),
         "first": str(first),
@@ -123,16 +121,15 @@ def _check_same_job(
         "where": where,
     }
     asked = json.loads(json.dumps(facts))
-    stored = folder / "asked.json"
-    if stored.exists():
-        before = json.loads(stored.read_text(encoding="utf-8"))
-        odd = sorted(k for k in asked if before.get(k) != asked[k])
-        if odd:
+    stored = options.out / "asked.json"
+    before = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else asked
+    for name in sorted(asked):
+        if before.get(name) != asked[name]:
             raise UsageError(
-                f"--out {folder} contains probes of another job ({odd[0]} was "
-                f"{before.get(odd[0])!r}, now {asked[odd[0]]!r}); choose a new directory"
+                f"--out {options.out} contains probes of another job ({name} was "
+                f"{before.get(name)!r}, now {asked[name]!r}); choose a new directory"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     write_json(stored, asked)
 
 
@@ -175,7 +172,9 @@ class _SwitchSearch:
             changes = {"keep_checkpoints": KEEP_ALL}
         elif epoch:
             text = f"switch({self.first}, {self.second}, at=epoch({epoch}))"
-            changes = {"from_checkpoint": self._checkpoint(epoch)}
+            run = RunFolder(self.options.out / "first")
+            samples = epoch * (run.read_result()["samples"] // self.epochs)
+            changes = {"from_checkpoint": run.checkpoints / f"{samples:012d}"}
         self.probes[epoch] = self._run(epoch / self.epochs, text, strategy, folder, **changes)
         return self.probes[epoch]
 
@@ -183,11 +182,6 @@ class _SwitchSearch:
         name = "".join(c if c.isalnum() else "-" for c in str(strategy)).strip("-")
         workers = strategy.worker_count(self.options.workers)
         return self._run(0.0, str(strategy), strategy, f"other-{name}", workers=workers)
-
-    def _checkpoint(self, epoch: int) -> Path:
-        first = RunFolder(self.options.out / "first")
-        per_epoch = first.read_result()["samples"] // self.epochs
-        return first.checkpoints / f"{epoch * per_epoch:012d}"
 
     def _run(
         self, share: float, text: str, strategy: Strategy, name: str, **changes: Any

@@ -22,7 +22,7 @@ from paceline.comm.shm.allreduce import SharedRegion, aligned_size
 from paceline.comm.shm.segment import create_segment, open_segment, shm_domain_id, unlink_segment
 from paceline.errors import PacelineError
 from paceline.job import Job, display_name
-from paceline.launch.environment import usable_cores
+from paceline.launch.run_options import usable_cores
 
 WARM_UP, ROUNDS = 3, 12
 PAUSE_S = 0.005
