@@ -14,7 +14,7 @@ import yaml
 
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.matrix import MatrixOptions, run_matrix
+from paceline.launch.compare_runs import MatrixOptions, run_matrix
 from paceline.launch.matrix_file import Matrix, list_cells, list_shipped, read_matrix
 from paceline.launch.run_options import RunOptions
 from paceline.report.progress import MatrixProgress

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from paceline.cli.commands import JobFile, command
-from paceline.cli.options import (
+from paceline.cli.commands import (
     CommonOptions,
+    JobFile,
+    command,
     given_options,
     refer_to_options,
     refuse_together,
@@ -120,7 +121,7 @@ def run_matrix_command(
     fields: Job,
 ) -> tuple[Comparison, str]:
     """Runs a matrix; returns its comparison and its title."""
-    from paceline.launch.matrix import MatrixOptions, run_matrix
+    from paceline.launch.compare_runs import MatrixOptions, run_matrix
     from paceline.launch.matrix_file import read_matrix
     from paceline.launch.run import Run, run_training
 

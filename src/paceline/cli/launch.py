@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from paceline.cli.commands import argument, command
-from paceline.cli.options import given_options, make_log, refuse_together, require_with
+from paceline.cli.commands import (
+    argument,
+    command,
+    given_options,
+    make_log,
+    refuse_together,
+    require_with,
+)
 from paceline.errors import UsageError
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.options import PLACEMENT, RUN, Option, settings

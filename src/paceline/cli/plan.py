@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from paceline.cli.commands import JobFile, command
-from paceline.cli.options import print_table, refer_to_options
+from paceline.cli.commands import JobFile, command, print_table, refer_to_options
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.options import RUN, Option, settings

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.cli.commands import JobFile, command
-from paceline.cli.options import (
+from paceline.cli.commands import (
     CommonOptions,
+    JobFile,
     Log,
+    command,
     make_log,
     refer_to_options,
     refuse_together,

@@ -7,8 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, make_log, print_table, refer_to_options
+from paceline.cli.commands import (
+    CommonOptions,
+    JobFile,
+    command,
+    make_log,
+    print_table,
+    refer_to_options,
+)
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.launch.settings import ProcessSettings, SlowdownSettings

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.cli.commands import JobFile, command
-from paceline.cli.options import CommonOptions, refer_to_options, split_list
+from paceline.cli.commands import CommonOptions, JobFile, command, refer_to_options, split_list
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.settings import SlowdownSettings

@@ -1,25 +1,36 @@
-"""Compares several strategies with several seeds."""
+"""Runs comparisons: several strategies with several seeds, or a matrix of runs.
+
+A matrix is resumable and interleaved; failures are kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines import fork_client
+from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, list_cells, list_jobs
 from paceline.launch.run import Run, check_sizes, run_to_result, run_training
-from paceline.launch.run_options import RunOptions, new_run_name
+from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
-from paceline.report.comparison import Comparison, write_comparison
+from paceline.report.comparison import Comparison, compare_tasks, write_comparison
+from paceline.report.progress import MatrixProgress
 from paceline.report.terminal import terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy
-from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.run_folder import RunFolder, list_checkpoints, write_json
 from paceline.telemetry.schema import RunResult
+
+RETRY_STATUSES = ("cancelled",)
+"""Statuses after which a run is repeated automatically."""
 
 
 def compare(
@@ -81,7 +92,7 @@ def compare_strategies(
     clear_runs(folder)
     if run is run_training:
         # All workers of all strategies get the same threads, including the one of `single`.
-        options = dataclasses.replace(options, threads=options.threads_each)
+        options = replace(options, threads=options.threads_each)
         fork_client.warm_up()
     results: list[RunResult] = []
     # Seed by seed, so that a slow period of the machine affects all strategies equally.
@@ -90,7 +101,7 @@ def compare_strategies(
             name = f"{number + 1}-{strategy.name}-seed{seed}"
             label = f"[{name}]" if run is run_training else "(virtual)"
             with terminal_reporter(f"{strategy} {label}", quiet=not progress) as show:
-                mine = dataclasses.replace(
+                mine = replace(
                     options,
                     out=folder / name,
                     workers=strategy.worker_count(workers),
@@ -127,3 +138,141 @@ def with_job_fields(job: Job | JobRef, **changes: object) -> Job | JobRef:
     if isinstance(job, JobRef):
         return job.model_copy(update={"fields": {**job.fields, **changes}})
     return job.model_copy(update=changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixOptions(RunOptions):
+    """Options of running a matrix, except its contents; `workers` is that of each cell."""
+
+    given: JobFields
+    """Job fields that replace those of the file, such as `data_dir`."""
+    retry: bool = False
+    """Repeat runs that failed or diverged."""
+    progress: bool = False
+
+
+def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_training) -> Comparison:
+    """Executes every missing run; returns the contents of `comparison.json`.
+
+    A run that fails or diverges is kept and counted, and the others continue. Runs that already
+    exist in the same folder are reused, so that an interrupted matrix is resumed by the same
+    command. Raises UsageError before anything starts, for a mistake in any of the runs, and if the
+    folder holds runs of another matrix.
+    """
+    cells = list_cells(matrix, options.given)
+    for job in list_jobs(cells):
+        job.check()
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"--out {options.out} is a file; use a directory")
+    if not options.force:
+        check_folder(options.out, cells)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with lock_matrix_folder(options.out):
+        return run_cells(matrix, cells, options, run)
+
+
+@contextlib.contextmanager
+def lock_matrix_folder(out: Path) -> Iterator[None]:
+    """Locks the folder, so that only one command executes its runs."""
+    with (out / "matrix.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"another command is running the matrix in {out}; wait for it, or stop it"
+            ) from None
+        yield
+
+
+def run_cells(
+    matrix: Matrix, cells: list[MatrixCell], options: MatrixOptions, run: Run
+) -> Comparison:
+    if options.force:
+        clear_runs(options.out)
+    write_json(
+        options.out / "matrix.json",
+        {
+            "format": 1,
+            **matrix.model_dump(include={"title", "about", "study"}),
+            "runs": [cell.model_dump(mode="json") for cell in cells],
+        },
+    )
+    threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
+    options = replace(options, threads=threads)
+    if run is run_training:
+        fork_client.warm_up()
+    results: dict[str, RunResult] = {}
+    sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
+    progress = MatrixProgress(matrix.title, sizes, quiet=not options.progress)
+    with contextlib.closing(progress) as view:
+        try:
+            for cell in cells:
+                kept = read_existing_result(options.out / cell.name, retry=options.retry)
+                if kept is None:
+                    view.begin(cell.name)
+                    kept = run_cell(cell, options, view, run)
+                    view.end(cell.name, kept)
+                else:
+                    view.skip(cell.name, kept)
+                results[cell.name] = {**kept, "dir": cell.name}
+        finally:
+            # Ctrl-C still writes the comparison of the finished runs.
+            comparison = compare_tasks(list(results.values()))
+            write_json(options.out / "comparison.json", comparison)
+    return comparison
+
+
+def run_cell(cell: MatrixCell, options: MatrixOptions, view: MatrixProgress, run: Run) -> RunResult:
+    folder = RunFolder(options.out / cell.name)
+    half_done = bool(list_checkpoints(folder.checkpoints)) and not folder.result.exists()
+    mine = replace(
+        options,
+        out=folder.path,
+        workers=cell.workers,
+        resume=half_done,
+        force=not half_done,
+        labels={"task": cell.task, "arm": cell.arm},
+        on_event=view.show,
+    )
+    try:
+        return run_to_result(run, JobRef(fields=cell.job), cell.spec, mine)
+    except UsageError as error:
+        raise UsageError(f"run {cell.name}: {error}") from None
+
+
+def read_existing_result(path: Path, *, retry: bool) -> RunResult | None:
+    """Returns the result of a run that does not need to be repeated."""
+    folder = RunFolder(path)
+    result = folder.read_result() if folder.result.exists() else None
+    status = result and result.get("status")
+    return None if status in RETRY_STATUSES or (retry and status != "done") else result
+
+
+def check_folder(out: Path, cells: list[MatrixCell]) -> None:
+    """Raises UsageError if an existing run is not the one that the matrix defines."""
+    known = out / "matrix.json"
+    if not known.exists():
+        if (out / "comparison.json").exists():
+            raise UsageError(
+                f"--out {out} already contains another comparison; choose a new directory"
+            )
+        return
+    try:
+        before = {row["name"]: row for row in json.loads(known.read_text(encoding="utf-8"))["runs"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"cannot read {known}; choose a new directory, or start over with --force"
+        ) from None
+    for cell in cells:
+        then = before.get(cell.name) if (out / cell.name).exists() else None
+        now = without_data_location(cell.model_dump(mode="json"))
+        if then is not None and without_data_location(then) != now:
+            raise UsageError(
+                f"--out {out} contains {cell.name} of another matrix; choose a new directory, or "
+                "start over with --force"
+            )
+
+
+def without_data_location(row: Mapping[str, Any]) -> dict[str, object]:
+    """Returns the facts of a run without the location of its data, which may have moved."""
+    return {**row, "job": {k: v for k, v in row.get("job", {}).items() if k != "data_dir"}}

@@ -58,11 +58,6 @@ class RemoteHost:
         return f"{self.host.host} ({self.node})" if self.node else self.host.host
 
     @property
-    def label(self) -> str:
-        suffix = "" if self.agent_index is None else f"-{self.agent_index}"
-        return self.host.host + suffix
-
-    @property
     def lock(self) -> str | None:
         return None if self.copy_root is None else f"{self.copy_root}/lock"
 
@@ -152,7 +147,8 @@ async def copy_project(
         if site.host.is_local:
             site.folder = str(project.folder / inner)
             return 0, 0
-        site.copy_root = project.root_on(site.label)
+        suffix = "" if site.agent_index is None else f"-{site.agent_index}"
+        site.copy_root = project.root_on(site.host.host + suffix)
         site.folder = str(PurePosixPath(site.copy_root, "files", inner))
         async with run_program(site.shell, "file_sync", grace_s=5.0) as receiver:
             files = {path: list(facts) for path, facts in project.files.items()}

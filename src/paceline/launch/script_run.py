@@ -20,6 +20,7 @@ from typing import Any
 from paceline.cluster.pool import Host
 from paceline.cluster.ssh import SshTimeouts
 from paceline.errors import RunFailed
+from paceline.launch.folder_service import ProcessLogs
 from paceline.launch.hosts import (
     KEEPER_END_S,
     RemoteHost,
@@ -28,7 +29,6 @@ from paceline.launch.hosts import (
     run_guarded,
     watchdog_command,
 )
-from paceline.launch.process_logs import ProcessLogs
 from paceline.launch.project import bundle_project
 from paceline.launch.script_tasks import (
     UNENDING,

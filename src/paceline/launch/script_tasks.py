@@ -111,7 +111,12 @@ def make_environment(
     master_port: int | str,
 ) -> dict[str, str]:
     """Environment variables of one task; `places` are those of all tasks, by rank."""
-    place = places[task.rank]
+    cluster: dict[str, list[str]] = {}
+    for other, place in zip(tasks, places, strict=True):
+        if other.role != "evaluator":  # Not part of the cluster, as in TensorFlow.
+            address = f"[{place.address}]" if ":" in place.address else place.address
+            cluster.setdefault(other.role, []).append(f"{address}:{place.port}")
+    this = {"type": task.role, "index": task.index}
     environment = {
         "MASTER_ADDR": places[0].address,
         "MASTER_PORT": str(master_port),
@@ -119,24 +124,11 @@ def make_environment(
         "WORLD_SIZE": str(len(tasks)),
         "LOCAL_RANK": str(task.local_rank),
         "LOCAL_WORLD_SIZE": str(task.local_size),
-        "TF_CONFIG": make_tf_config(tasks, places, task),
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": this}),
         "PYTHONUNBUFFERED": "1",
     }
-    if place.interface is not None:
+    if (interface := places[task.rank].interface) is not None:
         # By route: libraries that choose by host name often pick the wrong interface.
         for library in ("GLOO", "NCCL", "TP"):
-            environment[f"{library}_SOCKET_IFNAME"] = place.interface
+            environment[f"{library}_SOCKET_IFNAME"] = interface
     return environment
-
-
-def make_tf_config(
-    tasks: Sequence[ScriptTask], places: Sequence[TaskAddress], task: ScriptTask
-) -> str:
-    """Returns TF_CONFIG; an evaluator is not part of the cluster, as in TensorFlow."""
-    cluster: dict[str, list[str]] = {}
-    for other in tasks:
-        if other.role != "evaluator":
-            place = places[other.rank]
-            address = f"[{place.address}]" if ":" in place.address else place.address
-            cluster.setdefault(other.role, []).append(f"{address}:{place.port}")
-    return json.dumps({"cluster": cluster, "task": {"type": task.role, "index": task.index}})

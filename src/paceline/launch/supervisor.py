@@ -18,11 +18,10 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
-from paceline.launch.folder_service import FolderService
+from paceline.launch.folder_service import FolderService, ProcessLogs
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
-from paceline.launch.process_logs import ProcessLogs
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory, History
 from paceline.protocol.membership import MemberStatus
