@@ -19,7 +19,7 @@ from pydantic import Field
 import paceline
 from conftest import Finished, RunCli
 from paceline.cli.commands import command
-from paceline.cli.main import make_app
+from paceline.cli.main import MODULES, make_app
 from paceline.cli.main import run as run_main
 from paceline.errors import UsageError
 from paceline.job import Job
@@ -89,7 +89,7 @@ def test_every_option_has_help_and_a_name_of_its_own() -> None:
     from importlib import import_module
 
     for name in TRAINING_COMMANDS:
-        function = getattr(import_module(f"paceline.cli.{name}"), name)
+        function = getattr(import_module(f"paceline.cli.{MODULES.get(name, name)}"), name)
         for parameter in inspect.signature(function).parameters.values():
             assert parameter.annotation.__metadata__[0].help, parameter.name
 

@@ -192,10 +192,8 @@ class Job(BaseModel):
 
     @property
     def schedule_spec(self) -> Schedule:
-        if isinstance(self.schedule, str):
-            return parse_schedule(self.schedule)
-        live: Schedule = self.schedule
-        return live
+        given: str | Schedule = self.schedule
+        return parse_schedule(given) if isinstance(given, str) else given
 
     @property
     def until_spec(self) -> StopCondition | None:

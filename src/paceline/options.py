@@ -226,11 +226,8 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _split_annotation(hint: Any) -> tuple[Any, Option]:
-    option = Option()
-    if get_origin(hint) is Annotated:
-        kind, *metadata = get_args(hint)
-        options = [each for each in metadata if isinstance(each, Option)]
-        hint, option = kind, options[0] if options else option
+    hint, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    option = next((each for each in metadata if isinstance(each, Option)), Option())
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [each for each in get_args(hint) if each is not type(None)]
         hint = kinds[0] if len(kinds) == 1 else str

@@ -52,7 +52,12 @@ SUBCOMMANDS = {
 }
 
 RECORDED = ("evaluate", "report", "dashboard", "profile", "export")
-MODULES = {"demo": "compare", "doctor": "pool", **dict.fromkeys(RECORDED, "recorded_runs")}
+MODULES = {
+    "demo": "compare",
+    "tune": "compare",
+    "doctor": "pool",
+    **dict.fromkeys(RECORDED, "recorded_runs"),
+}
 """Modules of commands that share one; each of the others has its own."""
 
 INTERRUPTED = 130

@@ -185,7 +185,7 @@ def _on_pool(request: RunRequest, path: Path) -> Placement:
     from paceline.cli.plan import plan_on_pool
     from paceline.cli.pool import open_pool
     from paceline.cluster.pool import select_hosts
-    from paceline.launch.engines.ssh import SshLauncher, find_host
+    from paceline.launch.engines.ssh import SshLauncher
     from paceline.strategies.registry import parse_strategy
 
     where = request.where
@@ -198,7 +198,12 @@ def _on_pool(request: RunRequest, path: Path) -> Placement:
             "--objective requires --strategy auto or --select auto: otherwise nothing is planned"
         )
     hosts = pool.hosts if choosing else select_hosts(pool, selection)
-    servers_on = where.servers_on and find_host(pool.hosts, where.servers_on, "--servers-on")
+    servers_on = [host for host in pool.hosts if host.host == where.servers_on]
+    if where.servers_on is not None and not servers_on:
+        known = ", ".join(host.host for host in pool.hosts)
+        raise UsageError(
+            f"--servers-on {where.servers_on} is not in the pool; known machines: {known}"
+        )
     if choosing and request.common.batch_per_worker is not None:
         raise UsageError(
             "--select auto and --batch-per-worker cannot be combined: the number of machines is "
@@ -217,7 +222,7 @@ def _on_pool(request: RunRequest, path: Path) -> Placement:
     expected = chosen = strategy or plan.strategy
     if planned and len(hosts) > 1:
         chosen = parse_strategy(f"auto(start={expected})")  # Continues by measurement.
-    serving = [servers_on] if servers_on else plan.find_servers(chosen)
+    serving = servers_on[:1] or plan.find_servers(chosen)
     launcher = SshLauncher(hosts, request.bundle(reference), servers_on=serving)
     if chosen.servers_for(launcher.workers) and serving:
         request.log(f"parameter servers run on {', '.join(host.host for host in serving)}")

@@ -189,14 +189,9 @@ def run_cells(
 ) -> Comparison:
     if options.force:
         clear_runs(options.out)
-    write_json(
-        options.out / "matrix.json",
-        {
-            "format": 1,
-            **matrix.model_dump(include={"title", "about", "study"}),
-            "runs": [cell.model_dump(mode="json") for cell in cells],
-        },
-    )
+    about = {"format": 1, **matrix.model_dump(include={"title", "about", "study"})}
+    runs = [cell.model_dump(mode="json") for cell in cells]
+    write_json(options.out / "matrix.json", {**about, "runs": runs})
     threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
     options = replace(options, threads=threads)
     if run is run_training:

@@ -215,15 +215,8 @@ def watchdog_command(
     argv: list[str], env: dict[str, str], cwd: str, lock: str | None, **defaults: str
 ) -> dict[str, Any]:
     """Returns the configuration of a watchdog."""
-    return {
-        "argv": argv,
-        "env": env,
-        "defaults": defaults,
-        "cwd": cwd,
-        "lock": lock,
-        "beat_s": SILENT_S,
-        "grace_s": GRACE_S,
-    }
+    command = {"argv": argv, "env": env, "defaults": defaults, "cwd": cwd, "lock": lock}
+    return {**command, "beat_s": SILENT_S, "grace_s": GRACE_S}
 
 
 async def run_guarded(

@@ -65,7 +65,7 @@ class HubConnection(asyncio.Protocol):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._address = "?"
         self._handshake = begin_handshake("server", hub.token)
         self.who: str | None = None
@@ -103,16 +103,13 @@ class HubConnection(asyncio.Protocol):
             self._hub.on_gone(self.who)
 
     def drop(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def send(self, head: Any) -> None:
-        if self._transport is not None:
-            self._transport.write(pack_head(head))
+        self._transport.write(pack_head(head))
 
     def _take_handshake(self) -> None:
         """Leaves in the buffer what follows a complete handshake."""
-        assert self._transport is not None
         self._transport.write(self._handshake.feed(bytes(self._buffer)))
         self._buffer[:] = self._handshake.remainder
 

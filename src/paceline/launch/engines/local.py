@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -60,10 +61,8 @@ class LocalProcess:
 
     def kill(self) -> None:
         # The whole session: a worker's servers are its children and share it.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class LocalLauncher(Launcher):

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 
 from paceline.cluster.pool import Host
 from paceline.cluster.ssh import SshTimeouts
-from paceline.errors import UsageError
 from paceline.launch.hosts import RemoteHost, connect_hosts
 from paceline.launch.project import ProjectBundle
 from paceline.launch.remote_launcher import RemoteLauncher
@@ -62,11 +61,3 @@ class SshLauncher(RemoteLauncher):
         names = ", ".join(host.host for host in self.hosts)
         self.project_bundle.on_progress(f"connecting to {names}")
         return await connect_hosts(self.hosts, self._patience, stack)
-
-
-def find_host(hosts: Sequence[Host], name: str, option: str) -> Host:
-    for host in hosts:
-        if host.host == name:
-            return host
-    known = ", ".join(host.host for host in hosts)
-    raise UsageError(f"{option} {name} is not in the pool; known machines: {known}")
