@@ -10,13 +10,13 @@ import pytest
 from jobs import Plain, synthetic_job
 from paceline.errors import UsageError
 from paceline.launch.run_options import RunOptions
-from paceline.launch.switch_search import search_switch_point
+from paceline.launch.switch_search import SwitchSearch
 from paceline.strategies.registry import parse_strategy
 
 
 def search(folder: Path, tolerance: float, lines: list[str]) -> dict:  # type: ignore[type-arg]
     job = synthetic_job(Plain, samples=110, held_out=60, epochs=4, dtype="float32", lr=0.5)
-    return search_switch_point(
+    return SwitchSearch(
         job,
         parse_strategy("single"),
         # A rate far too small: the tail learns next to nothing, so that the share decides.
@@ -25,7 +25,7 @@ def search(folder: Path, tolerance: float, lines: list[str]) -> dict:  # type: i
         tolerance=tolerance,
         others=[],
         tell=lines.append,
-    )
+    ).search()
 
 
 def test_bisects_over_one_run_and_resumes(tmp_path: Path) -> None:

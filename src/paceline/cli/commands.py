@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, JobRef, read_mapping, refer_to_job
@@ -80,7 +80,7 @@ def command(function: Callable[P, R]) -> Callable[..., R]:
     arguments, classes = [], {}
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
-        if _is_settings(hint):
+        if dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields"):
             classes[parameter.name] = hint
         else:
             arguments.append(parameter.replace(annotation=hint))
@@ -133,16 +133,13 @@ def read_config(path: Path, fields: Mapping[str, OptionField]) -> dict[str, Any]
     return values
 
 
-def _is_settings(hint: Any) -> bool:
-    return isinstance(hint, type) and (
-        dataclasses.is_dataclass(hint) or issubclass(hint, BaseModel)
-    )
-
-
 def _parameter(field: OptionField) -> inspect.Parameter:
     """All options are optional text here: settings classes check presence, type and limits."""
     kind: Any = bool if field.is_flag else tuple[str, ...] if field.is_repeatable else str
     names = [f"--{field.option}", *([f"-{field.short}"] if field.short else [])]
+    note = "" if field.default_text is None else f" [default: {field.default_text}]"
+    if field.is_required:
+        note = " [required]"
     group = _GROUPS.get(field.group) or Group(field.group, sort_key=len(_GROUPS))
     return inspect.Parameter(
         field.field,
@@ -153,7 +150,7 @@ def _parameter(field: OptionField) -> inspect.Parameter:
             Parameter(
                 name=names,
                 group=group,
-                help=_help(field),
+                help=field.help + note,
                 metavar=field.metavar,
                 negative=f"--no-{field.option}" if field.has_negative else "",
                 show_default=False,
@@ -161,14 +158,6 @@ def _parameter(field: OptionField) -> inspect.Parameter:
             ),
         ],
     )
-
-
-def _help(field: OptionField) -> str:
-    if field.is_required:
-        return f"{field.help} [required]"
-    if field.default_text is not None:
-        return f"{field.help} [default: {field.default_text}]"
-    return field.help
 
 
 def make_log(*, quiet: bool, form: str = "paceline: {}") -> Log:

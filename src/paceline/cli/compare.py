@@ -85,8 +85,7 @@ def compare(
             **{n: n in fields.model_fields_set for n in ("model", "data", "batch", "seed")},
         }
         refuse_together("--matrix", in_matrix, reason)
-        comparison, title = run_matrix_command(matrix, options, processes, common, fields)
-        return show_comparison(comparison, options.out, title=title)
+        return compare_matrix(matrix, options, processes, common, fields)
     require_with("--matrix", given_options(matrix), "it applies to the runs of a matrix")
     if options.strategies is None:
         raise UsageError(
@@ -115,14 +114,13 @@ def compare(
     return show_comparison(comparison, options.out)
 
 
-def run_matrix_command(
+def compare_matrix(
     chosen: MatrixChoice,
     options: CompareOptions,
     processes: ProcessSettings,
     common: CommonOptions,
     fields: Job,
-) -> tuple[Comparison, str]:
-    """Runs a matrix; returns its comparison and its title."""
+) -> int:
     from paceline.launch.compare_runs import MatrixOptions, run_matrix
     from paceline.launch.matrix_file import read_matrix
     from paceline.launch.run import Run, run_training
@@ -146,7 +144,8 @@ def run_matrix_command(
         force=options.force,
         progress=not common.quiet,
     )
-    return run_matrix(matrix, matrix_options, run=run), matrix.title
+    comparison = run_matrix(matrix, matrix_options, run=run)
+    return show_comparison(comparison, options.out, title=matrix.title)
 
 
 def show_comparison(
@@ -208,7 +207,7 @@ def tune(
 ) -> None:
     from paceline.launch.run import Run, run_training
     from paceline.launch.run_options import RunOptions
-    from paceline.launch.switch_search import search_switch_point
+    from paceline.launch.switch_search import SwitchSearch
     from paceline.strategies.registry import parse_strategies, parse_strategy
 
     for name in ("until", "patience", "checkpoint_every"):
@@ -233,7 +232,7 @@ def tune(
                 "slots"
             )
 
-    found = search_switch_point(
+    search = SwitchSearch(
         refer_to_options(job, fields, workers, common.batch_per_worker),
         parse_strategy(options.first),
         parse_strategy(options.second),
@@ -250,7 +249,7 @@ def tune(
         run=run,
         where=pool,
     )
-    show_search(found)
+    show_search(search.search())
 
 
 def show_search(found: dict[str, Any]) -> None:

@@ -167,8 +167,35 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
     if not options.force:
         check_folder(options.out, cells)
     options.out.mkdir(parents=True, exist_ok=True)
+    threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
+    options = replace(options, threads=threads)
+    sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
+    results: dict[str, RunResult] = {}
     with lock_matrix_folder(options.out):
-        return run_cells(matrix, cells, options, run)
+        if options.force:
+            clear_runs(options.out)
+        about = {"format": 1, **matrix.model_dump(include={"title", "about", "study"})}
+        runs = [cell.model_dump(mode="json") for cell in cells]
+        write_json(options.out / "matrix.json", {**about, "runs": runs})
+        if run is run_training:
+            fork_client.warm_up()
+        progress = MatrixProgress(matrix.title, sizes, quiet=not options.progress)
+        with contextlib.closing(progress) as view:
+            try:
+                for cell in cells:
+                    kept = read_existing_result(options.out / cell.name, retry=options.retry)
+                    if kept is None:
+                        view.begin(cell.name)
+                        kept = run_cell(cell, options, view, run)
+                        view.end(cell.name, kept)
+                    else:
+                        view.skip(cell.name, kept)
+                    results[cell.name] = {**kept, "dir": cell.name}
+            finally:
+                # Ctrl-C still writes the comparison of the finished runs.
+                comparison = compare_tasks(list(results.values()))
+                write_json(options.out / "comparison.json", comparison)
+    return comparison
 
 
 @contextlib.contextmanager
@@ -182,39 +209,6 @@ def lock_matrix_folder(out: Path) -> Iterator[None]:
                 f"another command is running the matrix in {out}; wait for it, or stop it"
             ) from None
         yield
-
-
-def run_cells(
-    matrix: Matrix, cells: list[MatrixCell], options: MatrixOptions, run: Run
-) -> Comparison:
-    if options.force:
-        clear_runs(options.out)
-    about = {"format": 1, **matrix.model_dump(include={"title", "about", "study"})}
-    runs = [cell.model_dump(mode="json") for cell in cells]
-    write_json(options.out / "matrix.json", {**about, "runs": runs})
-    threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
-    options = replace(options, threads=threads)
-    if run is run_training:
-        fork_client.warm_up()
-    results: dict[str, RunResult] = {}
-    sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
-    progress = MatrixProgress(matrix.title, sizes, quiet=not options.progress)
-    with contextlib.closing(progress) as view:
-        try:
-            for cell in cells:
-                kept = read_existing_result(options.out / cell.name, retry=options.retry)
-                if kept is None:
-                    view.begin(cell.name)
-                    kept = run_cell(cell, options, view, run)
-                    view.end(cell.name, kept)
-                else:
-                    view.skip(cell.name, kept)
-                results[cell.name] = {**kept, "dir": cell.name}
-        finally:
-            # Ctrl-C still writes the comparison of the finished runs.
-            comparison = compare_tasks(list(results.values()))
-            write_json(options.out / "comparison.json", comparison)
-    return comparison
 
 
 def run_cell(cell: MatrixCell, options: MatrixOptions, view: MatrixProgress, run: Run) -> RunResult:

@@ -35,102 +35,150 @@ class SwitchTrial:
     seconds: float | None
     folder: str
 
+    def reaches(self, val_acc: float) -> bool:
+        return self.status == "done" and self.val_acc is not None and self.val_acc >= val_acc
 
-def search_switch_point(
-    job: Job | JobRef,
-    first: Strategy,
-    second: Strategy,
-    options: RunOptions,
-    *,
-    tolerance: float,
-    others: list[Strategy],
-    tell: Callable[[str], None] = lambda line: None,
-    run: Run = run_training,
-    where: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
-    """Bisect over the epochs of one run of `first`; returns what `tune.json` holds.
 
-    `run` carries a run out: on processes here, unless another way is given; `where` says on what.
+@dataclasses.dataclass
+class SwitchSearch:
+    """A search over the epochs of one run of `first`.
 
     `tolerance` is the loss of validation accuracy that is accepted, as a fraction. A probe that
-    fails or diverges counts as not acceptable and is kept in the table.
+    fails or diverges counts as not acceptable and is kept in the table. `run` carries a run out:
+    on processes here, unless another way is given; `where` says on what.
     """
-    resolved = job.resolve() if isinstance(job, JobRef) else job
-    resolved.check()
-    for strategy in (first, second):
-        strategy.check_workers(options.workers)
-    for strategy in others:
-        strategy.check_workers(strategy.worker_count(options.workers))
-    if resolved.epochs < 2:
-        raise UsageError(f"tune requires at least 2 epochs, got {resolved.epochs}")
-    if not 0 <= tolerance < 1:
-        raise UsageError(f"--tolerance must be a fraction from 0 to 1, got {tolerance:g}")
-    _check_same_job(options, resolved, first, second, where)
-    if run is run_training:
-        fork_client.warm_up()
-    job = with_job_fields(job, checkpoint_every="epoch(1)", until=None, patience=None)
-    search = _SwitchSearch(job, resolved.epochs, first, second, options, tell, run)
-    whole = search.probe(resolved.epochs)
-    if whole.status != "done" or whole.val_acc is None:
-        raise UsageError(
-            f"the run with {first} ended as {whole.status}; tune requires it for comparison"
-        )
-    least = whole.val_acc - tolerance
-    low, high = 0, resolved.epochs
-    if _acceptable(search.probe(0), least):
-        high = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _acceptable(search.probe(middle), least):
-            high = middle
-        else:
-            low = middle
-    probes = [search.probes[e] for e in sorted(search.probes)]
-    probes += [search.run_other(strategy) for strategy in others]
-    good = [p for p in probes if _acceptable(p, least)]
-    chosen = min(good, key=lambda p: p.seconds or 0.0)
-    result = {
-        "first": str(first),
-        "second": str(second),
-        "tolerance": tolerance,
-        "needed_val_acc": least,
-        "smallest_share": high / resolved.epochs,
-        "probes": [dataclasses.asdict(p) for p in probes],
-        "recommended": dataclasses.asdict(chosen),
-        "evidence": explain_switch_choice(chosen, whole, tolerance),
-    }
-    write_json(options.out / "tune.json", result)
-    return result
 
+    job: Job | JobRef
+    first: Strategy
+    second: Strategy
+    options: RunOptions
+    _: dataclasses.KW_ONLY
+    tolerance: float
+    others: list[Strategy]
+    tell: Callable[[str], None] = lambda line: None
+    run: Run = run_training
+    where: Mapping[str, object] | None = None
 
-def _check_same_job(
-    options: RunOptions,
-    job: Job,
-    first: Strategy,
-    second: Strategy,
-    where: Mapping[str, object] | None,
-) -> None:
-    """Probes of another job, or on other workers, must not be taken for this one's."""
-    facts = {
-        **job.describe(),
-        "first": str(first),
-        "second": str(second),
-        "workers": options.workers,
-        "threads": options.threads_each,
-        "troubles": [t.to_plain() for t in options.slowdowns],
-        "where": where,
-    }
-    asked = json.loads(json.dumps(facts))
-    stored = options.out / "asked.json"
-    before = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else asked
-    for name in sorted(asked):
-        if before.get(name) != asked[name]:
+    def __post_init__(self) -> None:
+        self._resolved = self.job.resolve() if isinstance(self.job, JobRef) else self.job
+        self._epochs = self._resolved.epochs
+        self._probes: dict[int, SwitchTrial] = {}
+
+    def search(self) -> dict[str, Any]:
+        """Bisects over the epochs; returns what `tune.json` holds."""
+        self._resolved.check()
+        for strategy in (self.first, self.second):
+            strategy.check_workers(self.options.workers)
+        for strategy in self.others:
+            strategy.check_workers(strategy.worker_count(self.options.workers))
+        if self._epochs < 2:
+            raise UsageError(f"tune requires at least 2 epochs, got {self._epochs}")
+        if not 0 <= self.tolerance < 1:
+            raise UsageError(f"--tolerance must be a fraction from 0 to 1, got {self.tolerance:g}")
+        self._check_same_job()
+        if self.run is run_training:
+            fork_client.warm_up()
+        whole = self._probe(self._epochs)
+        if whole.status != "done" or whole.val_acc is None:
             raise UsageError(
-                f"--out {options.out} contains probes of another job ({name} was "
-                f"{before.get(name)!r}, now {asked[name]!r}); choose a new directory"
+                f"the run with {self.first} ended as {whole.status}; tune requires it for "
+                "comparison"
             )
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(stored, asked)
+        least = whole.val_acc - self.tolerance
+        low, high = 0, self._epochs
+        if self._probe(0).reaches(least):
+            high = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._probe(middle).reaches(least):
+                high = middle
+            else:
+                low = middle
+        probes = [self._probes[epoch] for epoch in sorted(self._probes)]
+        probes += [self._run_other(strategy) for strategy in self.others]
+        good = [probe for probe in probes if probe.reaches(least)]
+        chosen = min(good, key=lambda probe: probe.seconds or 0.0)
+        result = {
+            "first": str(self.first),
+            "second": str(self.second),
+            "tolerance": self.tolerance,
+            "needed_val_acc": least,
+            "smallest_share": high / self._epochs,
+            "probes": [dataclasses.asdict(probe) for probe in probes],
+            "recommended": dataclasses.asdict(chosen),
+            "evidence": explain_switch_choice(chosen, whole, self.tolerance),
+        }
+        write_json(self.options.out / "tune.json", result)
+        return result
+
+    def _check_same_job(self) -> None:
+        """Probes of another job, or on other workers, must not be taken for this one's."""
+        options = self.options
+        facts = {
+            **self._resolved.describe(),
+            "first": str(self.first),
+            "second": str(self.second),
+            "workers": options.workers,
+            "threads": options.threads_each,
+            "troubles": [t.to_plain() for t in options.slowdowns],
+            "where": self.where,
+        }
+        asked = json.loads(json.dumps(facts))
+        stored = options.out / "asked.json"
+        before = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else asked
+        for name in sorted(asked):
+            if before.get(name) != asked[name]:
+                raise UsageError(
+                    f"--out {options.out} contains probes of another job ({name} was "
+                    f"{before.get(name)!r}, now {asked[name]!r}); choose a new directory"
+                )
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_json(stored, asked)
+
+    def _probe(self, epoch: int) -> SwitchTrial:
+        """Switch after `epoch` epochs; 0 is the second strategy alone, all of them the first."""
+        if epoch in self._probes:
+            return self._probes[epoch]
+        strategy, text, folder = self.second, str(self.second), f"switch-at-{epoch:04d}"
+        changes: dict[str, Any] = {}
+        if epoch == self._epochs:
+            strategy, text, folder = self.first, str(self.first), "first"
+            changes = {"keep_checkpoints": KEEP_ALL}
+        elif epoch:
+            text = f"switch({self.first}, {self.second}, at=epoch({epoch}))"
+            whole = RunFolder(self.options.out / "first")
+            samples = epoch * (whole.read_result()["samples"] // self._epochs)
+            changes = {"from_checkpoint": whole.checkpoints / f"{samples:012d}"}
+        self._probes[epoch] = self._run(epoch / self._epochs, text, strategy, folder, **changes)
+        return self._probes[epoch]
+
+    def _run_other(self, strategy: Strategy) -> SwitchTrial:
+        name = "".join(c if c.isalnum() else "-" for c in str(strategy)).strip("-")
+        workers = strategy.worker_count(self.options.workers)
+        return self._run(0.0, str(strategy), strategy, f"other-{name}", workers=workers)
+
+    def _run(
+        self, share: float, text: str, strategy: Strategy, name: str, **changes: Any
+    ) -> SwitchTrial:
+        folder = RunFolder(self.options.out / name)
+        if folder.result.exists() and folder.read_result()["status"] in ("done", "diverged"):
+            result = folder.read_result()
+        else:
+            job = with_job_fields(self.job, checkpoint_every="epoch(1)", until=None, patience=None)
+            options = dataclasses.replace(self.options, out=folder.path, force=True, **changes)
+            result = run_to_result(self.run, job, strategy, options)
+        probe = SwitchTrial(
+            share=share,
+            strategy=text,
+            status=result["status"],
+            val_acc=result["val_acc"],
+            test_acc=result["test_acc"],
+            seconds=result["seconds"],
+            folder=name,
+        )
+        shown = "none" if probe.val_acc is None else f"{probe.val_acc:.4f}"
+        self.tell(f"{text}: {probe.status}, val_acc {shown}, {probe.seconds:.1f} s")
+        return probe
 
 
 def explain_switch_choice(chosen: SwitchTrial, whole: SwitchTrial, tolerance: float) -> str:
@@ -144,63 +192,3 @@ def explain_switch_choice(chosen: SwitchTrial, whole: SwitchTrial, tolerance: fl
         f"(tolerance {tolerance:g}), {chosen.seconds:.1f} s instead of {whole.seconds:.1f} s: "
         f"{100 * abs(saved):.0f}% {'less' if saved >= 0 else 'more'} time; one seed"
     )
-
-
-def _acceptable(probe: SwitchTrial, least: float) -> bool:
-    return probe.status == "done" and probe.val_acc is not None and probe.val_acc >= least
-
-
-@dataclasses.dataclass
-class _SwitchSearch:
-    job: Job | JobRef
-    epochs: int
-    first: Strategy
-    second: Strategy
-    options: RunOptions
-    tell: Callable[[str], None]
-    run: Run
-    probes: dict[int, SwitchTrial] = dataclasses.field(default_factory=dict)
-
-    def probe(self, epoch: int) -> SwitchTrial:
-        """Switch after `epoch` epochs; 0 is the second strategy alone, all of them the first."""
-        if epoch in self.probes:
-            return self.probes[epoch]
-        strategy, text, folder = self.second, str(self.second), f"switch-at-{epoch:04d}"
-        changes: dict[str, Any] = {}
-        if epoch == self.epochs:
-            strategy, text, folder = self.first, str(self.first), "first"
-            changes = {"keep_checkpoints": KEEP_ALL}
-        elif epoch:
-            text = f"switch({self.first}, {self.second}, at=epoch({epoch}))"
-            run = RunFolder(self.options.out / "first")
-            samples = epoch * (run.read_result()["samples"] // self.epochs)
-            changes = {"from_checkpoint": run.checkpoints / f"{samples:012d}"}
-        self.probes[epoch] = self._run(epoch / self.epochs, text, strategy, folder, **changes)
-        return self.probes[epoch]
-
-    def run_other(self, strategy: Strategy) -> SwitchTrial:
-        name = "".join(c if c.isalnum() else "-" for c in str(strategy)).strip("-")
-        workers = strategy.worker_count(self.options.workers)
-        return self._run(0.0, str(strategy), strategy, f"other-{name}", workers=workers)
-
-    def _run(
-        self, share: float, text: str, strategy: Strategy, name: str, **changes: Any
-    ) -> SwitchTrial:
-        folder = RunFolder(self.options.out / name)
-        if folder.result.exists() and folder.read_result()["status"] in ("done", "diverged"):
-            result = folder.read_result()
-        else:
-            options = dataclasses.replace(self.options, out=folder.path, force=True, **changes)
-            result = run_to_result(self.run, self.job, strategy, options)
-        probe = SwitchTrial(
-            share=share,
-            strategy=text,
-            status=result["status"],
-            val_acc=result["val_acc"],
-            test_acc=result["test_acc"],
-            seconds=result["seconds"],
-            folder=name,
-        )
-        shown = "none" if probe.val_acc is None else f"{probe.val_acc:.4f}"
-        self.tell(f"{text}: {probe.status}, val_acc {shown}, {probe.seconds:.1f} s")
-        return probe
