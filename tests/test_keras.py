@@ -26,8 +26,9 @@ from paceline.data import digits as bundled_digits  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.keras import jobs  # noqa: E402
 from paceline.keras.fit_data import make_fit_data  # noqa: E402
+from paceline.keras.jobs import KerasSchedule  # noqa: E402
 from paceline.keras.module import KerasModule, read_module, write_keras  # noqa: E402
-from paceline.keras.optimizer_conversion import KerasSchedule, make_torch_optimizer, translate  # noqa: E402
+from paceline.keras.optimizers import make_torch_optimizer, translate  # noqa: E402
 from paceline.keras.tensorflow_stub import make as make_tensorflow  # noqa: E402
 from paceline.specs.optimizer import parse_optimizer  # noqa: E402
 
@@ -420,7 +421,7 @@ def test_optimizers_step_as_keras_does(optimizer: Any) -> None:
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.detach().numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
     # The same again from the text that travels in a job.
-    assert parse_optimizer(str(translate(optimizer).spec)) == translate(optimizer).spec
+    assert parse_optimizer(str(translate(optimizer)[0])) == translate(optimizer)[0]
 
 
 def test_schedule_counts_global_batches() -> None:

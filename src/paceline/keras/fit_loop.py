@@ -16,7 +16,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.keras.fit_data import FitData
 from paceline.keras.module import KerasModule
-from paceline.keras.optimizer_conversion import (
+from paceline.keras.optimizers import (
     export_slots,
     import_slots,
     make_torch_optimizer,
@@ -76,9 +76,9 @@ class FitSession:
         self._module = KerasModule(model)
         self._torch = make_torch_optimizer(model.optimizer, self._module.parameters())
         import_slots(model.optimizer, model, self._torch)
-        clip = translate(model.optimizer).clip
+        clip = translate(model.optimizer)[1]
         session.join_group(Replica(self._module, self._torch, clip=clip), seed=seed)
-        self._group = session.context.group
+        self.group = session.context.group
         self._check_same_data(seed)
         self._module.set_worker(session.rank)
         hooks = LoopHooks(evaluate=lambda split, share, predict: self._evaluate())
@@ -93,7 +93,7 @@ class FitSession:
 
     def _check_same_data(self, seed: int) -> None:
         local = Section(plain={"digest": self._source.digest(), "seed": seed})
-        others = [section.plain for section in self._group.all_gather_sections(local)]
+        others = [section.plain for section in self.group.all_gather_sections(local)]
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise UsageError(
@@ -115,11 +115,6 @@ class FitSession:
                 "use a separate script"
             )
 
-    def synchronize(self) -> None:
-        self._group.barrier()
-
-    # ---- fit ----------------------------------------------------------------------------------
-
     def fit(
         self,
         source: FitData,
@@ -131,12 +126,26 @@ class FitSession:
     ) -> Any:
         """Runs the epochs granted by the coordinator, with Keras's sequence of callbacks."""
         model = self.model
+        logs: dict[str, Any] = {}
         self._source, self._callbacks = source, callbacks
-        if validation is not None:
-            self._validation = validation
+        self._validation = validation or self._validation
         model.stop_training = False
         with self._intercepting():
-            logs = self._run_epochs(epochs, validation_freq)
+            callbacks.on_train_begin()
+            for epoch in epochs:
+                model.reset_metrics()
+                self._train_logs, self._validation_logs = None, {}
+                callbacks.on_epoch_begin(epoch)
+                model.train()
+                self._run_epoch()
+                model.eval()
+                logs = self._train_logs or self._sum_metrics()
+                if self._validation is not None and model._should_eval(epoch, validation_freq):
+                    logs |= {f"val_{name}": value for name, value in self._validation_logs.items()}
+                self._epoch += 1
+                callbacks.on_epoch_end(epoch, logs)
+                if model.stop_training:
+                    break
         self._restore_optimizer()
         callbacks.on_train_end(logs=logs)
         return model.history
@@ -145,34 +154,30 @@ class FitSession:
     def _intercepting(self) -> Iterator[None]:
         """Intercepts loss and gradients of Keras's train step while fit runs."""
         tracker = self.model._loss_tracker
+        update_loss = tracker.update_state
+
+        def apply(gradients: Any, variables: Any = None) -> None:
+            if self._applied:
+                raise UsageError(
+                    "the model's train_step applied gradients twice; "
+                    "only once per batch is supported"
+                )
+            self._applied = True
+
+        def update_state(value: Any, *args: Any, **options: Any) -> Any:
+            if self.in_batch:
+                self._batch_loss = float(value.detach())
+                self._session.clock.enter(BACKWARD)
+            return update_loss(value, *args, **options)
+
         # Bypasses Keras's __setattr__, which would track the value.
-        object.__setattr__(self._optimizer, "apply", self._record_gradients)
-        object.__setattr__(tracker, "update_state", self._record_loss(tracker.update_state))
+        object.__setattr__(self._optimizer, "apply", apply)
+        object.__setattr__(tracker, "update_state", update_state)
         try:
             yield
         finally:
             object.__delattr__(self._optimizer, "apply")
             object.__delattr__(tracker, "update_state")
-
-    def _run_epochs(self, epochs: Iterable[int], validation_freq: Any) -> dict[str, Any]:
-        model, callbacks = self.model, self._callbacks
-        logs: dict[str, Any] = {}
-        callbacks.on_train_begin()
-        for epoch in epochs:
-            model.reset_metrics()
-            self._train_logs, self._validation_logs = None, {}
-            callbacks.on_epoch_begin(epoch)
-            model.train()
-            self._run_epoch()
-            model.eval()
-            logs = self._train_logs or self._sum_metrics()
-            if self._validation is not None and model._should_eval(epoch, validation_freq):
-                logs |= {f"val_{name}": value for name, value in self._validation_logs.items()}
-            self._epoch += 1
-            callbacks.on_epoch_end(epoch, logs)
-            if model.stop_training:
-                break
-        return logs
 
     def _run_epoch(self) -> None:
         client, clock, batches = self._client, self._session.clock, 0
@@ -191,7 +196,7 @@ class FitSession:
             self.in_batch = True
             self._callbacks.on_train_batch_begin(batches)
             clock.enter(FORWARD)
-            correct_before = self._correct()
+            before = self._correct()
             self._batch_loss, self._applied = None, False
             logs = self.model.train_step(data)
             if not self._applied:
@@ -199,7 +204,10 @@ class FitSession:
                     "the model's train_step did not call optimizer.apply(); "
                     "gradients must be applied once per batch"
                 )
-            client.finish(work, self._measure(work.lease.samples, correct_before))
+            samples, after = work.lease.samples, self._correct()
+            correct = None if before is None or after is None else after - before
+            loss_sum = None if self._batch_loss is None else self._batch_loss * samples
+            client.finish(work, StepStats(samples, samples, loss_sum, correct))
             self._callbacks.on_train_batch_end(batches, logs)
             self.in_batch = False
             batches += 1
@@ -211,30 +219,6 @@ class FitSession:
         rate = float(self._optimizer._get_current_learning_rate())
         for group in self._torch.param_groups:
             group["lr"] = rate
-
-    def _measure(self, samples: int, correct_before: int | None) -> StepStats:
-        loss_sum = None if self._batch_loss is None else self._batch_loss * samples
-        right = self._correct()
-        correct = None if right is None or correct_before is None else right - correct_before
-        return StepStats(samples, samples, loss_sum, correct)
-
-    def _record_gradients(self, gradients: Any, variables: Any = None) -> None:
-        if self._applied:
-            raise UsageError(
-                "the model's train_step applied gradients twice; only once per batch is supported"
-            )
-        self._applied = True
-
-    def _record_loss(self, update: Any) -> Any:
-        def recorded(value: Any, *args: Any, **options: Any) -> Any:
-            if self.in_batch:
-                self._batch_loss = float(value.detach())
-                self._session.clock.enter(BACKWARD)
-            return update(value, *args, **options)
-
-        return recorded
-
-    # ---- metrics ------------------------------------------------------------------------------
 
     def _correct(self) -> int | None:
         """Returns the correct predictions of this epoch so far, if the model counts them."""
@@ -248,7 +232,7 @@ class FitSession:
         variables = [v for metric in self.model.metrics for v in metric.variables]
         if variables:
             flat = torch.cat([v.value.detach().double().reshape(-1).cpu() for v in variables])
-            self._group.all_reduce(flat)
+            self.group.all_reduce(flat)
             parts = torch.split(flat, [v.value.numel() for v in variables])
             for variable, part in zip(variables, parts, strict=True):
                 variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
@@ -281,8 +265,6 @@ class FitSession:
         self._callbacks.on_test_end(self._validation_logs)
         model.reset_metrics()
         return local
-
-    # ---- end ----------------------------------------------------------------------------------
 
     def _restore_optimizer(self) -> None:
         """Copies step count and slots to the Keras optimizer, so that they are saved with it."""

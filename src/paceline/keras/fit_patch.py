@@ -88,7 +88,7 @@ class _FitPatch:
         def call(*args: Any, **options: Any) -> Any:
             result = method(*args, **options) if self._session.rank == 0 else None
             if self._fit_session is not None and not self._fit_session.in_batch:
-                self._fit_session.synchronize()
+                self._fit_session.group.barrier()
             return result
 
         return call

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.job import Job, build_job
 from paceline.keras.fit_data import as_array
 from paceline.keras.module import KerasModule, import_keras
-from paceline.keras.optimizer_conversion import KerasSchedule, schedule_of, translate
+from paceline.keras.optimizers import step_at, translate
 from paceline.telemetry.run_folder import KERAS
 
 
@@ -80,12 +80,11 @@ def compiled_fields(model: Any, batch: int) -> dict[str, Any]:
         )
     if not model.compiled or model.optimizer is None:
         raise UsageError("the Keras model is not compiled; call model.compile(...) first")
-    converted = translate(model.optimizer)
+    spec, clip = translate(model.optimizer)
     lr = float(model.optimizer.learning_rate)
-    loss = KerasLoss(keras, model.loss)
-    fields = {"loss": loss, "optimizer": str(converted.spec), "lr": lr, "clip": converted.clip}
-    schedule = schedule_of(model.optimizer)
-    if schedule is not None:
+    fields = {"loss": KerasLoss(keras, model.loss), "optimizer": str(spec), "lr": lr, "clip": clip}
+    schedule = getattr(model.optimizer, "_learning_rate", None)
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         fields["schedule"] = KerasSchedule(schedule, batch, lr)
     return fields
 
@@ -156,3 +155,32 @@ class KerasLoss:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loss": None}
+
+
+class KerasSchedule:
+    """A Keras learning-rate schedule for a job; its step counts global batches.
+
+    Pickled as JSON: the schedule's class and configuration.
+    """
+
+    def __init__(self, schedule: Any, batch: int, base: float) -> None:
+        self._text = json.dumps(import_keras().saving.serialize_keras_object(schedule))
+        self._batch = batch
+        self._base = base
+        self._schedule: Any = None
+
+    def __str__(self) -> str:
+        return f"keras {json.loads(self._text)['class_name']}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_schedule": None}
+
+    def factor(self, samples: int, *, per_epoch: int, total: int) -> float:
+        if self._schedule is None:
+            saving = import_keras().saving
+            self._schedule = saving.deserialize_keras_object(json.loads(self._text))
+        step = step_at(samples // per_epoch, samples % per_epoch, per_epoch, self._batch)
+        return float(self._schedule(step)) / self._base
+
+    def drops(self, *, per_epoch: int, total: int) -> list[float]:
+        return []

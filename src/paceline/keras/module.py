@@ -104,11 +104,8 @@ class KerasModule(torch.nn.Module):
                 state[0] = (int(state[0]) + rank * 1_000_003) % (2**31 - 1)
 
     def __reduce__(self) -> Any:
-        """Pickles the model in the .keras format: JSON configuration and weights, no code."""
+        """Pickles or copies the model in the .keras format: JSON configuration and weights."""
         return read_module, (write_keras(self.keras_model),)
-
-    def __deepcopy__(self, memo: Any) -> KerasModule:
-        return read_module(write_keras(self.keras_model))
 
 
 def _save(model: Any, path: Path) -> None:
@@ -145,8 +142,6 @@ def read_module(data: bytes) -> KerasModule:
 
 
 def seed_generators(model: Any) -> list[Any]:
-    found = {}
-    for layer in model._flatten_layers():
-        for generator in getattr(layer, "_seed_generators", ()):
-            found[id(generator)] = generator
-    return list(found.values())
+    layers = model._flatten_layers()
+    found = (g for layer in layers for g in getattr(layer, "_seed_generators", ()))
+    return list({id(generator): generator for generator in found}.values())

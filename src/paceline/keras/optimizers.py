@@ -1,8 +1,8 @@
 """Keras's optimizers as torch optimizers, with the same formulas, for use in any strategy.
 
 Keras and torch differ in more than names (the position of epsilon, the combination of momentum and
-learning rate), so torch's own classes would give other results. Slots have the names of Keras's
-variables, so that they can be converted in both directions. Does not import Keras, which servers do
+learning rate), so torch's own classes would give other results. Options and slots have the names of
+Keras's, so that they can be converted in both directions. Does not import Keras, which servers do
 not need.
 """
 
@@ -14,10 +14,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.specs.optimizer import OPTIMIZERS
+from paceline.errors import UsageError
+from paceline.specs.optimizer import OPTIMIZERS, OptimizerSpec
 
 Slots = dict[str, Tensor]
 Group = dict[str, Any]
+
+UNSUPPORTED = {
+    "use_ema": "a moving average of weights",
+    "loss_scale_factor": "loss scaling",
+    "gradient_accumulation_steps": "gradient accumulation (choose a larger batch)",
+}
 
 
 class TorchKerasOptimizer(torch.optim.Optimizer):
@@ -207,3 +214,75 @@ CLASSES: dict[str, type[TorchKerasOptimizer]] = {
     c.__name__: c for c in (SGD, Adam, AdamW, Adamax, Nadam, RMSprop, Adagrad, Adadelta, Lion)
 }
 """Optimizer classes by their Keras names."""
+
+
+def translate(optimizer: Any) -> tuple[OptimizerSpec, float | None]:
+    """Converts a Keras optimizer to a spec and the maximum norm of the whole gradient.
+
+    Raises UsageError for unsupported options.
+    """
+    name = type(optimizer).__name__
+    if name not in CLASSES or not type(optimizer).__module__.startswith("keras."):
+        raise UsageError(
+            f"the Keras optimizer {name} is not supported; use one of {', '.join(CLASSES)}"
+        )
+    config = optimizer.get_config()
+    for option, what in UNSUPPORTED.items():
+        if config.get(option):
+            raise UsageError(f"{name}({option}={config[option]!r}): {what} is not supported")
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise UsageError(f"{name}.exclude_from_weight_decay() is not supported")
+    cls = OPTIMIZERS[f"keras_{name.lower()}"]
+    known = cls().options()
+    options = {k: v for k, v in config.items() if k in known and v is not None}
+    return cls(**options), config.get("global_clipnorm") or None
+
+
+def make_torch_optimizer(
+    optimizer: Any, parameters: Iterable[torch.nn.Parameter]
+) -> TorchKerasOptimizer:
+    """Returns a torch optimizer equivalent to the Keras optimizer."""
+    options = translate(optimizer)[0].options()
+    return CLASSES[type(optimizer).__name__](
+        parameters, lr=float(optimizer.learning_rate), **options
+    )
+
+
+def import_slots(optimizer: Any, model: Any, converted: TorchKerasOptimizer) -> None:
+    """Initializes the torch slots from a loaded Keras optimizer."""
+    if not optimizer.built or int(optimizer.iterations) == 0:
+        return
+    for index, variable in enumerate(model.trainable_variables):
+        state = converted.first_slots(variable.value.detach(), converted.param_groups[0])
+        state["step"].fill_(int(optimizer.iterations))
+        for slot, kept in _keras_slots(optimizer, index).items():
+            if slot in state:
+                state[slot].copy_(kept.value.detach())
+        converted.state[variable.value] = state
+
+
+def export_slots(
+    optimizer: Any, variables: list[Any], names: list[str], slots: dict[str, dict[str, Any]]
+) -> None:
+    """Copies slots back to the Keras optimizer, so that saving it keeps them."""
+    if not optimizer.built:
+        optimizer.build(variables)
+    for index, name in enumerate(names):
+        for slot, kept in _keras_slots(optimizer, index).items():
+            if slot in slots.get(name, {}):
+                kept.assign(slots[name][slot])
+
+
+def _keras_slots(optimizer: Any, index: int) -> dict[str, Any]:
+    """Returns the Keras variables of one trained weight, by the slot that corresponds to each."""
+    attributes = CLASSES[type(optimizer).__name__].slots
+    lists = {slot: getattr(optimizer, attribute, []) for slot, attribute in attributes.items()}
+    found = {slot: kept[index] for slot, kept in lists.items() if kept}
+    # Shared by all weights, and only Nadam has it.
+    product = getattr(optimizer, "_u_product", None)
+    return found if product is None else {**found, "u_product": product}
+
+
+def step_at(epoch: int, start: int, samples: int, batch: int) -> int:
+    """Returns Keras's step count at a position of an epoch, independent of the strategy."""
+    return epoch * -(-samples // batch) + start // batch
