@@ -21,7 +21,7 @@ from paceline.data.arrow_columns import to_array
 from paceline.data.blocks import RowError
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
-from paceline.data.discovery import check_source
+from paceline.data.pipeline import check_source
 from paceline.data.streaming import PipelinedDataset
 from paceline.errors import DataError, UsageError
 

@@ -22,7 +22,7 @@ from paceline.data import tfrecord as records
 from paceline.data.conversion import convert
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
-from paceline.data.discovery import check_source, list_splits, open_source_for
+from paceline.data.pipeline import check_source, list_splits, open_source
 from paceline.data.tf_example import decode, encode
 from paceline.errors import DataError, UsageError
 
@@ -119,13 +119,13 @@ def test_a_large_tfrecord_file_is_cut_into_blocks(
     rows = make_rows(100)
     path = write(tmp_path / "a.tfrecord", records.write_records(rows))
     pipeline, parts = list_splits(read(str(path), features="image", label="label"))
-    source = open_source_for(pipeline, parts["train"])
+    source = open_source(pipeline, parts["train"])
     assert len(source.blocks) > 5
     assert sum(block.rows for block in source.blocks) == 100
     joined = np.concatenate([source.read(block)[0] for block in reversed(source.blocks)][::-1])
     assert np.array_equal(joined, np.stack([row["image"] for row in rows]))
     # The second time the index is at hand, and says the same.
-    assert open_source_for(pipeline, parts["train"]).blocks == source.blocks
+    assert open_source(pipeline, parts["train"]).blocks == source.blocks
 
 
 def test_checksums_are_those_of_the_format() -> None:

@@ -294,7 +294,6 @@ TORCH_FREE_MODULES = {
         "tf_example",
         "fixed_records",
         "text",
-        "discovery",
         "parquet",
         "image_folder",
         "pipeline",

@@ -17,7 +17,7 @@ from paceline.data import read, stores
 from paceline.data.conversion import convert
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
-from paceline.data.discovery import check_source
+from paceline.data.pipeline import check_source
 from paceline.data.streaming import PipelinedDataset
 from paceline.errors import DataError
 from paceline.job import Job

@@ -150,7 +150,7 @@ class Job(BaseModel):
             from paceline.data.stores import is_url_or_path
 
             if is_url_or_path(self.data):
-                from paceline.data.discovery import check_source
+                from paceline.data.pipeline import check_source
 
                 for pipeline in self.pipelines():
                     if pipeline is not None:

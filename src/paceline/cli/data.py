@@ -67,8 +67,7 @@ def show(
     *,
     options: ShowOptions,
 ) -> None:
-    from paceline.data.discovery import list_splits, open_source_for
-    from paceline.data.pipeline import parse_shape, read
+    from paceline.data.pipeline import list_splits, open_source, parse_shape, read
 
     pipeline = read(
         url,
@@ -79,7 +78,7 @@ def show(
     )
     pipeline, parts = list_splits(pipeline)
     for part, files in parts.items():
-        source = open_source_for(pipeline, files)
+        source = open_source(pipeline, files)
         size = sum(file.size for file in source.files)
         line = f"{part}: {len(source.files):,} files, {size:,} bytes"
         if source.blocks:

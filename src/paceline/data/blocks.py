@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,11 +208,3 @@ def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
             f"({', '.join(sorted(FORMATS))})"
         )
     return known[0]
-
-
-def open_source(
-    form: str, files: tuple[StoredFile, ...], selection: ColumnSelection
-) -> BlockSource:
-    module, _, name = FORMATS[check_format(form)][0].partition(":")
-    source: BlockSource = getattr(import_module(f"paceline.data.{module}"), name)(files, selection)
-    return source

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.discovery import FACTS, PARTS, read_metadata
 from paceline.data.in_memory import ArrayDataset
 from paceline.data.named_datasets import PIXELS, load
+from paceline.data.pipeline import FACTS, PARTS, read_metadata
 from paceline.data.stores import join_url, make_absolute, require_extra, write_bytes
 from paceline.data.tfrecord import write_records
 from paceline.errors import UsageError

@@ -20,15 +20,16 @@ import numpy as np
 from paceline.data import array_cache, hashing
 from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
 from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
-from paceline.data.discovery import (
+from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
+from paceline.data.pipeline import (
+    DataPipeline,
     apply_metadata,
+    fill_settings,
     list_data_files,
     list_splits,
-    open_source_for,
+    open_source,
     read_metadata,
 )
-from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
-from paceline.data.pipeline import DataPipeline
 from paceline.data.stores import StoredFile
 from paceline.data.streaming import (
     READERS,
@@ -80,16 +81,7 @@ def _build_matching(
 ) -> MapDataset:
     """Builds validation data like the training data. Raises DataError if the shapes differ."""
     pipeline = apply_metadata(pipeline, read_metadata(pipeline.urls[0]))
-    selection = pipeline.selection
-    for name in ("features", "label", "shape", "fill"):
-        if not getattr(selection, name):
-            selection = replace(selection, **{name: getattr(like.selection, name)})
-    pipeline = replace(
-        pipeline,
-        selection=selection,
-        scale=pipeline.scale or like.scale,
-        maps=pipeline.maps or like.maps,
-    )
+    pipeline = fill_settings(pipeline, like, "maps")
     found = _open_part(pipeline, list_data_files(pipeline), options)
     if found.input_shape != shape:
         raise DataError(
@@ -106,7 +98,7 @@ def _open_part(
     hold_out: bool = False,
 ) -> DatasetSplits:
     """Returns the rows of some files in `train`, without a tenth in `val` if `hold_out`."""
-    source = open_source_for(pipeline, files)
+    source = open_source(pipeline, files)
     derived = source.derive_splits(hold_out)
     if derived is not None:
         return replace(derived, train=PipelinedDataset(derived.train, pipeline))
@@ -114,11 +106,7 @@ def _open_part(
     first = reader.read(source.blocks[0])
     shape = first[0].shape[1:]
     plain: dict[str, Any] = {"dtype": options.dtype, "scaling": _choose_scaling(pipeline, first[0])}
-    augmented = {
-        **plain,
-        "augmentation": choose_augmentation(shape, options),
-        "seed": options.seed,
-    }
+    augmented = {**plain, "augmentation": choose_augmentation(shape, options), "seed": options.seed}
     classes = _count_classes(pipeline, reader, first)
     shard: str = pipeline.shard_by
     if shard == "auto":

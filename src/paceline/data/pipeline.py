@@ -13,18 +13,28 @@
     )
     Job(model="resnet20", data=(train, val, None))
 
-Nothing is read until a worker opens the pipeline.
+Nothing is read until a worker opens the pipeline, except that a job inspects the files, their
+description and the first file before it starts, without torch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal, get_args
 
-from paceline.data.blocks import ColumnSelection, check_format
-from paceline.data.stores import make_absolute
-from paceline.errors import UsageError, suggest_name
+from paceline.data.blocks import FORMATS, BlockSource, ColumnSelection, check_format, guess_format
+from paceline.data.stores import (
+    StoredFile,
+    join_url,
+    list_files,
+    make_absolute,
+    parent_url,
+    read_if_exists,
+)
+from paceline.errors import DataError, UsageError, suggest_name
 
 Shard = Literal["auto", "file", "row_group", "sample", "off"]
 Cache = Literal["auto", "memory", "disk", "none"]
@@ -33,6 +43,9 @@ Change = Callable[[Any, Any], tuple[Any, Any]]
 SHUFFLE_ROWS = 50_000
 MEMORY_MB = 512
 """Memory limit per worker for data: rows in use, prefetched and cached."""
+FACTS = "dataset.json"
+"""Description that `paceline data convert` writes next to the files of a dataset."""
+PARTS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,3 +175,78 @@ def parse_shape(text: str) -> tuple[int, ...]:
 def _check(value: str, known: tuple[str, ...], what: str) -> None:
     if value not in known:
         raise UsageError(f"{what}({value!r}): {suggest_name(str(value), known)}")
+
+
+def read_metadata(url: str) -> dict[str, Any]:
+    """Returns the dataset's description; empty if there is none."""
+    location = join_url(parent_url(url), FACTS)
+    content = read_if_exists(location)
+    try:
+        facts = {} if content is None else json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{location}: is not JSON ({error})") from None
+    return facts if isinstance(facts, dict) else {}
+
+
+def fill_settings(pipeline: DataPipeline, other: DataPipeline, *names: str) -> DataPipeline:
+    """Takes columns, scaling and the settings `names` from `other` where they are not set."""
+
+    def unset(mine: Any, theirs: Any, names: Sequence[str]) -> dict[str, Any]:
+        empty = (name for name in names if getattr(mine, name) in (None, ()))
+        return {name: getattr(theirs, name) for name in empty}
+
+    given = pipeline.selection
+    columns = unset(given, other.selection, ("features", "label", "shape", "fill"))
+    settings = unset(pipeline, other, ("scale", *names))
+    return replace(pipeline, selection=replace(given, **columns), **settings)
+
+
+def apply_metadata(pipeline: DataPipeline, facts: dict[str, Any]) -> DataPipeline:
+    """Fills settings that the user did not give from the dataset's description."""
+    full, mean, std = facts.get("scale") or (0, (), ())
+    described = DataPipeline(
+        urls=pipeline.urls,
+        selection=ColumnSelection(
+            tuple(facts.get("features") or ()),
+            facts.get("label"),
+            tuple(facts.get("shape") or ()) or None,
+        ),
+        scale=(float(full), tuple(mean), tuple(std)) if full else None,
+        format=facts.get("format"),
+        classes=facts.get("classes"),
+    )
+    return fill_settings(pipeline, described, "format", "classes")
+
+
+def list_data_files(pipeline: DataPipeline) -> tuple[StoredFile, ...]:
+    """Returns all data files that a pipeline reads, without the description."""
+    return tuple(file for url in pipeline.urls for file in list_files(url) if file.name != FACTS)
+
+
+def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[StoredFile, ...]]]:
+    """Returns the files of each split, if the description defines splits."""
+    files = list_data_files(pipeline)
+    facts = read_metadata(pipeline.urls[0])
+    pipeline = apply_metadata(pipeline, facts)
+    if facts.get("parts"):
+        divided = {part: tuple(f for f in files if f.name.startswith(f"{part}-")) for part in PARTS}
+        if divided["train"]:
+            return pipeline, {part: found for part, found in divided.items() if found}
+    return pipeline, {"train": files}
+
+
+def open_source(
+    pipeline: DataPipeline, files: tuple[StoredFile, ...], limit: int | None = None
+) -> BlockSource:
+    """Opens the first `limit` files, or all; their names suggest the format if none is set."""
+    form = check_format(pipeline.format or guess_format(pipeline.urls[0], files))
+    module, _, name = FORMATS[form][0].partition(":")
+    found = getattr(import_module(f"paceline.data.{module}"), name)
+    source: BlockSource = found(files[:limit], pipeline.selection)
+    return source
+
+
+def check_source(pipeline: DataPipeline) -> None:
+    """Checks the first file, so that a run fails before a process is started."""
+    pipeline, parts = list_splits(pipeline)
+    open_source(pipeline, parts["train"], limit=1)
