@@ -591,7 +591,7 @@ def test_adult_learns_its_encoding_from_training_rows_only(tmp_path: Path) -> No
     write(tmp_path / "adult", make_adult())
     shelf = find_dataset_files("adult", tmp_path)
     rows = adult.read(shelf, tmp_path / "adult" / "adult.data")
-    encoder = adult.fit_encoder(rows, np.arange(0, 30, 2))
+    encoder = adult.AdultEncoder(rows, np.arange(0, 30, 2))
     assert encoder.vocabularies[0].tolist() == ["Private"]
     assert encoder.vocabularies[-1].tolist() == ["?", "Cuba"]
     assert encoder.mean[0] == 20 + 14

@@ -59,42 +59,28 @@ def read(files: DatasetFiles, path: Path) -> AdultRows:
     return AdultRows(np.array(numbers), np.array(words), np.array(labels, dtype=np.int64))
 
 
-@dataclass(frozen=True)
 class AdultEncoder:
-    """Standardizes numbers and one-hot encodes categories, fitted to a set of rows.
+    """Standardizes numbers and one-hot encodes categories, fitted to the chosen rows.
 
-    A missing value, `?`, is a separate category. Unknown categories are encoded as zeros.
+    A constant column is only centered. A missing value, `?`, is a separate category. Unknown
+    categories are encoded as zeros.
     """
 
-    mean: npt.NDArray[np.float64]
-    std: npt.NDArray[np.float64]
-    vocabularies: tuple[npt.NDArray[np.str_], ...]
-
-    @property
-    def width(self) -> int:
-        """Number of features per row."""
-        return len(self.mean) + sum(map(len, self.vocabularies))
+    def __init__(self, rows: AdultRows, chosen: npt.NDArray[np.int64]) -> None:
+        numbers = rows.numbers[chosen]
+        std = numbers.std(axis=0)
+        self.mean, self.std = numbers.mean(axis=0), np.where(std > 0, std, 1.0)
+        self.vocabularies = [np.unique(column) for column in rows.words[chosen].T]
+        self.width = len(self.mean) + sum(map(len, self.vocabularies))
 
     def encode(self, rows: AdultRows) -> npt.NDArray[np.float64]:
         """Returns the features: the numbers, then one column per known category."""
         features = np.zeros((len(rows.labels), self.width))
         start = len(self.mean)
         features[:, :start] = (rows.numbers - self.mean) / self.std
-        for column, vocabulary in enumerate(self.vocabularies):
-            words = rows.words[:, column]
+        for words, vocabulary in zip(rows.words.T, self.vocabularies, strict=True):
             index = np.searchsorted(vocabulary, words).clip(max=len(vocabulary) - 1)
             known = np.flatnonzero(vocabulary[index] == words)
             features[known, start + index[known]] = 1.0
             start += len(vocabulary)
         return features
-
-
-def fit_encoder(rows: AdultRows, chosen: npt.NDArray[np.int64]) -> AdultEncoder:
-    """Fits an encoder to the chosen rows; a constant column is only centered."""
-    numbers, words = rows.numbers[chosen], rows.words[chosen]
-    std = numbers.std(axis=0)
-    return AdultEncoder(
-        numbers.mean(axis=0),
-        np.where(std > 0, std, 1.0),
-        tuple(np.unique(words[:, column]) for column in range(words.shape[1])),
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -157,10 +156,18 @@ def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, Array] | None
 def _read_or_build(
     folder: Path, read: Callable[[], dict[str, Array] | None], build: Callable[[], None]
 ) -> dict[str, Array] | None:
-    """Reads an entry. If several processes need to build it, one does, and the others wait."""
+    """Reads an entry. If several processes need to build it, one does, and the others wait.
+
+    Proceeds without a lock if locking fails.
+    """
     found = read()
     if found is None:
-        with _build_lock(folder):
+        with ExitStack() as stack:
+            with suppress(OSError):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                stream = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
+                # The lock ends with the process, so that no process waits for a dead one.
+                fcntl.flock(stream, fcntl.LOCK_EX)
             found = read()
             if found is None:
                 build()
@@ -172,27 +179,13 @@ def _read_or_build(
 def _new_entry(folder: Path) -> Iterator[Path]:
     """Yields an empty directory, which replaces `folder` unless the block raises."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, broken = (
-        Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent)) for prefix in (".new-", ".old-")
-    )
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix=".new-", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir(0o700)
         yield fresh
         if folder.exists():
             # A directory can only be renamed onto an empty one, so a broken entry is moved away.
-            folder.rename(broken)
+            folder.rename(Path(scratch) / "old")
         fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(broken, ignore_errors=True)
-
-
-@contextmanager
-def _build_lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time build an entry; proceeds without a lock if locking fails."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            stream = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
-            # The lock ends with the process, so that no process waits for a dead one.
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -39,6 +39,7 @@ def to_arrays(
 def to_array(column: Any, fill: float | None = None) -> Array:
     """Converts a pyarrow Array or ChunkedArray to one NumPy array. Raises RowError."""
     import pyarrow as pa
+    import pyarrow.types as types
 
     if isinstance(column, pa.ChunkedArray):
         chunks = column.chunks or [pa.array([], column.type)]
@@ -47,18 +48,14 @@ def to_array(column: Any, fill: float | None = None) -> Array:
         shape = getattr(column.type, "shape", None)
         flat = to_array(column.storage, fill)
         return flat.reshape(len(flat), *shape) if shape else flat
-    return _convert(column, fill)
-
-
-def _convert(column: Any, fill: float | None) -> Array:
-    import pyarrow as pa
-    import pyarrow.types as types
-
     kind = column.type
     if types.is_dictionary(kind):
         return to_array(column.dictionary_decode(), fill)
     if types.is_struct(kind) and {"type", "values"} <= {field.name for field in kind}:
-        return _convert_vectors(column, fill)
+        sparse = to_array(column.field("type"), fill) != 1
+        if sparse.any():
+            raise RowError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
+        return to_array(column.field("values"), fill)
     nested = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
     binary = types.is_binary(kind) or types.is_large_binary(kind)
     if column.null_count:
@@ -72,7 +69,7 @@ def _convert(column: Any, fill: float | None) -> Array:
             column = column.fill_null(pa.scalar(fill).cast(column.type))
         except pa.ArrowInvalid:
             raise RowError(f"nulls of {kind} cannot be filled with {fill!r}") from None
-        return _convert(column, None)
+        return to_array(column)
     if nested:
         fixed = types.is_fixed_size_list(kind)
         length = kind.list_size if fixed else _one_length(np.diff(column.offsets.to_numpy()))
@@ -118,10 +115,3 @@ def _one_length(lengths: Array) -> int:
         row = int(np.argmax(differs))
         raise RowError(f"{int(lengths[row]):,} values where others have {int(lengths[0]):,}", row)
     return int(lengths[0])
-
-
-def _convert_vectors(column: Any, fill: float | None) -> Array:
-    sparse = to_array(column.field("type"), fill) != 1
-    if sparse.any():
-        raise RowError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
-    return to_array(column.field("values"), fill)

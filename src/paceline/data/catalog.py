@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,11 +130,8 @@ class DatasetFiles:
 
     def find(self, *names: str) -> Path | None:
         """Returns the first of these files that exists; directories take precedence over names."""
-        for folder in self.folders:
-            for name in names:
-                if (folder / name).is_file():
-                    return folder / name
-        return None
+        paths = (folder / name for folder in self.folders for name in names)
+        return next((path for path in paths if path.is_file()), None)
 
     def require(self, *names: str) -> Path:
         """Like `find`, but raises DataError if none exists, or for another size than published."""
@@ -216,11 +213,8 @@ def find_dataset_files(name: str, data_dir: Path | None) -> DatasetFiles:
     base = Path(
         data_dir or os.environ.get("PACELINE_DATA") or os.path.expanduser("~/.cache/paceline/data")
     )
-    try:
-        named = [
-            child for child in base.iterdir() if normalize_name(child.name) == normalize_name(name)
-        ]
-    except OSError:
-        named = []
-    folders = sorted(child for child in named if child.is_dir()) or [base / name]
-    return DatasetFiles(ENTRIES[name], base, (*folders, base))
+    folders: list[Path] = []
+    with suppress(OSError):
+        named = (c for c in base.iterdir() if normalize_name(c.name) == normalize_name(name))
+        folders = sorted(child for child in named if child.is_dir())
+    return DatasetFiles(ENTRIES[name], base, (*(folders or [base / name]), base))

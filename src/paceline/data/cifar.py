@@ -41,10 +41,9 @@ def locate(files: DatasetFiles) -> tuple[Path, ...]:
     if archive is not None:
         _check_archive(files, archive)
         return (archive,)
-    for folder in files.folders:
-        for name in PICKLED:
-            if (folder / name).exists():
-                raise _refuse_pickle(files, folder / name)
+    for path in (folder / name for folder in files.folders for name in PICKLED):
+        if path.exists():
+            raise _refuse_pickle(files, path)
     raise files.missing(ARCHIVES[0])
 
 

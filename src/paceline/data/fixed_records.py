@@ -68,7 +68,7 @@ class IdxSource(BlockSource):
             url = file.url.replace("images-idx3", "labels-idx1")
             if url == file.url:
                 raise file.error(
-                    "its name must contain images-idx3, from which that of its labels is derived",
+                    "its name must contain images-idx3, from which that of its labels is derived"
                 )
             labels = named.get(url) or list_files(url)[0]
             shape, packed = _read_head(file)

@@ -68,7 +68,6 @@ def read(
 
 def read_file(files: DatasetFiles, path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     """Returns the array of one IDX file of bytes. Raises DataError like `read`."""
-    files.check_size(path)
     shape, expected = read_header(files, path, dimensions)
     content = files.read_checked(path)
     if path.suffix == ".gz":
@@ -82,8 +81,9 @@ def read_file(files: DatasetFiles, path: Path, dimensions: int) -> npt.NDArray[n
 def read_header(files: DatasetFiles, path: Path, dimensions: int) -> tuple[tuple[int, ...], int]:
     """Returns the shape and the size of the uncompressed file; decompresses only the first bytes.
 
-    Raises DataError for a wrong magic number, no rows, or images that are not 28x28.
+    Raises DataError for a wrong size or magic number, no rows, or images that are not 28x28.
     """
+    size = files.check_size(path)
     length = 4 + 4 * dimensions
     head = files.read_head(path, 1024 if path.suffix == ".gz" else length)
     if path.suffix == ".gz":
@@ -103,7 +103,10 @@ def read_header(files: DatasetFiles, path: Path, dimensions: int) -> tuple[tuple
         raise files.corrupt(path, f"images are {sizes[1]}x{sizes[2]}, expected {SIDE}x{SIDE}")
     if sizes[0] == 0:
         raise files.corrupt(path, "contains no rows")
-    return tuple(sizes), length + math.prod(sizes)
+    shape, expected = tuple(sizes), length + math.prod(sizes)
+    if path.suffix != ".gz" and size != expected:
+        raise files.corrupt(path, f"header {shape} requires {expected:,} bytes, found {size:,}")
+    return shape, expected
 
 
 def _decompress(files: DatasetFiles, path: Path, content: bytes, expected: int) -> bytes:
@@ -121,11 +124,14 @@ def _decompress(files: DatasetFiles, path: Path, content: bytes, expected: int) 
 def _locate_part(files: DatasetFiles, stem: str) -> IdxSplit:
     full = _variants(f"{stem}-images-idx3-ubyte")
     subset = None if files.find(*full) else _find_subset(files, stem)
-    images = subset or files.require(*full)
-    count = _check_header(files, images, IMAGES)
+    images = subset[1] if subset else files.require(*full)
+    count = read_header(files, images, IMAGES)[0][0]
+    if subset and count != subset[0]:
+        what = f"contains {count:,} images, but its name says {subset[0]:,}"
+        raise files.corrupt(images, what)
     own = files.find(*_variants(f"{stem}-labels-first{count}-idx1-ubyte")) if subset else None
     labels = own or files.require(*_variants(f"{stem}-labels-idx1-ubyte"))
-    labelled = _check_header(files, labels, LABELS)
+    labelled = read_header(files, labels, LABELS)[0][0]
     # A subset of the images may use the first labels of the full file.
     if labelled < count or (labelled > count and (own or not subset)):
         what = f"{labelled:,} labels, expected {count:,} as in {images.name}"
@@ -140,25 +146,12 @@ def _locate_part(files: DatasetFiles, stem: str) -> IdxSplit:
     return IdxSplit(images, labels, count, (note,))
 
 
-def _check_header(files: DatasetFiles, path: Path, dimensions: int) -> int:
-    """Returns the number of rows."""
-    size = files.check_size(path)
-    shape, expected = read_header(files, path, dimensions)
-    if path.suffix != ".gz" and size != expected:
-        raise files.corrupt(path, f"header {shape} requires {expected:,} bytes, found {size:,}")
-    named = _SUBSET.fullmatch(path.name)
-    if dimensions == IMAGES and named and shape[0] != int(named[1]):
-        what = f"contains {shape[0]:,} images, but its name says {int(named[1]):,}"
-        raise files.corrupt(path, what)
-    return shape[0]
-
-
 def _variants(name: str) -> tuple[str, str]:
     return f"{name}.gz", name
 
 
-def _find_subset(files: DatasetFiles, stem: str) -> Path | None:
-    """Returns the largest subset of images in the first directory that has one."""
+def _find_subset(files: DatasetFiles, stem: str) -> tuple[int, Path] | None:
+    """Returns the largest subset of images in the first directory that has one, and its size."""
     for folder in files.folders:
         found = [
             (int(match[1]), path)
@@ -166,5 +159,5 @@ def _find_subset(files: DatasetFiles, stem: str) -> Path | None:
             if (match := _SUBSET.fullmatch(path.name)) and path.is_file()
         ]
         if found:
-            return max(found)[1]
+            return max(found)
     return None

@@ -53,7 +53,7 @@ class ImageFolderSource(BlockSource):
             if image.shape != self._shape:
                 raise file.error(
                     f"has the size {_name(image.shape)}, but {self._images[0].url} has "
-                    f"{_name(self._shape)}; use --shape to resize all images",
+                    f"{_name(self._shape)}; use --shape to resize all images"
                 )
             images[row] = image
         return images, self._labels[part]

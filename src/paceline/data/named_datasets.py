@@ -33,9 +33,8 @@ PLAIN_FILES = {"adult": ("adult.data", "adult.test"), "tinyshakespeare": ("input
 """Files of datasets that are published in one form only."""
 
 Indices = npt.NDArray[np.int64]
-Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]
-ImagePart = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], Indices | None]
-"""Images, labels, and the rows to use; all by default."""
+Part = tuple[npt.NDArray[Any], npt.NDArray[Any], Indices | None]
+"""Features, labels, and the rows to use; all by default."""
 
 
 def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
@@ -73,26 +72,52 @@ def load(
     int64. Raises UsageError for an unknown name or dtype, or if `augment` is set for a dataset
     without images, and DataError if a file is missing, damaged or empty.
     """
-    from paceline.data.in_memory import check_dtype
+    from paceline.data import in_memory
 
     name = catalog.check_name(name)
-    options = FeatureOptions(dtype=dtype, augment=augment, seed=seed)
-    check_dtype(dtype)
-    if augment and catalog.kind(name) != "image":
+    kind = catalog.kind(name)
+    in_memory.check_dtype(dtype)
+    if augment and kind != "image":
         raise UsageError(f"augment: {name} is not an image dataset")
+    files = find_dataset_files(name, data_dir)
+    if name == "tinyshakespeare":
+        texts, classes = text.read(files, *map(files.require, PLAIN_FILES[name]))
+        first, middle, last = (in_memory.TextWindowDataset(part, text.WINDOW) for part in texts)
+        return DatasetSplits(name, (text.WINDOW,), classes, kind, first, middle, last)
+    parts, notes = _read_parts(name, files)
+    shape = parts[0][0].shape[1:]
+    options = FeatureOptions(dtype=dtype, augment=augment, seed=seed)
+    train, val, test = (
+        in_memory.ArrayDataset(
+            features,
+            labels,
+            dtype=dtype,
+            rows=rows,
+            scaling=in_memory.PixelScaling(*PIXELS[name]) if name in PIXELS else None,
+            augmentation=None if number else in_memory.choose_augmentation(shape, options),
+            seed=seed,
+        )
+        for number, (features, labels, rows) in enumerate(parts)
+    )
+    classes = len(adult.LABELS) if name == "adult" else IMAGE_CLASSES
+    return DatasetSplits(name, shape, classes, kind, train, val, test, notes)
+
+
+def _read_parts(name: str, files: DatasetFiles) -> tuple[list[Part], tuple[str, ...]]:
+    """Returns the training, validation and test rows, and notes."""
     if name == "digits":
         images, labels = digits.read()
         split = hashing.split_holdout(len(images), digits.VALIDATION, digits.TEST)
-        return _load_images(name, [(images, labels, rows) for rows in split], options)
-    files = find_dataset_files(name, data_dir)
-    if name == "adult":
-        return _load_adult(files, dtype)
-    if name == "tinyshakespeare":
-        return _load_text(files)
-    train: Pair
-    test: Pair
+        return [(images, labels, rows) for rows in split], ()
+    train: tuple[npt.NDArray[Any], npt.NDArray[Any]]
+    test: tuple[npt.NDArray[Any], npt.NDArray[Any]]
     notes: tuple[str, ...] = ()
-    if name == "cifar10":
+    if name == "adult":
+        paths = [files.require(file) for file in PLAIN_FILES[name]]
+        rows, tests = (adult.read(files, path) for path in paths)
+        encoder = adult.AdultEncoder(rows, _hold_out_tenth(name, len(rows.labels))[0])
+        train, test = ((encoder.encode(part), part.labels) for part in (rows, tests))
+    elif name == "cifar10":
         arrays = cifar.read(files, cifar.locate(files))
         train, test = (
             (arrays[f"{part}_images"], arrays[f"{part}_labels"]) for part in ("train", "test")
@@ -101,57 +126,8 @@ def load(
         parts = idx.locate(files)
         notes = tuple(note for part in parts for note in part.notes)
         train, test = (idx.read(files, part) for part in parts)
-    kept, held = _hold_out_tenth(name, len(train[0]))
-    return _load_images(name, [(*train, kept), (*train, held), (*test, None)], options, notes)
-
-
-def _load_images(
-    name: str, parts: list[ImagePart], options: FeatureOptions, notes: tuple[str, ...] = ()
-) -> DatasetSplits:
-    """Makes a dataset of the parts train, val and test; only the first is augmented."""
-    from paceline.data.in_memory import ArrayDataset, PixelScaling, choose_augmentation
-
-    shape = parts[0][0].shape[1:]
-    train, val, test = (
-        ArrayDataset(
-            images,
-            labels,
-            dtype=options.dtype,
-            rows=rows,
-            scaling=PixelScaling(*PIXELS[name]),
-            augmentation=None if number else choose_augmentation(shape, options),
-            seed=options.seed,
-        )
-        for number, (images, labels, rows) in enumerate(parts)
-    )
-    return DatasetSplits(name, shape, IMAGE_CLASSES, "image", train, val, test, notes)
-
-
-def _load_adult(files: DatasetFiles, dtype: str) -> DatasetSplits:
-    from paceline.data.in_memory import ArrayDataset
-
-    paths = [files.require(file) for file in PLAIN_FILES["adult"]]
-    rows, tests = (adult.read(files, path) for path in paths)
-    train, val = _hold_out_tenth("adult", len(rows.labels))
-    encoder = adult.fit_encoder(rows, train)
-    features = encoder.encode(rows)
-    return DatasetSplits(
-        "adult",
-        (encoder.width,),
-        len(adult.LABELS),
-        "table",
-        ArrayDataset(features[train], rows.labels[train], dtype=dtype),
-        ArrayDataset(features[val], rows.labels[val], dtype=dtype),
-        ArrayDataset(encoder.encode(tests), tests.labels, dtype=dtype),
-    )
-
-
-def _load_text(files: DatasetFiles) -> DatasetSplits:
-    from paceline.data.in_memory import TextWindowDataset
-
-    parts, classes = text.read(files, *map(files.require, PLAIN_FILES["tinyshakespeare"]))
-    train, val, test = (TextWindowDataset(part, text.WINDOW) for part in parts)
-    return DatasetSplits("tinyshakespeare", (text.WINDOW,), classes, "text", train, val, test)
+    kept, held = _hold_out_tenth(name, len(train[1]))
+    return [(*train, kept), (*train, held), (*test, None)], notes
 
 
 def _hold_out_tenth(name: str, count: int) -> tuple[Indices, Indices]:

@@ -70,7 +70,7 @@ class ParquetSource(BlockSource):
             if not found.equals(kind):
                 raise file.error(
                     f"column {name!r} has the type {found}, but {kind} in {self._first.url}; "
-                    "all files must have the same schema",
+                    "all files must have the same schema"
                 )
         groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
         return [
