@@ -21,8 +21,7 @@ from conftest import RunCli, read_result, wait_until
 from paceline.data import digits
 from paceline.errors import RunFailed, UsageError
 from paceline.spark.engine import summarize_spark_error
-from paceline.spark.job_archive import pack_job, read_job, write_job
-from paceline.spark.shared_storage import as_store
+from paceline.spark.job_archive import as_store, pack_job, read_job, write_job
 
 MISSING = spark_cluster.why_not()
 needs_spark = pytest.mark.skipif(

@@ -6,16 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.spark.engine import SparkEngine
+    from paceline.spark.engine import SparkEngine, run
     from paceline.spark.estimator import PacelineEstimator
     from paceline.spark.model import PacelineModel
-    from paceline.spark.run_function import run
 
 _WHERE = {
     "PacelineEstimator": "estimator",
     "PacelineModel": "model",
     "SparkEngine": "engine",
-    "run": "run_function",
+    "run": "engine",
 }
 __all__ = ["PacelineEstimator", "PacelineModel", "SparkEngine", "run"]
 

@@ -1,11 +1,12 @@
 """Spark engine: one barrier task per worker, started by a single DataFrame operation.
 
 `mapInArrow(..., barrier=True)` works both in classic sessions and with Spark Connect, where no JVM
-is available.
+is available. `run` calls a function of the user in such tasks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -171,18 +172,24 @@ def barrier_task(function: Callable[[int], str]) -> Callable[[Iterator[Any]], It
     return task
 
 
+def load_session_class() -> Any:
+    """Imports pyspark. Raises UsageError if it is missing."""
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        raise UsageError("pyspark is not installed; run pip install 'paceline[spark]'") from None
+    return SparkSession
+
+
 def open_session(master: str | None) -> SparkSession:
     """Opens a session as configured by spark-defaults.conf and the environment.
 
     Raises UsageError if pyspark is missing, RunFailed if no session can be opened.
     """
-    try:
-        from pyspark.sql import SparkSession
-    except ModuleNotFoundError:
-        raise UsageError("pyspark is not installed; run pip install 'paceline[spark]'") from None
+    session_class = load_session_class()
     # Defaults to this interpreter's path: clusters often share their environments.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.appName("paceline")
+    builder = session_class.builder.appName("paceline")
     if master is not None:
         builder = builder.master(master)
     try:
@@ -261,3 +268,87 @@ def summarize_spark_error(error: BaseException) -> str:
             return message.format(*(group.strip() for group in found.groups()))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
+
+
+def run(
+    function: Callable[..., Any],
+    num_workers: int = 2,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    session: SparkSession | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` in `num_workers` simultaneous barrier tasks.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in each, so
+    that `torch.distributed.init_process_group("gloo")` works. Return values must be
+    JSON-compatible; the list is in the order of ranks. Raises RunFailed with the worker's error if
+    one fails, or on timeout.
+    """
+    if num_workers < 1:
+        raise UsageError(f"num_workers {num_workers}: must be at least 1")
+    session = session or load_session_class().getActiveSession()
+    if session is None:
+        raise UsageError("no active Spark session; create one with SparkSession.builder")
+    check_session(session)
+    wait_for_slots(session, num_workers)
+    task = make_task_function(function, args, kwargs or {}, num_workers)
+    job = BarrierJob(session, num_workers, task)
+    try:
+        job.thread.join(timeout_s)
+        if job.thread.is_alive():
+            raise RunFailed(f"the function did not return on all workers within {timeout_s:g} s")
+    finally:
+        job.cancel()
+    if job.error is not None:
+        raise RunFailed(summarize_spark_error(job.error), str(job.error))
+    assert job.results is not None
+    return [json.loads(text) for text in job.results]
+
+
+def make_task_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+) -> Callable[[int], str]:
+    def call(index: int) -> str:
+        import json
+        import os
+        import socket
+        import traceback
+
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        # The address at which other executors reach this one.
+        address = context.getTaskInfos()[index].address.rsplit(":", 1)[0]
+        with socket.socket() as free:
+            free.bind((address, 0))
+            port = free.getsockname()[1]
+            local = json.dumps({"address": address, "port": port})
+            others = [json.loads(text) for text in context.allGather(local)]
+        local_ranks = [rank for rank, other in enumerate(others) if other["address"] == address]
+        os.environ.update(
+            RANK=str(index),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(local_ranks.index(index)),
+            LOCAL_WORLD_SIZE=str(len(local_ranks)),
+            MASTER_ADDR=others[0]["address"],
+            MASTER_PORT=str(others[0]["port"]),
+        )
+        try:
+            answer = function(*args, **kwargs)
+        except Exception as error:
+            traceback.print_exc()
+            # Not in the raise statement: Spark's traceback contains the source line, too.
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")
+            text = f"paceline error: worker {index} on {socket.gethostname()}: {text}"
+            raise RuntimeError(text) from error
+        try:
+            return json.dumps(answer)
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"paceline error: worker {index} returned a value that is not JSON-compatible "
+                f"({error}); return numbers, text, lists or dicts, and write tensors to a file"
+            ) from None
+
+    return call

@@ -37,9 +37,8 @@ from paceline.spark.dataframe_export import (
     export_dataframe,
 )
 from paceline.spark.engine import SparkEngine, setting
-from paceline.spark.job_archive import pack_job, write_job
+from paceline.spark.job_archive import as_store, pack_job, write_job
 from paceline.spark.model import PacelineModel
-from paceline.spark.shared_storage import as_store
 from paceline.strategies.registry import parse_strategy
 
 CROSS_ENTROPY = "cross_entropy"

@@ -2,19 +2,25 @@
 
 An archive contains `job.json` (fields, and references to model and loss) and the source file that
 defines them, or a Keras model in Keras's own format; `job.py` turns it into a job file. A fitted
-model consists of the same files and the trained weights.
+model consists of the same files and the trained weights. Exported data and run folders are in a
+store that the driver and the executors share.
 """
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.data.stores import open_store
 from paceline.errors import UsageError
 from paceline.job import Job, build_job
 from paceline.plugins import load_module
@@ -153,3 +159,59 @@ def build_trained(files: dict[str, bytes], shape: tuple[int, ...], classes: int 
         module = module.to(getattr(torch, job.dtype))
         load_model(module, str(folder / "model.safetensors"))
     return module.eval()
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    """A directory or URL; `folder` is set if it is accessible as local files."""
+
+    url: str
+    folder: Path | None
+
+    def run_url(self, name: str) -> str:
+        return f"{self.url}/runs/{name}"
+
+    @contextmanager
+    def stage_run(self, name: str) -> Iterator[Path]:
+        """Yields a run folder: in the storage if that is local, else uploaded at the end."""
+        if self.folder is not None:
+            out = self.folder / "runs" / name
+            out.parent.mkdir(parents=True, exist_ok=True)
+            yield out
+            return
+        with tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True) as tmp:
+            out = Path(tmp) / name
+            try:
+                yield out
+            finally:
+                # Also after a failure, when the run folder is most useful.
+                if out.exists():
+                    _upload(out, self.run_url(name))
+
+
+def as_store(text: str | None, master: str) -> SharedStorage:
+    """Parses the `store` setting. Raises UsageError if it is required but not set."""
+    if text is None:
+        if not master.startswith("local"):
+            raise UsageError(
+                f"store is not set, and executors of {master or 'the cluster'} may not have access "
+                "to this machine's files; set a shared one, for example "
+                "store='hdfs://host:8020/paceline'"
+            )
+        text = tempfile.mkdtemp(prefix="paceline-store-")
+        atexit.register(shutil.rmtree, text, ignore_errors=True)
+    text = text.removeprefix("file://")
+    if "://" in text:
+        return SharedStorage(text.rstrip("/"), None)
+    folder = Path(text).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return SharedStorage(str(folder), folder)
+
+
+def _upload(folder: Path, url: str) -> None:
+    store, path = open_store(url)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            target = f"{path.rstrip('/')}/{file.relative_to(folder).as_posix()}"
+            store.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            store.put_file(str(file), target)

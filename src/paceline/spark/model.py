@@ -85,7 +85,7 @@ class PacelineModel(
 
     @classmethod
     def read(cls) -> MLReader[PacelineModel]:
-        return _ModelReader(cls)
+        return _ModelReader()
 
 
 def make_predict(
@@ -130,10 +130,6 @@ class _ModelWriter(MLWriter):
 
 
 class _ModelReader(MLReader[PacelineModel]):
-    def __init__(self, cls: type[PacelineModel]) -> None:
-        super().__init__()
-        self._cls = cls
-
     def load(self, path: str) -> PacelineModel:
         session = self.sparkSession
         metadata = DefaultParamsReader.loadMetadata(path, session)
@@ -141,7 +137,7 @@ class _ModelReader(MLReader[PacelineModel]):
         files = {row["name"]: bytes(row["data"]) for row in rows}
         if FACTS not in files:
             raise UsageError(f"{path} does not contain a saved PacelineModel")
-        model = self._cls(files, json.loads(files.pop(FACTS)))
+        model = PacelineModel(files, json.loads(files.pop(FACTS)))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model
