@@ -87,7 +87,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, files: list[Path]) -> None:
         import pyarrow.parquet as pq
 
-        from paceline.data.arrow_columns import to_array
+        from paceline.data.arrow_sources import to_array
 
         table = pq.read_table(files)
         self._images = torch.from_numpy(to_array(table.column("image")).copy())
@@ -180,7 +180,7 @@ def write_floats(files: list[Path], folder: Path) -> list[Path]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from paceline.data.arrow_columns import to_array
+    from paceline.data.arrow_sources import to_array
 
     folder.mkdir()
     written = []

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data import as_dataset, read, stores
-from paceline.data.arrow_columns import to_array
+from paceline.data.arrow_sources import to_array
 from paceline.data.blocks import RowError
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits

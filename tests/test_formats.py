@@ -231,9 +231,9 @@ print(json.dumps(seen))
 
 
 def test_csv_is_read_in_ranges_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data import csv_source
+    from paceline.data import arrow_sources
 
-    monkeypatch.setattr(csv_source, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(arrow_sources, "CSV_BLOCK_BYTES", 200)
     lines = "".join(f"{i},{i / 2},{i % 3}\r\n" + ("\r\n" if i == 40 else "") for i in range(90))
     write(tmp_path / "a.csv", b"a,b,label\r\n" + lines.encode())
     write(tmp_path / "b.csv.gz", gzip.compress(b"a,b,label\n1000,2.5,1"))

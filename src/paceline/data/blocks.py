@@ -24,12 +24,12 @@ Rows = tuple[Array, Array]
 GZIP_MAGIC = b"\x1f\x8b"
 
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "parquet": ("parquet:ParquetSource", (".parquet", ".pq")),
+    "parquet": ("arrow_sources:ParquetSource", (".parquet", ".pq")),
     "tfrecord": (
         "tfrecord:TFRecordSource",
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
-    "csv": ("csv_source:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
+    "csv": ("arrow_sources:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
     "idx": (
         "fixed_records:IdxSource",
         ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz"),

@@ -9,12 +9,12 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -80,6 +80,14 @@ class DaemonThreadPool:
         for _ in self._threads:
             self._tasks.put(None)
         self._threads = []
+
+
+def results_in_order(futures: Iterator[Future[T]], ahead: int) -> Iterator[T]:
+    """Yields the results in order; at most `ahead` futures are taken from the iterator early."""
+    pending = deque(islice(futures, ahead))
+    while pending:
+        yield pending.popleft().result()
+        pending.extend(islice(futures, 1))
 
 
 @dataclass
@@ -162,17 +170,13 @@ class BlockReader:
         The rows of the first block are given.
         """
         background = DaemonThreadPool(FETCHERS, "paceline-fetch")
-        blocks = self.source.blocks
-        ahead: deque[Future[Rows]] = deque()
+        tasks = (partial(self.read, block) for block in self.source.blocks[1:])
+        start = 0
         try:
-            start = 0
-            following = iter(blocks[1:])
-            for number, block in enumerate(blocks):
-                for more in islice(following, FETCHERS - len(ahead)):
-                    ahead.append(background.submit(partial(self.read, more)))
-                rows = first if number == 0 else ahead.popleft().result()
-                x[start : start + block.rows], y[start : start + block.rows] = rows
-                start += block.rows
+            for rows in chain([first], results_in_order(map(background.submit, tasks), FETCHERS)):
+                stop = start + len(rows[1])
+                x[start:stop], y[start:stop] = rows
+                start = stop
         finally:
             background.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -16,7 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import READERS, DaemonThreadPool, PipelinedDataset
+from paceline.data.streaming import (
+    READERS,
+    DaemonThreadPool,
+    PipelinedDataset,
+    results_in_order,
+)
 from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,
@@ -191,19 +195,15 @@ class ShuffleWindowReader:
         assert self.layout is not None
         count = window.hi - window.lo
         rows = np.concatenate([self._blocks.rows_of(number) for number in window.blocks])
-        following = map(self._blocks.fetch, window.blocks)
-        reading = deque(itertools.islice(following, READERS))
         x = y = np.empty(0)
         start = 0
-        while reading:
-            part_x, part_y = reading.popleft().result()
+        for part_x, part_y in results_in_order(map(self._blocks.fetch, window.blocks), READERS):
             if start == 0:
                 x = np.empty((count, *part_x.shape[1:]), part_x.dtype)
                 y = np.empty((count, *part_y.shape[1:]), part_y.dtype)
             stop = start + len(part_y)
             x[start:stop], y[start:stop] = part_x, part_y
             start = stop
-            reading.extend(itertools.islice(following, 1))
         order = np.arange(count, dtype=np.int64)
         if self.layout.window:
             order = np.argsort(hash_rows((self.layout.seed, epoch), rows), kind="stable")
