@@ -131,10 +131,9 @@ class BarrierJob:
     def _run(self, count: int, function: Callable[[int], str]) -> None:
         try:
             self._session.addTag(self._tag)
+            task = barrier_task(function)
             frame = self._session.range(0, count, 1, count)
-            rows = frame.mapInArrow(
-                barrier_task(function), "index long, answer string", barrier=True
-            ).collect()
+            rows = frame.mapInArrow(task, "index long, answer string", barrier=True).collect()
             self.results = [row["answer"] for row in sorted(rows, key=lambda r: r["index"])]
         except BaseException as error:
             self.error = error

@@ -9,14 +9,7 @@ from typing import Any
 
 from pyspark import keyword_only
 from pyspark.ml.base import Estimator
-from pyspark.ml.param import Param, TypeConverters
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasLabelCol,
-    HasPredictionCol,
-    HasRawPredictionCol,
-    HasSeed,
-)
+from pyspark.ml.param import Param, TypeConverters, shared
 from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
 from pyspark.sql import DataFrame
 
@@ -70,11 +63,11 @@ JOB_FIELDS = ("batch", "epochs", "optimizer", "lr", "schedule", "clip", "until",
 
 class PacelineEstimator(
     Estimator[PacelineModel],
-    HasFeaturesCol,
-    HasLabelCol,
-    HasPredictionCol,
-    HasRawPredictionCol,
-    HasSeed,
+    shared.HasFeaturesCol,
+    shared.HasLabelCol,
+    shared.HasPredictionCol,
+    shared.HasRawPredictionCol,
+    shared.HasSeed,
     DefaultParamsReadable["PacelineEstimator"],
     DefaultParamsWritable,
 ):

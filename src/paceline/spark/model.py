@@ -6,17 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pyspark.ml import util
 from pyspark.ml.base import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.param.shared import HasFeaturesCol, HasPredictionCol, HasRawPredictionCol
-from pyspark.ml.util import (
-    DefaultParamsReader,
-    DefaultParamsWriter,
-    MLReadable,
-    MLReader,
-    MLWritable,
-    MLWriter,
-)
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
@@ -36,8 +29,8 @@ class PacelineModel(
     HasFeaturesCol,
     HasPredictionCol,
     HasRawPredictionCol,
-    MLReadable["PacelineModel"],
-    MLWritable,
+    util.MLReadable["PacelineModel"],
+    util.MLWritable,
 ):
     """A fitted model. `result` is the run's `result.json`, `run` the location of the run folder."""
 
@@ -80,11 +73,11 @@ class PacelineModel(
             made = made.withColumn(self.getRawPredictionCol(), raw)
         return made.drop(hidden)
 
-    def write(self) -> MLWriter:
+    def write(self) -> util.MLWriter:
         return _ModelWriter(self)
 
     @classmethod
-    def read(cls) -> MLReader[PacelineModel]:
+    def read(cls) -> util.MLReader[PacelineModel]:
         return _ModelReader()
 
 
@@ -113,7 +106,7 @@ def make_predict(
     return predict
 
 
-class _ModelWriter(MLWriter):
+class _ModelWriter(util.MLWriter):
     """Writes Spark's standard metadata, and the files as rows of Parquet, for any store."""
 
     def __init__(self, model: PacelineModel) -> None:
@@ -122,22 +115,22 @@ class _ModelWriter(MLWriter):
 
     def saveImpl(self, path: str) -> None:  # noqa: N802
         session = self.sparkSession
-        DefaultParamsWriter.saveMetadata(self._model, path, session)
+        util.DefaultParamsWriter.saveMetadata(self._model, path, session)
         files = {**self._model._files, FACTS: json.dumps(self._model._facts).encode()}
         rows = [(name, bytearray(data)) for name, data in files.items()]
         frame = session.createDataFrame(rows, "name string, data binary")
         frame.coalesce(1).write.mode("overwrite").parquet(f"{path}/files")
 
 
-class _ModelReader(MLReader[PacelineModel]):
+class _ModelReader(util.MLReader[PacelineModel]):
     def load(self, path: str) -> PacelineModel:
         session = self.sparkSession
-        metadata = DefaultParamsReader.loadMetadata(path, session)
+        metadata = util.DefaultParamsReader.loadMetadata(path, session)
         rows = session.read.parquet(f"{path}/files").collect()
         files = {row["name"]: bytes(row["data"]) for row in rows}
         if FACTS not in files:
             raise UsageError(f"{path} does not contain a saved PacelineModel")
         model = PacelineModel(files, json.loads(files.pop(FACTS)))
         model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
+        util.DefaultParamsReader.getAndSetParams(model, metadata)
         return model
