@@ -66,7 +66,7 @@ def make_fit_data(
     if class_weight is not None:
         sample_weight = _apply_class_weight(y, sample_weight, class_weight)
     batch = batch_size or DEFAULT_BATCH
-    return ArrayFitData(x, y, sample_weight, batch=batch, shuffle=shuffle, seed=seed)
+    return ArrayFitData((x, y, sample_weight), batch=batch, shuffle=shuffle, seed=seed)
 
 
 def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
@@ -89,22 +89,16 @@ def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
             "fit() received single samples; batch them, for example with dataset.batch(32)"
         )
     joined = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    given = joined if isinstance(joined, tuple | list) else (joined,)
-    x, y, weight = (*given, None, None)[:3]
-    return x, y, weight, len(first)
+    return (*_three(joined), len(first))
 
 
 class ArrayFitData(FitData):
     """Arrays, or dicts and lists of them, all of the same length."""
 
-    def __init__(
-        self, x: Any, y: Any, weight: Any, *, batch: int, shuffle: bool, seed: int
-    ) -> None:
+    def __init__(self, parts: tuple[Any, ...], *, batch: int, shuffle: bool, seed: int) -> None:
         self._tree = import_keras().tree
-        self._parts = self._map(_standard, (x, y, weight))
-        self._arrays = [
-            a for part in self._parts if part is not None for a in self._tree.flatten(part)
-        ]
+        self._parts = self._map(_standard, parts)
+        self._arrays = [a for a in self._tree.flatten(self._parts) if a is not None]
         lengths = sorted({len(a) for a in self._arrays})
         if len(lengths) != 1:
             raise UsageError(f"fit() received arrays of unequal lengths: {lengths}")
@@ -130,8 +124,8 @@ class ArrayFitData(FitData):
         first = self._map(lambda array: array[:cut], self._parts)
         last = self._map(lambda array: array[cut:], self._parts)
         return (
-            ArrayFitData(*first, batch=self.batch, shuffle=order.shuffle, seed=order.seed),
-            ArrayFitData(*last, batch=self.batch, shuffle=False, seed=order.seed),
+            ArrayFitData(first, batch=self.batch, shuffle=order.shuffle, seed=order.seed),
+            ArrayFitData(last, batch=self.batch, shuffle=False, seed=order.seed),
         )
 
     def digest(self) -> str:
@@ -175,21 +169,16 @@ class BatchFitData(FitData):
             raise UsageError("fit() received a PyDataset without a length; define __len__")
         self._data, self._tree = data, import_keras().tree
         self.batch = self._size(data[0])
-        self._count = int(data.num_batches)
-        self.samples = self.batch * (self._count - 1) + self._size(data[self._count - 1])
-        self._order = EpochOrder(self._count, seed, shuffle=bool(shuffle))
+        before_last = int(data.num_batches) - 1
+        self.samples = self.batch * before_last + self._size(data[before_last])
+        # Without a short batch, which stays last.
+        self._full = self.samples // self.batch
+        self._order = EpochOrder(self._full, seed, shuffle=bool(shuffle))
         self._epoch = 0
         self._held: tuple[int, Any] = (-1, None)
 
     def _size(self, batch: Any) -> int:
         return len(self._tree.flatten(batch)[0])
-
-    def _number(self, epoch: int, position: int) -> int:
-        if self.samples % self.batch and position == self._count - 1:
-            return position  # The short batch stays last.
-        full = self.samples // self.batch
-        order = self._order.rows(epoch, 0, self._count)
-        return int(order[order < full][position])
 
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         while self._epoch < epoch:
@@ -199,7 +188,9 @@ class BatchFitData(FitData):
         while lo < hi:
             position = lo // self.batch
             end = min(hi, (position + 1) * self.batch)
-            number = self._number(epoch, position)
+            number = position
+            if position < self._full:
+                number = int(self._order.rows(epoch, position, position + 1)[0])
             if self._held[0] != number:
                 self._held = (number, self._tree.map_structure(_tensor_of, self._data[number]))
             batch = self._held[1]

@@ -14,15 +14,9 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
+from paceline.keras import optimizers
 from paceline.keras.fit_data import FitData
 from paceline.keras.module import KerasModule
-from paceline.keras.optimizers import (
-    export_slots,
-    import_slots,
-    make_torch_optimizer,
-    step_at,
-    translate,
-)
 from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady, split_batch
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica
@@ -59,8 +53,7 @@ class FitSession:
         self._validation_logs: dict[str, Any] = {}
         self._epoch = 0
         """Epoch of the run; it keeps counting if a script calls fit several times."""
-        count = min(BUILD_ROWS, source.samples)
-        rows = source.take(0, 0, count)
+        rows = source.take(0, 0, min(BUILD_ROWS, source.samples))
         if rows[1] is None:
             rows = tuple(part for part in rows if part is not None)
         model._symbolic_build(data_batch=rows)
@@ -74,9 +67,9 @@ class FitSession:
         self._optimizer = model.optimizer
         self._steps_before = int(model.optimizer.iterations)
         self._module = KerasModule(model)
-        self._torch = make_torch_optimizer(model.optimizer, self._module.parameters())
-        import_slots(model.optimizer, model, self._torch)
-        clip = translate(model.optimizer)[1]
+        self._torch = optimizers.make_torch_optimizer(model.optimizer, self._module.parameters())
+        optimizers.import_slots(model.optimizer, model, self._torch)
+        clip = optimizers.translate(model.optimizer)[1]
         session.join_group(Replica(self._module, self._torch, clip=clip), seed=seed)
         self.group = session.context.group
         self._check_same_data(seed)
@@ -214,7 +207,7 @@ class FitSession:
         raise UsageError("the run ended before fit(): a stop condition was met (until, patience)")
 
     def _set_rate(self, lease: Lease) -> None:
-        step = step_at(lease.epoch, lease.start, *self._facts)
+        step = optimizers.step_at(lease.epoch, lease.start, *self._facts)
         self._optimizer.iterations.assign(self._steps_before + step)
         rate = float(self._optimizer._get_current_learning_rate())
         for group in self._torch.param_groups:
@@ -275,4 +268,5 @@ class FitSession:
         trained = {id(p): name for name, p in self._module.named_parameters()}
         variables = self.model.trainable_variables
         slots = slots_by_parameter(self._client.runner.export_state())
-        export_slots(self._optimizer, variables, [trained[id(v.value)] for v in variables], slots)
+        given = [slots.get(trained[id(variable.value)], {}) for variable in variables]
+        optimizers.export_slots(self._optimizer, variables, given)

@@ -55,11 +55,10 @@ class _FitPatch:
 
     def install(self) -> None:
         model = self._keras.Model
-        patch = self
 
         @functools.wraps(model.fit)
         def fit(model_self: Any, *args: Any, **options: Any) -> Any:
-            return patch.fit(model_self, *args, **options)
+            return self.fit(model_self, *args, **options)
 
         model.fit = fit
         for name, quiet in (("evaluate", 2), ("predict", 0)):
@@ -148,9 +147,8 @@ class _FitPatch:
             self._fit_session = FitSession(
                 self._session, model, source, validation, seed=seed, epochs=count
             )
-        fit_session = self._fit_session
-        fit_session.check_again(model, source)
-        return fit_session.fit(
+        self._fit_session.check_again(model, source)
+        return self._fit_session.fit(
             source,
             validation,
             epochs=range(initial_epoch, epochs),

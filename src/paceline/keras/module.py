@@ -88,9 +88,7 @@ class KerasModule(torch.nn.Module):
     def regularization(self) -> torch.Tensor:
         """Returns the layer penalties (kernel_regularizer, add_loss) of the last forward pass."""
         losses: list[torch.Tensor] = self.keras_model.losses
-        return (
-            torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else torch.zeros(())
-        )
+        return torch.cat([loss.reshape(1) for loss in losses]).sum() if losses else torch.zeros(())
 
     def save_extra_files(self, folder: Path) -> None:
         """Saves the architecture in Keras's own format, next to `model.safetensors`."""

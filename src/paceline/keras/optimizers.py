@@ -238,14 +238,11 @@ def translate(optimizer: Any) -> tuple[OptimizerSpec, float | None]:
     return cls(**options), config.get("global_clipnorm") or None
 
 
-def make_torch_optimizer(
-    optimizer: Any, parameters: Iterable[torch.nn.Parameter]
-) -> TorchKerasOptimizer:
+def make_torch_optimizer(optimizer: Any, parameters: Iterable[Tensor]) -> TorchKerasOptimizer:
     """Returns a torch optimizer equivalent to the Keras optimizer."""
     options = translate(optimizer)[0].options()
-    return CLASSES[type(optimizer).__name__](
-        parameters, lr=float(optimizer.learning_rate), **options
-    )
+    cls = CLASSES[type(optimizer).__name__]
+    return cls(parameters, lr=float(optimizer.learning_rate), **options)
 
 
 def import_slots(optimizer: Any, model: Any, converted: TorchKerasOptimizer) -> None:
@@ -261,16 +258,14 @@ def import_slots(optimizer: Any, model: Any, converted: TorchKerasOptimizer) -> 
         converted.state[variable.value] = state
 
 
-def export_slots(
-    optimizer: Any, variables: list[Any], names: list[str], slots: dict[str, dict[str, Any]]
-) -> None:
-    """Copies slots back to the Keras optimizer, so that saving it keeps them."""
+def export_slots(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]) -> None:
+    """Copies the slots of each variable to the Keras optimizer, so that saving it keeps them."""
     if not optimizer.built:
         optimizer.build(variables)
-    for index, name in enumerate(names):
+    for index, given in enumerate(slots):
         for slot, kept in _keras_slots(optimizer, index).items():
-            if slot in slots.get(name, {}):
-                kept.assign(slots[name][slot])
+            if slot in given:
+                kept.assign(given[slot])
 
 
 def _keras_slots(optimizer: Any, index: int) -> dict[str, Any]:

@@ -206,11 +206,10 @@ class TfDataset:
         return TfDataset(lambda: itertools.islice(self, count, None), kept)
 
     def repeat(self, count: int | None = None) -> TfDataset:
-        if count is not None and count >= 0:
-            total = self._count * count if self._count >= 0 else self._count
-            return TfDataset(lambda: (item for _ in range(count) for item in self), total)
-
-        return TfDataset(lambda: (item for _ in itertools.count() for item in self), INFINITE)
+        if count is None or count < 0:
+            return TfDataset(lambda: (item for _ in itertools.count() for item in self), INFINITE)
+        total = self._count * count if self._count >= 0 else self._count
+        return TfDataset(lambda: (item for _ in range(count) for item in self), total)
 
     def shuffle(self, *args: Any, **options: Any) -> TfDataset:
         """Returns the dataset unchanged; Paceline reshuffles all samples every epoch."""
