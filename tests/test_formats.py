@@ -271,9 +271,9 @@ def test_csv_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_idx_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data import fixed_records
+    from paceline.data import idx
 
-    monkeypatch.setattr(fixed_records, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(idx, "BLOCK_BYTES", 100)
     images = np.arange(20 * 9, dtype=np.uint8).reshape(20, 3, 3)
     labels = np.arange(20, dtype=np.uint8) % 4
     head = struct.pack(">4B3I", 0, 0, 8, 3, 20, 3, 3)

@@ -39,15 +39,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ArrayDataset": "in_memory",
-    "TextWindowDataset": "in_memory",
-    "TorchDatasetAdapter": "adapters",
-    "DataPipeline": "pipeline",
-    "read": "pipeline",
-    "TensorPairDataset": "adapters",
-    "as_dataset": "adapters",
-    "load": "named_datasets",
-    "locate": "named_datasets",
+    **dict.fromkeys(("TensorPairDataset", "TorchDatasetAdapter", "as_dataset"), "adapters"),
+    **dict.fromkeys(("ArrayDataset", "TextWindowDataset"), "in_memory"),
+    **dict.fromkeys(("load", "locate"), "named_datasets"),
+    **dict.fromkeys(("DataPipeline", "read"), "pipeline"),
 }
 
 

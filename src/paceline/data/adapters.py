@@ -71,9 +71,7 @@ def _open_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Any,
     return loader.dataset, collate or given
 
 
-def _hold_rows(
-    dataset: Any, collate: Collate | None, dtype: torch.dtype | None
-) -> TensorPairDataset:
+def _hold_rows(dataset: Any, collate: Collate | None, dtype: torch.dtype | None) -> MapDataset:
     """Reads an IterableDataset into memory, because its rows cannot be indexed."""
     join = collate or default_collate
     parts: list[Batch] = []
@@ -145,11 +143,8 @@ class TorchDatasetAdapter:
 
 def _check_pair(dataset: Any, pair: Any, count: int) -> Batch:
     name = f"a batch of {type(dataset).__name__}"
-    if (
-        not isinstance(pair, (tuple, list))
-        or len(pair) != 2
-        or not all(isinstance(part, torch.Tensor) for part in pair)
-    ):
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not all(isinstance(part, torch.Tensor) for part in pair):
         raise DataError(f"{name} is not a pair of tensors (features, labels): {_name(pair)}")
     if any(part.ndim == 0 or len(part) != count for part in pair):
         raise DataError(f"{name} of {count} rows has the shapes {_name(pair)}")

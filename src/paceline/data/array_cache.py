@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data.blocks import Array, DataBlock, Rows
+from paceline.data.blocks import Array, Bytes, DataBlock, Rows
 from paceline.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from paceline.data.pipeline import DataPipeline
     from paceline.data.streaming import BlockReader
 
-ByteArrays = dict[str, npt.NDArray[np.uint8]]
+ByteArrays = dict[str, Bytes]
 
 
 def root() -> Path:

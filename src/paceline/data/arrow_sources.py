@@ -26,16 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.blocks import (
-    GZIP_MAGIC,
-    Array,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    RowError,
-    Rows,
-)
-from paceline.data.stores import StoredFile, require_extra, scheme_of
+from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, RowError, Rows
+from paceline.data.stores import GZIP_MAGIC, StoredFile, require_extra, scheme_of
 from paceline.errors import DataError
 
 CSV_BLOCK_BYTES = 4 << 20
@@ -230,18 +222,15 @@ class CsvSource(ArrowSource):
             # Arrow skips empty lines; a single carriage return is also one.
             rows = sum(line not in (b"", b"\r") for line in content.split(b"\n"))
             if begin == 0:
-                self._check_head(file, content.partition(b"\n")[0] + b"\n")
+                head = content.partition(b"\n")[0] + b"\n"
+                self._head, self._head_url = self._head or head, self._head_url or file.url
+                if head.strip() != self._head.strip():
+                    ours, theirs = (h.decode(errors="replace").strip() for h in (head, self._head))
+                    raise file.error(f"has the columns {ours!r}, but {self._head_url} {theirs!r}")
                 rows -= 1
             if rows > 0:
                 blocks.append(DataBlock(number, begin, rows, size))
         return blocks
-
-    def _check_head(self, file: StoredFile, head: bytes) -> None:
-        if not self._head:
-            self._head, self._head_url = head, file.url
-        if head.strip() != self._head.strip():
-            ours, theirs = (h.decode(errors="replace").strip() for h in (head, self._head))
-            raise file.error(f"has the columns {ours!r}, but {self._head_url} {theirs!r}")
 
     def _parse(self, block: DataBlock, types: dict[str, Any] | None) -> Any:
         import pyarrow as pa
@@ -253,13 +242,12 @@ class CsvSource(ArrowSource):
             content = self._head + content
         elif content[:2] == GZIP_MAGIC:
             content = file.unpack(content)
+        delimiter = "\t" if ".tsv" in file.name.lower() else ","
         try:
             return csv.read_csv(
                 io.BytesIO(content),
                 read_options=csv.ReadOptions(use_threads=False),
-                parse_options=csv.ParseOptions(
-                    delimiter="\t" if ".tsv" in file.name.lower() else ","
-                ),
+                parse_options=csv.ParseOptions(delimiter=delimiter),
                 convert_options=csv.ConvertOptions(
                     column_types=types, include_columns=list(types) if types else None
                 ),

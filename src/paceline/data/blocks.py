@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from paceline.data.dataset import DatasetSplits
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 Rows = tuple[Array, Array]
 """Features and labels as stored; batches are scaled and converted later."""
-
-GZIP_MAGIC = b"\x1f\x8b"
 
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parquet": ("arrow_sources:ParquetSource", (".parquet", ".pq")),
@@ -30,11 +29,8 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
     "csv": ("arrow_sources:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
-    "idx": (
-        "fixed_records:IdxSource",
-        ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz"),
-    ),
-    "cifar": ("fixed_records:CifarSource", (".bin",)),
+    "idx": ("idx:IdxSource", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")),
+    "cifar": ("cifar:CifarSource", (".bin",)),
     "images": (
         "image_folder:ImageFolderSource",
         (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"),

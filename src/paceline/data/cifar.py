@@ -1,6 +1,7 @@
 """CIFAR-10, binary version: six files of records, unpacked or in the published archive.
 
-A record has 3,073 bytes: a label, then 1,024 red, 1,024 green and 1,024 blue, row by row.
+A record has 3,073 bytes: a label, then 1,024 red, 1,024 green and 1,024 blue, row by row. Other
+files of such records can be read by URL, in byte ranges.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import numpy as np
 
 from paceline.data import array_cache
 from paceline.data.array_cache import ByteArrays
-from paceline.data.blocks import GZIP_MAGIC
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows
 from paceline.data.catalog import DatasetFiles
+from paceline.data.stores import GZIP_MAGIC, StoredFile
 from paceline.errors import DataError
 
+BLOCK_BYTES = 4 << 20
 CLASSES = 10
 RECORD = 1 + 3 * 32 * 32
 FOLDER = "cifar-10-batches-bin"
@@ -148,3 +151,35 @@ def _fits(arrays: ByteArrays) -> bool:
         arrays[f"{part}_images"].shape == (len(arrays[f"{part}_labels"]), 3, 32, 32)
         for part in ("train", "test")
     )
+
+
+class CifarSource(BlockSource):
+    """Files of records at a URL."""
+
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
+        super().__init__(files, selection)
+        self._find_blocks(self._find)
+
+    def _find(self, file: StoredFile, number: int) -> list[DataBlock]:
+        rows, rest = divmod(file.size, RECORD)
+        if rest:
+            raise file.error(
+                f"has {file.size:,} bytes, not a multiple of {RECORD:,}: it is "
+                "truncated, or not in CIFAR's format",
+                at=rows * RECORD,
+            )
+        step = BLOCK_BYTES // RECORD
+        counts = [min(step, rows - first) for first in range(0, rows, step)]
+        return [
+            DataBlock(number, index * step * RECORD, count, count * RECORD)
+            for index, count in enumerate(counts)
+        ]
+
+    def read(self, block: DataBlock) -> Rows:
+        file = self.files[block.file]
+        content = file.read(block.offset, block.offset + block.size)
+        if len(content) != block.size:
+            raise file.error("is truncated", at=block.offset + len(content))
+        records = np.frombuffer(content, np.uint8).reshape(block.rows, RECORD)
+        images = records[:, 1:].reshape(block.rows, 3, 32, 32)
+        return self._shape_features(block, [images]), records[:, 0]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.data.blocks import Array
 from paceline.data.in_memory import ArrayDataset
 from paceline.data.named_datasets import PIXELS, load
 from paceline.data.pipeline import FACTS, PARTS, read_metadata
@@ -91,9 +91,7 @@ def convert(
     return facts
 
 
-def write_parquet(
-    feature: str, features: npt.NDArray[Any], labels: npt.NDArray[Any], compress: bool
-) -> bytes:
+def write_parquet(feature: str, features: Array, labels: Array, compress: bool) -> bytes:
     """Returns one file: bytes as binary, other features as fixed-size lists, in many row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -21,16 +21,8 @@ from paceline.data import array_cache, hashing
 from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
 from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
 from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
-from paceline.data.pipeline import (
-    DataPipeline,
-    apply_metadata,
-    fill_settings,
-    list_data_files,
-    list_splits,
-    open_source,
-    read_metadata,
-)
-from paceline.data.stores import StoredFile
+from paceline.data.pipeline import DataPipeline, describe, fill_settings, list_splits, open_source
+from paceline.data.stores import Files
 from paceline.data.streaming import (
     READERS,
     BlockReader,
@@ -80,9 +72,8 @@ def _build_matching(
     like: DataPipeline, pipeline: DataPipeline, options: FeatureOptions, shape: tuple[int, ...]
 ) -> MapDataset:
     """Builds validation data like the training data. Raises DataError if the shapes differ."""
-    pipeline = apply_metadata(pipeline, read_metadata(pipeline.urls[0]))
-    pipeline = fill_settings(pipeline, like, "maps")
-    found = _open_part(pipeline, list_data_files(pipeline), options)
+    pipeline, files, _ = describe(pipeline)
+    found = _open_part(fill_settings(pipeline, like, "maps"), files, options)
     if found.input_shape != shape:
         raise DataError(
             f"{pipeline.urls[0]}: rows have the shape {found.input_shape}, but {shape} in training"
@@ -91,11 +82,7 @@ def _build_matching(
 
 
 def _open_part(
-    pipeline: DataPipeline,
-    files: tuple[StoredFile, ...],
-    options: FeatureOptions,
-    *,
-    hold_out: bool = False,
+    pipeline: DataPipeline, files: Files, options: FeatureOptions, *, hold_out: bool = False
 ) -> DatasetSplits:
     """Returns the rows of some files in `train`, without a tenth in `val` if `hold_out`."""
     source = open_source(pipeline, files)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.data.blocks import Array, Rows
+from paceline.data.blocks import Array, Bytes, Rows
 from paceline.data.dataset import FeatureOptions
 from paceline.data.hashing import hash_rows
 from paceline.errors import DataError, UsageError
@@ -70,9 +70,7 @@ class Augmentation:
     pad: int
     flip: bool
 
-    def apply(
-        self, images: npt.NDArray[np.uint8], indices: Indices, *, seed: int, epoch: int
-    ) -> npt.NDArray[np.uint8]:
+    def apply(self, images: Bytes, indices: Indices, *, seed: int, epoch: int) -> Bytes:
         """Returns an augmented copy of images (N, C, H, W); the n-th is keyed by `indices[n]`."""
         count, channels, height, width = images.shape
         pad, span = self.pad, np.uint64(2 * self.pad + 1)
@@ -83,7 +81,7 @@ class Augmentation:
         padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), np.uint8)
         padded[:, :, pad : pad + height, pad : pad + width] = images
         windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-        cropped: npt.NDArray[np.uint8] = windows[np.arange(count), :, down, right]
+        cropped: Bytes = windows[np.arange(count), :, down, right]
         if self.flip:
             flipped = ((bits >> np.uint64(32)) & np.uint64(1)).astype(np.bool_)
             cropped[flipped] = cropped[flipped, :, :, ::-1]

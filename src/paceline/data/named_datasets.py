@@ -9,12 +9,12 @@ published test set, is split 1297 / 200 / 300 in the same way.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data import adult, catalog, cifar, digits, hashing, idx, text
+from paceline.data.blocks import Array, Rows
 from paceline.data.catalog import DatasetFiles, find_dataset_files
 from paceline.data.dataset import DatasetSplits, FeatureOptions
 from paceline.errors import DataError, UsageError
@@ -33,7 +33,7 @@ PLAIN_FILES = {"adult": ("adult.data", "adult.test"), "tinyshakespeare": ("input
 """Files of datasets that are published in one form only."""
 
 Indices = npt.NDArray[np.int64]
-Part = tuple[npt.NDArray[Any], npt.NDArray[Any], Indices | None]
+Part = tuple[Array, Array, Indices | None]
 """Features, labels, and the rows to use; all by default."""
 
 
@@ -109,8 +109,8 @@ def _read_parts(name: str, files: DatasetFiles) -> tuple[list[Part], tuple[str, 
         images, labels = digits.read()
         split = hashing.split_holdout(len(images), digits.VALIDATION, digits.TEST)
         return [(images, labels, rows) for rows in split], ()
-    train: tuple[npt.NDArray[Any], npt.NDArray[Any]]
-    test: tuple[npt.NDArray[Any], npt.NDArray[Any]]
+    train: Rows
+    test: Rows
     notes: tuple[str, ...] = ()
     if name == "adult":
         paths = [files.require(file) for file in PLAIN_FILES[name]]

@@ -25,15 +25,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, get_args
 
+from paceline.data import stores
 from paceline.data.blocks import FORMATS, BlockSource, ColumnSelection, check_format, guess_format
-from paceline.data.stores import (
-    StoredFile,
-    join_url,
-    list_files,
-    make_absolute,
-    parent_url,
-    read_if_exists,
-)
+from paceline.data.stores import Files
 from paceline.errors import DataError, UsageError, suggest_name
 
 Shard = Literal["auto", "file", "row_group", "sample", "off"]
@@ -151,7 +145,7 @@ def read(
     if isinstance(features, str):
         features = [name.strip() for name in features.split(",") if name.strip()]
     return DataPipeline(
-        urls=tuple(make_absolute(one) for one in urls),
+        urls=tuple(stores.make_absolute(one) for one in urls),
         selection=ColumnSelection(
             tuple(features), label, tuple(shape) if shape else None, fill, skip_empty
         ),
@@ -179,8 +173,8 @@ def _check(value: str, known: tuple[str, ...], what: str) -> None:
 
 def read_metadata(url: str) -> dict[str, Any]:
     """Returns the dataset's description; empty if there is none."""
-    location = join_url(parent_url(url), FACTS)
-    content = read_if_exists(location)
+    location = stores.join_url(stores.parent_url(url), FACTS)
+    content = stores.read_if_exists(location)
     try:
         facts = {} if content is None else json.loads(content)
     except ValueError as error:
@@ -201,33 +195,29 @@ def fill_settings(pipeline: DataPipeline, other: DataPipeline, *names: str) -> D
     return replace(pipeline, selection=replace(given, **columns), **settings)
 
 
-def apply_metadata(pipeline: DataPipeline, facts: dict[str, Any]) -> DataPipeline:
-    """Fills settings that the user did not give from the dataset's description."""
+def describe(pipeline: DataPipeline) -> tuple[DataPipeline, Files, dict[str, Any]]:
+    """Returns the pipeline, its data files, and the dataset's description.
+
+    Settings that the user did not give are those of the description.
+    """
+    found = (file for url in pipeline.urls for file in stores.list_files(url))
+    files = tuple(file for file in found if file.name != FACTS)
+    facts = read_metadata(pipeline.urls[0])
+    features, shape = (tuple(facts.get(name) or ()) for name in ("features", "shape"))
     full, mean, std = facts.get("scale") or (0, (), ())
     described = DataPipeline(
         urls=pipeline.urls,
-        selection=ColumnSelection(
-            tuple(facts.get("features") or ()),
-            facts.get("label"),
-            tuple(facts.get("shape") or ()) or None,
-        ),
+        selection=ColumnSelection(features, facts.get("label"), shape or None),
         scale=(float(full), tuple(mean), tuple(std)) if full else None,
         format=facts.get("format"),
         classes=facts.get("classes"),
     )
-    return fill_settings(pipeline, described, "format", "classes")
+    return fill_settings(pipeline, described, "format", "classes"), files, facts
 
 
-def list_data_files(pipeline: DataPipeline) -> tuple[StoredFile, ...]:
-    """Returns all data files that a pipeline reads, without the description."""
-    return tuple(file for url in pipeline.urls for file in list_files(url) if file.name != FACTS)
-
-
-def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[StoredFile, ...]]]:
+def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, Files]]:
     """Returns the files of each split, if the description defines splits."""
-    files = list_data_files(pipeline)
-    facts = read_metadata(pipeline.urls[0])
-    pipeline = apply_metadata(pipeline, facts)
+    pipeline, files, facts = describe(pipeline)
     if facts.get("parts"):
         divided = {part: tuple(f for f in files if f.name.startswith(f"{part}-")) for part in PARTS}
         if divided["train"]:
@@ -235,9 +225,7 @@ def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, tuple[S
     return pipeline, {"train": files}
 
 
-def open_source(
-    pipeline: DataPipeline, files: tuple[StoredFile, ...], limit: int | None = None
-) -> BlockSource:
+def open_source(pipeline: DataPipeline, files: Files, limit: int | None = None) -> BlockSource:
     """Opens the first `limit` files, or all; their names suggest the format if none is set."""
     form = check_format(pipeline.format or guess_format(pipeline.urls[0], files))
     module, _, name = FORMATS[form][0].partition(":")

@@ -13,6 +13,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -28,6 +29,7 @@ ATTEMPTS = 3
 """Number of attempts to read, with exponential backoff."""
 FIRST_PAUSE_S = 0.5
 
+GZIP_MAGIC = b"\x1f\x8b"
 _GLOB = "*?["
 _HIDDEN = ("_", ".")
 
@@ -50,27 +52,23 @@ class StoredFile:
         store, path = open_store(self.url)
         scheme = scheme_of(self.url)
 
-        def read() -> bytes:
-            content: bytes
-            if scheme in ("file", "sftp"):
-                # The cat_file of sftp ignores the range and returns the whole file.
-                with store.open(path, "rb") as stream:
-                    stream.seek(start)
-                    content = stream.read(-1 if stop is None else stop - start)
-            else:
-                content = store.cat_file(path, start=start or None, end=stop)
-            return content
+        def read() -> Any:
+            if scheme not in ("file", "sftp"):
+                return store.cat_file(path, start=start or None, end=stop)
+            # The cat_file of sftp ignores the range and returns the whole file.
+            with store.open(path, "rb") as stream:
+                stream.seek(start)
+                return stream.read(-1 if stop is None else stop - start)
 
         remote_range = stop is not None and scheme != "file"
         where = f" (bytes {start:,} to {stop:,})" if remote_range else ""
-        return with_retries(self.url, read, where)
+        content: bytes = with_retries(self.url, read, where)
+        return content
 
-    def unpack(
-        self, content: bytes, decompress: Callable[[bytes], bytes] = gzip.decompress
-    ) -> bytes:
+    def unpack(self, data: bytes, decompress: Callable[[bytes], bytes] = gzip.decompress) -> bytes:
         """Decompresses contents of the file. Raises DataError if they are truncated or damaged."""
         try:
-            return decompress(content)
+            return decompress(data)
         except (EOFError, OSError, zlib.error) as error:
             raise self.error(f"is truncated or damaged ({error})") from None
 
@@ -78,6 +76,9 @@ class StoredFile:
         """Returns a one-line error about the file, at a position or at a byte of it."""
         byte = "" if at is None else f" (at byte {at:,})"
         return DataError(f"{self.url}{where}{byte}: {' '.join(what.split())}")
+
+
+Files = tuple[StoredFile, ...]
 
 
 def is_url_or_path(text: str) -> bool:
@@ -189,7 +190,7 @@ def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
 
 
-def list_files(url: str) -> tuple[StoredFile, ...]:
+def list_files(url: str) -> Files:
     """Returns the data files of a URL (a file, a directory or a pattern), sorted.
 
     Names that begin with "_" or "." are markers of other programs and are skipped. Raises DataError
@@ -267,11 +268,10 @@ def join_url(folder: str, name: str) -> str:
 def read_if_exists(url: str) -> bytes | None:
     """Reads a small file; returns None if it does not exist."""
     store, path = open_store(url)
-    try:
-        content: bytes = store.cat_file(path)
-    except Exception:
-        # The file is optional; a real problem with the store surfaces in later reads.
-        return None
+    content: bytes | None = None
+    # The file is optional; a real problem with the store surfaces in later reads.
+    with suppress(Exception):
+        content = store.cat_file(path)
     return content
 
 

@@ -27,6 +27,7 @@ from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
 from paceline.data.pipeline import Change, DataPipeline
 
 T = TypeVar("T")
+Task = tuple[Future[Any], Callable[[], Any]]
 
 READERS = 2
 """Threads that read blocks; one waits for the store while the other decodes."""
@@ -41,9 +42,7 @@ class DaemonThreadPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._max_threads = threads
         self._name = name
@@ -132,19 +131,19 @@ class MemoryBlockCache:
                 self._kept[block] = (rows[0].copy(), rows[1].copy())
 
 
+@dataclass
 class BlockReader:
     """Reads, decodes and maps blocks; checks that each has the layout of the first."""
 
-    def __init__(self, source: BlockSource, maps: Sequence[Change] = ()) -> None:
-        self.source = source
-        self.times = ReadTimes()
-        self._maps = tuple(maps)
-        self.kept: MemoryBlockCache | None = None
-        """In-process cache of mapped blocks."""
-        self.stored: DiskBlockCache | None = None
-        """On-disk cache of blocks as stored."""
-        self._like: tuple[Any, ...] | None = None
-        self._like_file = ""
+    source: BlockSource
+    maps: Sequence[Change] = ()
+    kept: MemoryBlockCache | None = None
+    """In-process cache of mapped blocks."""
+    stored: DiskBlockCache | None = None
+    """On-disk cache of blocks as stored."""
+    times: ReadTimes = field(default_factory=ReadTimes)
+    _like: tuple[Any, ...] | None = None
+    _like_file: str = ""
 
     def read(self, block: DataBlock) -> Rows:
         kept = self.kept.get(block) if self.kept is not None else None
@@ -182,10 +181,10 @@ class BlockReader:
 
     def _map(self, rows: Rows) -> Rows:
         """Applies the user's functions to stored rows, as torch tensors that share memory."""
-        if not self._maps:
+        if not self.maps:
             return rows
         x, y = (torch.from_numpy(part if part.flags.writeable else part.copy()) for part in rows)
-        for change in self._maps:
+        for change in self.maps:
             x, y = change(x, y)
         return x.numpy(), y.numpy()
 

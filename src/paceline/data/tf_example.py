@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data.blocks import Array, RowError
-
-Bytes = npt.NDArray[np.uint8]
+from paceline.data.blocks import Array, Bytes, RowError
 
 BYTES, FLOATS, INTS = 1, 2, 3
 MAX_LAYOUTS = 64
@@ -112,7 +109,17 @@ def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]
                 values = _decode_span(records, span)
             except ValueError as error:
                 raise RowError(f"feature {name!r}: {error}", int(numbers[0])) from None
-            _store(columns, name, numbers, values, len(starts))
+            if name not in columns:
+                columns[name] = np.empty((len(starts), *values.shape[1:]), values.dtype)
+            column = columns[name]
+            what = None
+            if values.shape[1:] != column.shape[1:]:
+                what = f"{values.shape[1]:,} values, others have {column.shape[1]:,}"
+            elif values.dtype != column.dtype:
+                what = f"the type {values.dtype}, others have {column.dtype}"
+            if what:
+                raise RowError(f"feature {name!r} has {what}", int(numbers[0]))
+            column[numbers] = values
     return [columns[name] for name in names]
 
 
@@ -169,9 +176,7 @@ def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, Feature
     return found
 
 
-def _free(
-    length: int, found: dict[str, FeatureSpan], names: tuple[str, ...]
-) -> npt.NDArray[np.bool_]:
+def _free(length: int, found: dict[str, FeatureSpan], names: tuple[str, ...]) -> Array:
     """Returns a mask of the bytes that are values and may differ between records."""
     free = np.zeros(length, np.bool_)
     for name, span in found.items():
@@ -216,23 +221,6 @@ def _decode_varints(part: Bytes) -> Array:
     shifts = 7 * (np.arange(part.shape[1]) - np.repeat(starts, sizes)).astype(np.uint64)
     bits = (part & 0x7F).astype(np.uint64) << shifts
     return np.bitwise_or.reduceat(bits, starts, axis=1).view(np.int64)
-
-
-def _store(columns: dict[str, Array], name: str, rows: Array, values: Array, count: int) -> None:
-    if name not in columns:
-        columns[name] = np.empty((count, *values.shape[1:]), values.dtype)
-    column = columns[name]
-    what = None
-    if values.shape[1:] != column.shape[1:]:
-        what = f"{values.shape[1]:,} values, others have {column.shape[1]:,}"
-    elif values.dtype != column.dtype:
-        what = f"the type {values.dtype}, others have {column.dtype}"
-    if what:
-        raise RowError(f"feature {name!r} has {what}", int(rows[0]))
-    column[rows] = values
-
-
-# ---- writing ---------------------------------------------------------------------------------
 
 
 def _write_varint(value: int) -> bytes:

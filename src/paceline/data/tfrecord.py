@@ -20,19 +20,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data import array_cache
-from paceline.data.blocks import (
-    GZIP_MAGIC,
-    Array,
-    BlockSource,
-    ColumnSelection,
-    DataBlock,
-    RowError,
-    Rows,
-)
-from paceline.data.stores import StoredFile, require_extra
+from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, RowError, Rows
+from paceline.data.stores import GZIP_MAGIC, StoredFile, require_extra
 from paceline.data.tf_example import decode, encode, find_features
 
 BLOCK_BYTES = 4 << 20
@@ -124,15 +115,12 @@ def _check_records(file: StoredFile, content: bytes, base: int) -> Iterator[tupl
         length = _check_head(file, content[at : at + HEAD], base + at, base + len(content))
         start, stop = at + HEAD, at + HEAD + length
         if masked_crc(content[start:stop]) != struct.unpack_from("<I", content, stop)[0]:
-            what = "wrong checksum of a record: the file is damaged"
-            raise file.error(what, at=base + at)
+            raise file.error("wrong checksum of a record: the file is damaged", at=base + at)
         yield start, length
         at = stop + FOOT
 
 
-def _read_records(
-    file: StoredFile, block: DataBlock
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _read_records(file: StoredFile, block: DataBlock) -> tuple[Array, Array, Array]:
     """Returns the bytes of a block, and the starts and lengths of its records' data."""
     content = file.read(block.offset, block.offset + block.size)
     if block.offset == 0 and (decompress := _decompressor(content)):
