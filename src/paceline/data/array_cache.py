@@ -155,10 +155,7 @@ def _map_arrays(folder: Path, names: tuple[str, ...]) -> dict[str, Array] | None
 def _read_or_build(
     folder: Path, read: Callable[[], dict[str, Array] | None], build: Callable[[], None]
 ) -> dict[str, Array] | None:
-    """Reads an entry. If several processes need to build it, one does, and the others wait.
-
-    Proceeds without a lock if locking fails.
-    """
+    """Reads an entry. One process at a time builds it if needed, unless locking fails."""
     found = read()
     if found is None:
         with ExitStack() as stack:

@@ -6,16 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.dataset import DatasetSplits
 from paceline.data.stores import StoredFile
 from paceline.errors import DataError, UsageError, suggest_name
-
-if TYPE_CHECKING:
-    from paceline.data.dataset import DatasetSplits
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

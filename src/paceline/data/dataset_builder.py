@@ -13,23 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paceline.data import array_cache, hashing
+from paceline.data import array_cache, hashing, streaming
 from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
-from paceline.data.dataset import DatasetSplits, FeatureOptions, MapDataset
+from paceline.data.dataset import DatasetSplits, FeatureOptions, Kind, MapDataset
 from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
 from paceline.data.pipeline import DataPipeline, describe, fill_settings, list_splits, open_source
 from paceline.data.stores import Files
-from paceline.data.streaming import (
-    READERS,
-    BlockReader,
-    MemoryBlockCache,
-    PipelinedDataset,
-    StreamingDataset,
-)
+from paceline.data.streaming import BlockReader, StreamingDataset
 from paceline.errors import DataError, UsageError
 
 MIN_BLOCKS_TO_SPLIT = 10
@@ -88,7 +83,7 @@ def _open_part(
     source = open_source(pipeline, files)
     derived = source.derive_splits(hold_out)
     if derived is not None:
-        return replace(derived, train=PipelinedDataset(derived.train, pipeline))
+        return replace(derived, train=streaming.PipelinedDataset(derived.train, pipeline))
     reader = BlockReader(source, pipeline.maps)
     first = reader.read(source.blocks[0])
     shape = first[0].shape[1:]
@@ -110,21 +105,17 @@ def _open_part(
             val = ArrayDataset(x, y, rows=held, **plain)
         train = ArrayDataset(x, y, rows=kept, **augmented)
     else:
-
-        def stream(blocks: Sequence[DataBlock], conversion: dict[str, Any]) -> StreamingDataset:
-            return StreamingDataset(
-                reader,
-                blocks,
-                BatchTransform(**conversion, dimensions=len(shape)),
-                row_bytes=row_bytes(first),
-                # For current and prefetched windows; the cache takes half, decoding the rest.
-                memory_bytes=pipeline.memory_bytes * 3 // 8,
-                threads=max(READERS, pipeline.map_threads),
-            )
-
+        stream = partial(
+            StreamingDataset,
+            reader,
+            row_bytes=row_bytes(first),
+            # For current and prefetched windows; the cache takes half, decoding the rest.
+            memory_bytes=pipeline.memory_bytes * 3 // 8,
+            threads=max(streaming.READERS, pipeline.map_threads),
+        )
         blocks: Sequence[DataBlock] = source.blocks
         if pipeline.cache_in == "memory":
-            reader.kept = MemoryBlockCache(pipeline.memory_bytes // 2)
+            reader.kept = streaming.MemoryBlockCache(pipeline.memory_bytes // 2)
         elif pipeline.cache_in == "disk":
             folder = array_cache.root() / array_cache.name_copy(pipeline, reader)
             reader.stored = array_cache.DiskBlockCache(folder)
@@ -132,20 +123,13 @@ def _open_part(
             order = hashing.split_holdout(len(blocks), len(blocks) // 10)
             blocks, held_blocks = ([source.blocks[i] for i in part] for part in order)
             notes = (f"validation: {len(held_blocks)} of {len(source.blocks)} blocks",)
-            val = stream(held_blocks, plain)
+            val = stream(held_blocks, BatchTransform(**plain, dimensions=len(shape)))
         elif hold_out:
             notes = (f"no validation: {len(blocks)} blocks are too few to hold one out",)
-        train = stream(blocks, augmented)
-    return DatasetSplits(
-        name="",
-        input_shape=shape,
-        classes=classes,
-        kind="image" if len(shape) == 3 else "table",
-        train=PipelinedDataset(train, pipeline, shard),
-        val=val,
-        test=None,
-        notes=notes,
-    )
+        train = stream(blocks, BatchTransform(**augmented, dimensions=len(shape)))
+    train = streaming.PipelinedDataset(train, pipeline, shard)
+    kind: Kind = "image" if len(shape) == 3 else "table"
+    return DatasetSplits("", shape, classes, kind, train, val, None, notes)
 
 
 def _choose_scaling(pipeline: DataPipeline, x: Array) -> PixelScaling | None:
@@ -161,15 +145,11 @@ def _choose_scaling(pipeline: DataPipeline, x: Array) -> PixelScaling | None:
 
 def _count_classes(pipeline: DataPipeline, reader: BlockReader, first: Rows) -> int | None:
     source = reader.source
-    if pipeline.classes is not None:
+    if pipeline.classes is not None or first[1].dtype.kind == "f":
         return pipeline.classes
-    if first[1].dtype.kind == "f":
-        return None
     known = source.count_classes()
-    if known is not None:
+    if known is not None or source.row_count * row_bytes(first) > pipeline.memory_bytes // 2:
         return known
-    if source.row_count * row_bytes(first) > pipeline.memory_bytes // 2:
-        return None
     return 1 + max(int(reader.read(block)[1].max()) for block in source.blocks)
 
 

@@ -26,9 +26,6 @@ def locate() -> Path:
 
 
 def read() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Returns images (1797, 1, 8, 8) with pixels from 0 to 16, and labels.
-
-    Raises DataError as `locate` does.
-    """
+    """Returns images (1797, 1, 8, 8) with pixels from 0 to 16, and labels. Raises like `locate`."""
     with np.load(locate()) as arrays:
         return arrays["images"], arrays["labels"].astype(np.int64)

@@ -230,10 +230,8 @@ def _read_dimensions(file: StoredFile) -> tuple[tuple[int, ...], bool]:
 
 def _read_rows(file: StoredFile, begin: int, size: int, block: DataBlock) -> Bytes:
     start, stop = begin + block.offset * size, begin + (block.offset + block.rows) * size
-    if file.read(0, 2) == GZIP_MAGIC:
-        content = file.unpack(file.read())[start:stop]
-    else:
-        content = file.read(start, stop)
+    packed = file.read(0, 2) == GZIP_MAGIC
+    content = file.unpack(file.read())[start:stop] if packed else file.read(start, stop)
     if len(content) != stop - start:
         raise file.error("is truncated", at=start + len(content))
     return np.frombuffer(content, np.uint8)

@@ -64,8 +64,7 @@ class ImageFolderSource(BlockSource):
 
 def _hash(file: StoredFile) -> bytes:
     # Hashes the last two parts, so that the order does not depend on the location.
-    tail = "/".join(file.url.split("/")[-2:])
-    return hashlib.sha256(tail.encode()).digest()
+    return hashlib.sha256("/".join(file.url.split("/")[-2:]).encode()).digest()
 
 
 def _name(shape: tuple[int, ...]) -> str:

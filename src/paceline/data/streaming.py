@@ -164,10 +164,7 @@ class BlockReader:
         return rows
 
     def read_all(self, first: Rows, x: Array, y: Array) -> None:
-        """Reads all blocks into arrays, with at most `FETCHERS` of them in memory.
-
-        The rows of the first block are given.
-        """
+        """Reads all blocks into arrays, up to `FETCHERS` ahead; the rows of the first are given."""
         background = DaemonThreadPool(FETCHERS, "paceline-fetch")
         tasks = (partial(self.read, block) for block in self.source.blocks[1:])
         start = 0
@@ -268,14 +265,11 @@ class StreamingDataset:
                     continue
                 task = partial(self._reader.read, self.blocks[number])
                 self._held[number] = self._background.submit(task)
-            self._drop(len(numbers))
-
-    def _drop(self, needed: int) -> None:
-        """Evicts the oldest blocks until the rest fits into the memory limit."""
-        size = sum(self.blocks[n].rows * self._row_bytes for n in self._held)
-        while len(self._held) > max(2, needed) and size > self._memory_bytes:
-            number, _ = self._held.popitem(last=False)
-            size -= self.blocks[number].rows * self._row_bytes
+            # Evicts the oldest blocks until the rest fits into the memory limit.
+            size = sum(self.blocks[n].rows * self._row_bytes for n in self._held)
+            while len(self._held) > max(2, len(numbers)) and size > self._memory_bytes:
+                number, _ = self._held.popitem(last=False)
+                size -= self.blocks[number].rows * self._row_bytes
 
     def block(self, number: int) -> Rows:
         """Waits for the rows of one block. Raises what reading them raised."""
@@ -299,7 +293,6 @@ class StreamingDataset:
         return self._memory_bytes // (3 * self._row_bytes)
 
     def rows_of(self, number: int) -> Indices:
-        """Returns the row indices of a block."""
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
 
     def close(self) -> None:

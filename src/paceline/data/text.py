@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, Rows
+from paceline.data.catalog import DatasetFiles
+from paceline.data.dataset import DatasetSplits
 from paceline.data.stores import StoredFile
-
-if TYPE_CHECKING:
-    from paceline.data.catalog import DatasetFiles
-    from paceline.data.dataset import DatasetSplits
 
 WINDOW = 64
 
@@ -38,7 +35,6 @@ class TextSource(BlockSource):
         raise AssertionError("text is not read by blocks")
 
     def derive_splits(self, hold_out: bool) -> DatasetSplits:
-        from paceline.data.dataset import DatasetSplits
         from paceline.data.in_memory import TextWindowDataset
 
         texts = []

@@ -38,7 +38,6 @@ def _crc() -> Any:
 
 
 def masked_crc(content: bytes) -> int:
-    """Returns the masked CRC-32C of the format."""
     crc: int = _crc()(content)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -131,8 +130,7 @@ def _read_records(file: StoredFile, block: DataBlock) -> tuple[Array, Array, Arr
 
 def _find_blocks(file: StoredFile, number: int) -> list[DataBlock]:
     """Returns the blocks of a file from its index, which is written if absent."""
-    identity = f"{file.url} {file.size} {file.stamp}"
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{file.url} {file.size} {file.stamp}".encode()).hexdigest()[:24]
     path = array_cache.root() / "index" / f"{digest}.json"
     try:
         index = [(offset, size, rows) for offset, size, rows in json.loads(path.read_text())]
