@@ -8,7 +8,7 @@ updates the weights when the step has returned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,15 +109,12 @@ class FitSession:
             )
 
     def fit(
-        self,
-        source: FitData,
-        validation: FitData | None,
-        *,
-        epochs: Iterable[int],
-        callbacks: Any,
-        validation_freq: Any,
+        self, source: FitData, validation: FitData | None, epochs: range, callbacks: Any, freq: Any
     ) -> Any:
-        """Runs the epochs granted by the coordinator, with Keras's sequence of callbacks."""
+        """Runs the epochs granted by the coordinator, with Keras's sequence of callbacks.
+
+        `freq` is the `validation_freq` of Keras.
+        """
         model = self.model
         logs: dict[str, Any] = {}
         self._source, self._callbacks = source, callbacks
@@ -133,7 +130,7 @@ class FitSession:
                 self._run_epoch()
                 model.eval()
                 logs = self._train_logs or self._sum_metrics()
-                if self._validation is not None and model._should_eval(epoch, validation_freq):
+                if self._validation is not None and model._should_eval(epoch, freq):
                     logs |= {f"val_{name}": value for name, value in self._validation_logs.items()}
                 self._epoch += 1
                 callbacks.on_epoch_end(epoch, logs)
@@ -252,8 +249,7 @@ class FitSession:
                 self._callbacks.on_test_batch_begin(number)
                 logs = model.test_step(source.take(0, start, min(start + source.batch, hi)))
                 self._callbacks.on_test_batch_end(number, logs)
-        tracker = model._loss_tracker
-        local = (float(tracker.total), self._correct(), hi - lo)
+        local = (float(model._loss_tracker.total), self._correct(), hi - lo)
         self._validation_logs = self._sum_metrics()
         self._callbacks.on_test_end(self._validation_logs)
         model.reset_metrics()

@@ -6,9 +6,12 @@ weights, train together, and have the same model when it returns. Only worker 0 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.machinery
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,7 +156,7 @@ class _FitPatch:
             validation,
             epochs=range(initial_epoch, epochs),
             callbacks=self._list_callbacks(model, callbacks, verbose, epochs, source),
-            validation_freq=validation_freq,
+            freq=validation_freq,
         )
 
     def _list_callbacks(
@@ -183,10 +186,6 @@ class _FitPatch:
 
 def _lock_downloads() -> None:
     """Lets one worker per machine download a file to Keras's cache while the others wait."""
-    import fcntl
-    import sys
-    from pathlib import Path
-
     from keras.src.backend.config import keras_home
     from keras.src.utils import file_utils
 

@@ -119,7 +119,6 @@ class KerasLoss:
         self.__qualname__ = f"keras {self.name}"
 
     def prepare(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Converts inputs and targets to arrays of a dataset."""
         if isinstance(x, dict | list | tuple) or isinstance(y, dict | list | tuple):
             raise UsageError(
                 "a job requires one input array and one target array; "

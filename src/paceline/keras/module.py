@@ -59,10 +59,12 @@ class KerasModule(torch.nn.Module):
     layers differently in every process.
     """
 
+    keras_model: Any
+
     def __init__(self, model: Any) -> None:
         super().__init__()
-        # In a tuple, so that torch does not register the Keras model as a submodule.
-        self._held = (model,)
+        # Bypasses torch's __setattr__, which would register the Keras model as a submodule.
+        self.__dict__["keras_model"] = model
         self.__qualname__ = f"keras {model.name}"
         local = {id(g.state) for g in seed_generators(model)}
         trained = {id(v) for v in model.trainable_variables}
@@ -72,10 +74,6 @@ class KerasModule(torch.nn.Module):
                 self.register_parameter(name, variable.value)
             elif id(variable) not in local:
                 self.register_buffer(name, variable.value.detach())
-
-    @property
-    def keras_model(self) -> Any:
-        return self._held[0]
 
     def forward(self, inputs: torch.Tensor) -> Any:
         return self.keras_model(inputs, training=self.training)

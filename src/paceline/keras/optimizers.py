@@ -217,10 +217,7 @@ CLASSES: dict[str, type[TorchKerasOptimizer]] = {
 
 
 def translate(optimizer: Any) -> tuple[OptimizerSpec, float | None]:
-    """Converts a Keras optimizer to a spec and the maximum norm of the whole gradient.
-
-    Raises UsageError for unsupported options.
-    """
+    """Returns the spec and the maximum gradient norm. Raises UsageError for unsupported options."""
     name = type(optimizer).__name__
     if name not in CLASSES or not type(optimizer).__module__.startswith("keras."):
         raise UsageError(
