@@ -34,17 +34,11 @@ class RayEngine:
     name = "ray"
 
     def __init__(
-        self,
-        address: str | None = None,
-        *,
-        cpus_each: float = 1.0,
-        gpus_each: float = 0.0,
-        placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
+        self, address: str | None = None, *, cpus_each: float = 1.0, gpus_each: float = 0.0
     ) -> None:
         self._ray = load_ray()
         self._address = address
         self._needs = {"CPU": cpus_each} | ({"GPU": gpus_each} if gpus_each else {})
-        self._placement_timeout_s = placement_timeout_s
         self._is_ours = False
         self._group: Any = None
         self._actors: list[Any] = []
@@ -87,11 +81,11 @@ class RayEngine:
         self._check_size(len(tickets))
         # All or nothing: a run with only some of its workers would wait forever.
         self._group = placement_group([dict(self._needs)] * len(tickets), strategy="SPREAD")
-        if not self._group.wait(self._placement_timeout_s):
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
             needs = " and ".join(f"{each:g} {name}" for name, each in self._needs.items())
             raise RunFailed(
                 f"ray: {len(tickets)} slots of {needs} were not allocated within "
-                f"{self._placement_timeout_s:g} s: the cluster is busy, or no node is large enough"
+                f"{PLACEMENT_TIMEOUT_S:g} s: the cluster is busy, or no node is large enough"
             )
         actor = self._ray.remote(RayHostAgent)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0)}

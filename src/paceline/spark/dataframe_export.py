@@ -57,7 +57,6 @@ def export_dataframe(frame: DataFrame, columns: TrainingColumns, store: str) -> 
 
 
 def _exists(frame: DataFrame, location: str) -> bool:
-    """Returns whether the export still exists."""
     try:
         return bool(frame.sparkSession.read.parquet(_for_spark(location)).columns)
     except PySparkException:

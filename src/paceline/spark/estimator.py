@@ -154,12 +154,9 @@ class PacelineEstimator(
                 # The number of cores that Spark assigns to a task.
                 threads=int(setting(session, "spark.task.cpus", "1")),
             )
+            timeout_s = self.value_of("timeout")
             options = RunOptions(
-                out=out,
-                workers=workers,
-                timeout_s=self.value_of("timeout"),
-                launcher=launcher,
-                on_event=show,
+                out=out, workers=workers, timeout_s=timeout_s, launcher=launcher, on_event=show
             )
             result = run_training(JobRef(file=file, hash=hash_file(file)), strategy, options)
             files["model.safetensors"] = (out / "model.safetensors").read_bytes()
@@ -182,11 +179,7 @@ class PacelineEstimator(
             name = keras_loss if isinstance(keras_loss, str) else getattr(keras_loss, "name", "")
             integer = str(name).endswith("categorical_crossentropy")
         return TrainingColumns(
-            features=self.getFeaturesCol(),
-            label=self.getLabelCol(),
-            integer_label=integer,
-            validation=validation,
-            seed=self.getSeed(),
+            self.getFeaturesCol(), self.getLabelCol(), integer, validation, self.getSeed()
         )
 
     def _shape(self, written: ExportedDataFrame) -> tuple[int, ...]:
