@@ -174,9 +174,9 @@ class BlockSource(ABC):
 
 
 def row_bytes(rows: Rows) -> int:
-    """Returns the size of one row in memory, in bytes."""
+    """Returns the size of one row in memory, in bytes, at least one."""
     features, labels = rows
-    return int((features.nbytes + labels.nbytes) / max(1, len(labels)))
+    return max(1, int((features.nbytes + labels.nbytes) / max(1, len(labels))))
 
 
 def check_format(name: str) -> str:

@@ -102,6 +102,7 @@ def choose_augmentation(shape: tuple[int, ...], options: FeatureOptions) -> Augm
     return COLOR if shape[0] == 3 else GRAY
 
 
+@dataclass
 class BatchTransform:
     """Final conversion of a batch, for all datasets: augment, scale, convert.
 
@@ -109,30 +110,26 @@ class BatchTransform:
     Raises UsageError for an unknown dtype.
     """
 
-    def __init__(
-        self,
-        dtype: str,
-        *,
-        dimensions: int = 1,
-        scaling: PixelScaling | None = None,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.dtype = check_dtype(dtype)
-        self._factors = scaling.factors(self.dtype, dimensions) if scaling else None
-        self._augmentation = augmentation
-        self._seed = seed
+    dtype: str
+    dimensions: int = 1
+    scaling: PixelScaling | None = None
+    augmentation: Augmentation | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._dtype = check_dtype(self.dtype)
+        self._factors = self.scaling and self.scaling.factors(self._dtype, self.dimensions)
 
     def __call__(self, x: Array, y: Array, rows: Indices, epoch: int | None) -> Batch:
         """Converts the stored rows with indices `rows` to tensors; may modify both arrays."""
-        if epoch is not None and self._augmentation is not None:
-            x = self._augmentation.apply(x, rows, seed=self._seed, epoch=epoch)
-        features = torch.from_numpy(x).to(self.dtype)
+        if epoch is not None and self.augmentation is not None:
+            x = self.augmentation.apply(x, rows, seed=self.seed, epoch=epoch)
+        features = torch.from_numpy(x).to(self._dtype)
         if self._factors is not None:
             factor, offset = self._factors
             features = features.mul_(factor).add_(offset)
         labels = torch.from_numpy(y)
-        return features, labels.to(self.dtype if labels.is_floating_point() else torch.int64)
+        return features, labels.to(self._dtype if labels.is_floating_point() else torch.int64)
 
 
 class ArrayDataset:
@@ -157,9 +154,7 @@ class ArrayDataset:
         check_lengths(x, y, rows)
         self._x, self._y = x, y
         self._rows = rows
-        self._finish = BatchTransform(
-            dtype, dimensions=x.ndim - 1, scaling=scaling, augmentation=augmentation, seed=seed
-        )
+        self._finish = BatchTransform(dtype, x.ndim - 1, scaling, augmentation, seed)
 
     def __len__(self) -> int:
         return len(self._y) if self._rows is None else len(self._rows)

@@ -207,6 +207,7 @@ def _name(like: tuple[Any, ...]) -> str:
     return f"{shape} {like[0]} values with {kinds.get(like[2], like[2])} labels"
 
 
+@dataclass(eq=False)
 class StreamingDataset:
     """A dataset whose rows are read and evicted block by block.
 
@@ -214,26 +215,19 @@ class StreamingDataset:
     up to `memory_bytes`, and at least two of them.
     """
 
-    def __init__(
-        self,
-        reader: BlockReader,
-        blocks: Sequence[DataBlock],
-        finish: BatchTransform,
-        *,
-        row_bytes: int,
-        memory_bytes: int,
-        threads: int = READERS,
-    ) -> None:
-        self._reader = reader
-        self.times = reader.times
-        self.blocks = tuple(blocks)
-        self.finish = finish
-        """Converts stored rows to a batch."""
-        self._starts = [0, *accumulate(block.rows for block in blocks)]
-        self._row_bytes = max(1, row_bytes)
-        self._memory_bytes = memory_bytes
+    reader: BlockReader
+    blocks: Sequence[DataBlock]
+    finish: BatchTransform
+    """Converts stored rows to a batch."""
+    row_bytes: int
+    memory_bytes: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        self.times = self.reader.times
+        self._starts = [0, *accumulate(block.rows for block in self.blocks)]
         self._held: OrderedDict[int, Future[Rows]] = OrderedDict()
-        self._background = DaemonThreadPool(threads, "paceline-read")
+        self._background = DaemonThreadPool(self.threads, "paceline-read")
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -263,13 +257,13 @@ class StreamingDataset:
                 if number in self._held:
                     self._held.move_to_end(number)
                     continue
-                task = partial(self._reader.read, self.blocks[number])
+                task = partial(self.reader.read, self.blocks[number])
                 self._held[number] = self._background.submit(task)
             # Evicts the oldest blocks until the rest fits into the memory limit.
-            size = sum(self.blocks[n].rows * self._row_bytes for n in self._held)
-            while len(self._held) > max(2, len(numbers)) and size > self._memory_bytes:
+            size = sum(self.blocks[n].rows * self.row_bytes for n in self._held)
+            while len(self._held) > max(2, len(numbers)) and size > self.memory_bytes:
                 number, _ = self._held.popitem(last=False)
-                size -= self.blocks[number].rows * self._row_bytes
+                size -= self.blocks[number].rows * self.row_bytes
 
     def block(self, number: int) -> Rows:
         """Waits for the rows of one block. Raises what reading them raised."""
@@ -285,12 +279,12 @@ class StreamingDataset:
 
     def fetch(self, number: int) -> Future[Rows]:
         """Reads one block in the background, without caching it here."""
-        return self._background.submit(partial(self._reader.read, self.blocks[number]))
+        return self._background.submit(partial(self.reader.read, self.blocks[number]))
 
     @property
     def rows_in_memory(self) -> int:
         """Maximum number of rows per window; three windows are in memory at a time."""
-        return self._memory_bytes // (3 * self._row_bytes)
+        return self.memory_bytes // (3 * self.row_bytes)
 
     def rows_of(self, number: int) -> Indices:
         return np.arange(self._starts[number], self._starts[number + 1], dtype=np.int64)
