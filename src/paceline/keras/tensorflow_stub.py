@@ -27,12 +27,8 @@ DTYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
 )
 # TensorFlow names of operations that Keras names differently.
-RENAMED = {
+RENAMED = {f"reduce_{name}": name for name in ("mean", "sum", "max", "min")} | {
     "constant": "convert_to_tensor",
-    "reduce_mean": "mean",
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
     "concat": "concatenate",
     "pow": "power",
 }
