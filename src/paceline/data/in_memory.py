@@ -118,7 +118,8 @@ class BatchTransform:
 
     def __post_init__(self) -> None:
         self._dtype = check_dtype(self.dtype)
-        self._factors = self.scaling and self.scaling.factors(self._dtype, self.dimensions)
+        scaling = self.scaling
+        self._factors = scaling.factors(self._dtype, self.dimensions) if scaling else None
 
     def __call__(self, x: Array, y: Array, rows: Indices, epoch: int | None) -> Batch:
         """Converts the stored rows with indices `rows` to tensors; may modify both arrays."""
