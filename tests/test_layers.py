@@ -21,7 +21,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 
 FILE_PATTERNS = {
     "telemetry/events.py": "telemetry.events",
-    "telemetry/json_dataclass.py": "telemetry.events",
     "cluster/remote/*.py": "cluster.remote",
     "codecs/__init__.py": "codecs.spec",
     "codecs/registry.py": "codecs.spec",

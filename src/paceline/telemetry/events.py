@@ -7,15 +7,18 @@ of a run share the same zero. Class names may change, `kind` and field names are
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar, TypeVar, cast
 
-from paceline.telemetry.json_dataclass import MalformedEvent, json_key
-from paceline.telemetry.json_dataclass import from_plain as from_plain
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema
+
+T = TypeVar("T")
 
 STEP_PHASES = ("input", "forward", "backward", "comm_exposed", "optimizer", "wait", "queue")
 """Time categories recorded for each step, in microseconds."""
@@ -30,12 +33,40 @@ EVENT_TYPES: dict[str, type[Event]] = {}
 """Event types by the `kind` they are written with."""
 
 
+class JsonRecord:
+    """Base of the dataclasses that are written as JSON objects; pydantic parses them back."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # The fields are strict (True is not a number), but an object may be a dict.
+        return cast(CoreSchema, {**handler(source), "strict": False})
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def from_plain(cls: type[T], plain: object) -> T:
+    """Builds an event or a row from the JSON object that it was written as.
+
+    Unknown keys are ignored and missing ones take the field's default, so that folders of older and
+    newer versions can be read.
+
+    Raises:
+        ValidationError: A required key is missing, or a value has the wrong type.
+    """
+    return cast(T, _adapter(cast(Any, cls)).validate_python(plain))
+
+
 @dataclass(frozen=True, kw_only=True)
-class ResultRow:
-    """Base of the row types. A field's JSON key is its name, unless its metadata has a `key`."""
+class ResultRow(JsonRecord):
+    """Base of the row types. A field's JSON key is its name, unless its metadata has an `alias`."""
 
     def to_plain(self) -> dict[str, object]:
-        return {json_key(f): getattr(self, f.name) for f in fields(self)}
+        return {f.metadata.get("alias", f.name): getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +95,8 @@ class SwitchRow(ResultRow):
     """One entry of `switches`."""
 
     samples: int
-    before: str = field(default="", metadata={"key": "from"})
-    after: str = field(default="", metadata={"key": "to"})
+    before: str = field(default="", metadata={"alias": "from"})
+    after: str = field(default="", metadata={"alias": "to"})
     pause_s: float = 0.0
     """From the last gradient of the old strategy to the slowest worker's next forward pass."""
     drain_s: float = 0.0
@@ -93,7 +124,7 @@ class DecisionRow(ResultRow):
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(JsonRecord):
     """Base of all event types: a subclass is a frozen dataclass, written with its `kind`."""
 
     kind: ClassVar[str] = ""
@@ -273,15 +304,6 @@ class ProcessMetrics(Event, kind="vitals"):
     """Servers only: pushes, pulls, waiting (max gradients at once), queued_us, apply_us."""
 
 
-class GpuMetrics(TypedDict):
-    """Usage of one GPU; `busy` is the fraction of the time with a kernel running."""
-
-    name: str
-    busy: float
-    memory_used: int
-    memory_total: int
-
-
 class HostMetrics(Event, kind="machine"):
     """Resource usage of a host, written by one process per host and network namespace."""
 
@@ -304,7 +326,8 @@ class HostMetrics(Event, kind="machine"):
     """Bytes received and sent per interface, including loopback."""
     disk_read: int = 0
     disk_write: int = 0
-    gpus: list[GpuMetrics] = field(default_factory=list)
+    gpus: list[Mapping[str, object]] = field(default_factory=list)
+    """`name`, `busy` (fraction of the time a kernel ran), `memory_used` and `memory_total`."""
 
 
 class StepWindow(Event, kind="steps"):
@@ -400,6 +423,6 @@ def parse_event(plain: object) -> Event | None:
         return None
     try:
         event = from_plain(event_type, plain)
-    except MalformedEvent:
+    except ValidationError:
         return None
     return event if math.isfinite(event.t) else None

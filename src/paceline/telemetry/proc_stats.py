@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from paceline.telemetry.events import GpuMetrics, HostMetrics
+from paceline.telemetry.events import HostMetrics
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -346,11 +347,11 @@ def _nvml() -> Any:
     return pynvml
 
 
-def read_gpus() -> list[GpuMetrics]:
+def read_gpus() -> list[Mapping[str, object]]:
     library = _nvml()
     if library is None:
         return []
-    found: list[GpuMetrics] = []
+    found: list[Mapping[str, object]] = []
     for index in range(library.nvmlDeviceGetCount()):
         try:
             device = library.nvmlDeviceGetHandleByIndex(index)
