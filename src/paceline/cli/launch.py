@@ -114,7 +114,7 @@ def launch_here(
     """Runs a script with `paceline.prepare()` on processes of this machine."""
     from paceline.launch.run import run_local_script
     from paceline.launch.run_options import RunOptions
-    from paceline.report.terminal import terminal_reporter
+    from paceline.report.progress import terminal_reporter
     from paceline.strategies.registry import parse_strategy
 
     chosen = parse_strategy(here.strategy or DEFAULT_STRATEGY)

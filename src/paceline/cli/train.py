@@ -60,7 +60,7 @@ def train(
     from paceline.launch.run import run_training
     from paceline.launch.run_options import RunOptions
     from paceline.report.comparison import compare_results
-    from paceline.report.terminal import terminal_reporter
+    from paceline.report.progress import terminal_reporter
 
     log = make_log(quiet=common.quiet)
     place = choose_placement(RunRequest(job, options, run, common, fields, where, log))

@@ -5,25 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
 from paceline.dashboard.run_view import Payload, RunView
 from paceline.report.run_loader import find_run_folders
-from paceline.telemetry.events import (
-    EpochEnded,
-    EpochRow,
-    Event,
-    RunEnded,
-    RunLengthKnown,
-    RunProgress,
-    StrategyStarted,
-    VerdictChanged,
-)
+from paceline.report.stats import RecentRate
+from paceline.telemetry import events as ev
 from paceline.telemetry.metrics import View, metrics_in
-from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.reader import RunReader
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
+from paceline.telemetry.schema import as_finite, as_mapping
 
 SILENT_S = 20.0
 """Processes write every second; a run without new events for this long is not running."""
@@ -34,7 +25,6 @@ FORGET_S = 60.0
 MAX_LIVE = 24
 """Runs kept in memory at once; the least recently viewed ones are dropped."""
 
-RATE_WINDOW_S = 30.0
 SCAN_S = 2.0
 POLL_S = 0.5
 
@@ -54,12 +44,12 @@ class RunSummary:
         self.reader = RunReader(self.folder.path, processes=(COORDINATOR,))
         self._seconds: float | None = None
         self._samples_per_epoch: float | None = None
-        self._progress: RunProgress | None = None
-        self._epoch: EpochRow | None = None
+        self._progress: ev.RunProgress | None = None
+        self._epoch: ev.EpochRow | None = None
         self._last_epoch: int | None = None
         self._strategy: str | None = None
         self._ended: str | None = None
-        self._recent: deque[tuple[float, int]] = deque()
+        self._rate = RecentRate()
         self._verdicts: dict[tuple[str, str], str] = {}
 
     def poll(self) -> None:
@@ -71,28 +61,26 @@ class RunSummary:
             self._seconds = event.t  # Any event shows that the run is alive.
             self._add(event)
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: ev.Event) -> None:
         match event:
-            case RunLengthKnown():
+            case ev.RunLengthKnown():
                 self._samples_per_epoch = event.samples_per_epoch
-            case RunProgress():
+            case ev.RunProgress():
                 self._progress = event
                 self._last_epoch = event.epoch
-                self._recent.append((event.t, event.samples))
-                while len(self._recent) > 2 and event.t - self._recent[0][0] > RATE_WINDOW_S:
-                    self._recent.popleft()
-            case EpochEnded(row=row):
+                self._rate.add(event.t, event.samples)
+            case ev.EpochEnded(row=row):
                 self._epoch = row
                 self._last_epoch = row.epoch
                 if self._samples_per_epoch is None:
                     self._samples_per_epoch = row.samples / (row.epoch or 1)
-            case StrategyStarted():
+            case ev.StrategyStarted():
                 self._strategy = event.strategy
-            case RunEnded():
+            case ev.RunEnded():
                 self._ended = event.status
-            case VerdictChanged(is_over=True):
+            case ev.VerdictChanged(is_over=True):
                 self._verdicts.pop((event.rule, event.who), None)
-            case VerdictChanged():
+            case ev.VerdictChanged():
                 self._verdicts[event.rule, event.who] = event.text
 
     def payload(self) -> Payload:
@@ -124,7 +112,7 @@ class RunSummary:
         silent = self._silent_s()
         payload["status"] = self._ended or ("running" if silent < SILENT_S else "silent")
         payload["silent_s"] = round(silent, 1)
-        payload["samples_per_s"] = rate = self._rate()
+        payload["samples_per_s"] = rate = self._rate.per_second
         payload["share"] = self._share(samples)
         total = self._total()
         if total and rate and payload["status"] == "running":
@@ -139,12 +127,6 @@ class RunSummary:
     def _share(self, samples: object) -> float | None:
         total = self._total()
         return min(1.0, (as_finite(samples) or 0.0) / total) if total else None
-
-    def _rate(self) -> float | None:
-        if len(self._recent) < 2:
-            return None
-        (t0, n0), (t1, n1) = self._recent[0], self._recent[-1]
-        return (n1 - n0) / (t1 - t0) if t1 > t0 else None
 
     def _silent_s(self) -> float:
         folder, newest = self.folder, 0.0

@@ -12,31 +12,10 @@ import numpy as np
 
 from paceline.dashboard.time_bins import Array, DownsampledCurve, TimeBins
 from paceline.report.event_text import describe_event
-from paceline.telemetry.events import (
-    PHASES,
-    CheckpointSaved,
-    EpochEnded,
-    EpochRow,
-    Event,
-    HostMetrics,
-    ProcessMetrics,
-    RunEnded,
-    RunProgress,
-    ServerEnded,
-    ServerStarted,
-    StepSummary,
-    StepWindow,
-    StrategyStarted,
-    StrategySwitched,
-    SwitchDecided,
-    VerdictChanged,
-    WorkerEnded,
-    WorkerStarted,
-)
-from paceline.telemetry.numbers import as_finite
+from paceline.telemetry import events as ev
 from paceline.telemetry.reader import RunReader
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder, process_order
-from paceline.telemetry.schema import RunConfig
+from paceline.telemetry.schema import RunConfig, as_finite
 from paceline.telemetry.steps import phase_names, window_seconds
 
 AMOUNTS = ("cpu_user", "cpu_system", "cpu_wait", "run_wait", "net_in", "net_out",
@@ -83,8 +62,8 @@ class RunView:
     def _begin(self) -> None:
         self.bins = TimeBins()
         self.loss = DownsampledCurve()
-        self.history: dict[int, EpochRow] = {}
-        self.switches: dict[int, StrategySwitched] = {}
+        self.history: dict[int, ev.EpochRow] = {}
+        self.switches: dict[int, ev.StrategySwitched] = {}
         self.marks: list[Payload] = []
         self.verdicts: dict[tuple[str, str], Payload] = {}
         self.staleness: Counter[int] = Counter()
@@ -92,7 +71,7 @@ class RunView:
         self.memory_totals: dict[str, int] = {}
         self._windows: dict[str, float] = {}
         huge = self.folder.event_bytes() > HUGE_BYTES
-        self._reader = RunReader(self.folder.path, skip={StepWindow} if huge else ())
+        self._reader = RunReader(self.folder.path, skip={ev.StepWindow} if huge else ())
         self.born = time.time_ns()
         """Distinguishes a run from another one in the same folder."""
 
@@ -113,43 +92,43 @@ class RunView:
             if time.monotonic() > due:
                 return False
 
-    def _add(self, event: Event, process: str) -> None:
+    def _add(self, event: ev.Event, process: str) -> None:
         match event:
-            case RunProgress():
+            case ev.RunProgress():
                 self.loss.add([event.t, event.samples, event.updates, as_finite(event.loss)])
-            case EpochEnded():
+            case ev.EpochEnded():
                 self.history[event.row.epoch] = event.row
-            case StrategySwitched():
+            case ev.StrategySwitched():
                 self.switches[event.row.samples] = event
                 self._mark(event)
-            case VerdictChanged():
+            case ev.VerdictChanged():
                 key = event.rule, event.who
                 if event.is_over:
                     self.verdicts.setdefault(key, event.to_plain())["over_t"] = event.t
                 else:
                     self.verdicts[key] = event.to_plain()
                 self._mark(event)
-            case StrategyStarted() | SwitchDecided() | CheckpointSaved() | RunEnded():
+            case ev.StrategyStarted() | ev.SwitchDecided() | ev.CheckpointSaved() | ev.RunEnded():
                 self._mark(event)
-            case WorkerEnded() | ServerEnded():
+            case ev.WorkerEnded() | ev.ServerEnded():
                 self.processes[process].ended = True
-            case WorkerStarted() | ServerStarted():
+            case ev.WorkerStarted() | ev.ServerStarted():
                 self.processes[process]  # Listed from its start.
-            case ProcessMetrics():
+            case ev.ProcessMetrics():
                 self._add_process(event, process)
-            case HostMetrics():
+            case ev.HostMetrics():
                 host, t, dt = event.host or process, event.t, event.dt
                 self.bins.add(("machine", host), t, dt, _amounts(event, HOST_AMOUNTS))
                 self.bins.set_max(("machine", host), t - dt / 2, [float(event.memory_used)])
                 self.memory_totals[host] = event.memory_total
-            case StepWindow() | StepSummary():
+            case ev.StepWindow() | ev.StepSummary():
                 self._add_steps(event, process)
 
-    def _mark(self, event: Event) -> None:
+    def _mark(self, event: ev.Event) -> None:
         self.marks.append({"t": event.t, "kind": event.kind, "text": describe_event(event)})
         del self.marks[:-EVENTS_KEPT]
 
-    def _add_process(self, event: ProcessMetrics, process: str) -> None:
+    def _add_process(self, event: ev.ProcessMetrics, process: str) -> None:
         state, t, dt = self.processes[process], event.t, event.dt
         if event.phases:
             state.has_phases = True
@@ -158,14 +137,16 @@ class RunView:
         self.bins.set_max(("process", process), t - dt / 2, [float(event.rss)])
         state.last_event_s = t
 
-    def _add_steps(self, event: StepWindow | StepSummary, process: str) -> None:
+    def _add_steps(self, event: ev.StepWindow | ev.StepSummary, process: str) -> None:
         state, t = self.processes[process], event.t
         began = event.began or self._windows.get(process, t - 1.0)
         self._windows[process] = t
         if not state.has_phases:
             # A run without metrics, of an older version: take the time categories of its steps.
             seconds = window_seconds(event)
-            self.bins.add(("phases", process), t, t - began, [seconds.get(n, 0.0) for n in PHASES])
+            self.bins.add(
+                ("phases", process), t, t - began, [seconds.get(n, 0.0) for n in ev.PHASES]
+            )
             state.last_event_s = t
         counts = count_staleness(event)
         if counts:
@@ -313,13 +294,13 @@ class RunView:
         }
 
 
-def _amounts(event: ProcessMetrics | HostMetrics, names: tuple[str, ...]) -> list[float]:
+def _amounts(event: ev.ProcessMetrics | ev.HostMetrics, names: tuple[str, ...]) -> list[float]:
     return [*(as_finite(getattr(event, name)) or 0.0 for name in names), event.dt]
 
 
-def count_staleness(window: StepWindow | StepSummary) -> Counter[int]:
+def count_staleness(window: ev.StepWindow | ev.StepSummary) -> Counter[int]:
     """Returns the number of gradients by staleness."""
-    if isinstance(window, StepWindow):
+    if isinstance(window, ev.StepWindow):
         return Counter(lag for lag in window.staleness if lag >= 0)
     return Counter({int(lag): n for lag, n in window.staleness.items() if lag.isdigit() and n})
 

@@ -21,8 +21,7 @@ from paceline.launch.run import Run, check_sizes, run_to_result, run_training
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.report.comparison import Comparison, compare_tasks, write_comparison
-from paceline.report.progress import MatrixProgress
-from paceline.report.terminal import terminal_reporter
+from paceline.report.progress import MatrixProgress, terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy

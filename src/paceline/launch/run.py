@@ -23,7 +23,7 @@ from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.remote_launcher import RemoteLauncher
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
-from paceline.launch.supervisor import RunOutcome, Supervisor
+from paceline.launch.supervisor import Supervisor
 from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.run_spec import RunSpec
@@ -31,9 +31,14 @@ from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
-from paceline.telemetry.event_log import CollectivesNotice, EventLog
-from paceline.telemetry.result import make_result
-from paceline.telemetry.run_folder import EventWriter, RunFolder, list_checkpoints, write_json
+from paceline.telemetry.result import RunOutcome, make_result
+from paceline.telemetry.run_folder import (
+    CollectivesNotice,
+    EventLog,
+    RunFolder,
+    list_checkpoints,
+    write_json,
+)
 from paceline.telemetry.schema import RunConfig, RunResult
 
 T = TypeVar("T")
@@ -59,7 +64,7 @@ def train(
     Raises UsageError for a mistake before anything starts, RunFailed or Diverged when the run
     ends early; the run folder (`out`, by default a new one under runs/) holds what is known then.
     """
-    from paceline.report.terminal import terminal_reporter
+    from paceline.report.progress import terminal_reporter
 
     if launcher is not None:
         if workers not in (None, launcher.workers):
@@ -263,9 +268,8 @@ def _run(
         },
     }
     write_json(folder.config, config)
-    writer = EventWriter(folder.events("run"))
-    keeper = EventLog(writer, options.on_event)
-    keeper.started(strategy=str(plan.strategy), workers=options.workers, servers=plan.servers)
+    event_log = EventLog(folder.events("run"), options.on_event)
+    event_log.started(strategy=str(plan.strategy), workers=options.workers, servers=plan.servers)
     template = {
         **template,
         "strategy": str(plan.strategy),
@@ -280,7 +284,7 @@ def _run(
     }
     watch = None
     if options.telemetry:
-        watch = LiveMonitor(config, writer, folder.metrics, options.metrics_port)
+        watch = LiveMonitor(config, event_log, folder.metrics, options.metrics_port)
     supervisor = Supervisor(
         plan=plan,
         launcher=options.launcher,
@@ -289,14 +293,14 @@ def _run(
         live=live,
         timeout_s=options.timeout_s,
         started_wall_s=started_wall_s,
-        show=keeper.record,
+        show=event_log.record,
         memory=memory,
         monitor=watch,
     )
 
     def leave_nothing() -> None:
         """Removes a run that ended by a user error before its first step."""
-        writer.close()
+        event_log.close()
         if earlier is not None:
             folder.config.write_bytes(earlier)
         elif fresh:
@@ -313,8 +317,7 @@ def _run(
     if outcome.is_usage_error and trained == 0 and (fresh or earlier is not None):
         leave_nothing()
         raise UsageError(outcome.error)
-    keeper.ended(outcome.status, outcome.error, outcome.seconds)
-    writer.close()
+    event_log.ended(outcome.status, outcome.error, outcome.seconds)
     result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     if (way := result["collectives"]) is not None:

@@ -15,7 +15,7 @@ from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.launcher import Launcher
 from paceline.launch.settings import RunSettings
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.telemetry.event_log import OnEvent, ignore_notice
+from paceline.telemetry.run_folder import OnEvent, ignore_notice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,9 @@ from paceline.protocol.messages import (
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
 from paceline.strategies.registry import make_pace, make_switch_policy
-from paceline.telemetry.event_log import OnEvent, ProcessOutput
 from paceline.telemetry.events import RunProgress
-from paceline.telemetry.run_folder import RunFolder
+from paceline.telemetry.result import RunOutcome
+from paceline.telemetry.run_folder import OnEvent, ProcessOutput, RunFolder
 from paceline.worker.assignment import Assignment
 
 GRACE_S = 1.0
@@ -69,18 +69,6 @@ def cancel_on_sigterm() -> None:
     task = asyncio.current_task()
     if task is not None and threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-@dataclass
-class RunOutcome:
-    """The end of a run: status, error and the coordinator's final state."""
-
-    status: str
-    error: str | None
-    seconds: float
-    coordinator: Coordinator
-    is_usage_error: bool = False
-    details: str = ""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from paceline.report.run_groups import (
 )
 from paceline.report.run_loader import ReportRun
 from paceline.report.stats import interpolate
-from paceline.telemetry.numbers import as_finite, as_mapping
+from paceline.telemetry.schema import as_finite, as_mapping
 
 Figure = dict[str, Any]
 """A Plotly figure as JSON: `data` and `layout`."""

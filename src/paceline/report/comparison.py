@@ -8,9 +8,8 @@ from typing import TypedDict, cast
 
 from paceline.report.stats import Spread, difference_or_none, mean_and_std, ratio_or_none
 from paceline.telemetry import metrics
-from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.run_folder import write_json
-from paceline.telemetry.schema import RunResult
+from paceline.telemetry.schema import RunResult, as_finite, as_mapping
 
 SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")
 """Runs of one strategy that differ in one of these are not repetitions of each other."""

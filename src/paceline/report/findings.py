@@ -17,7 +17,7 @@ from paceline.report.run_groups import (
 )
 from paceline.report.run_loader import rows_or_empty
 from paceline.report.stats import compare_means, mean_and_std, mean_of
-from paceline.telemetry.numbers import as_finite, as_mapping
+from paceline.telemetry.schema import as_finite, as_mapping
 
 MIN_IDLE_FRACTION = 0.05
 """Less idle time of the workers is not reported."""

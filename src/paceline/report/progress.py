@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
+from paceline.report.event_text import describe_notice
 from paceline.report.number_format import (
     format_duration,
     format_number,
@@ -21,16 +23,15 @@ from paceline.report.number_format import (
     format_seconds,
     to_single_line,
 )
-from paceline.telemetry.event_log import RunNotice
-from paceline.telemetry.events import EpochRow, RunLengthKnown, RunProgress, StrategySwitched
-from paceline.telemetry.numbers import as_finite
+from paceline.report.stats import RecentRate
+from paceline.telemetry import events as ev
+from paceline.telemetry.run_folder import OnEvent, RunNotice
+from paceline.telemetry.schema import as_finite
 
 PLAIN_INTERVAL_S = 5.0
 MATRIX_INTERVAL_S = 30.0
 ROW_INTERVAL_S = 2.0
 """Minimum time between two lines for epochs in a log."""
-RATE_WINDOW_S = 30.0
-"""The time left is estimated from the recent rate, which changes with a switch."""
 
 Size = tuple[str, str, int]
 """Model, data and epochs of a run, from which its time is estimated."""
@@ -107,9 +108,32 @@ class Progress(LiveLines):
         self._samples_total = samples_total
         self._facts: dict[str, Any] = {}
         self._val_acc: float | None = None
-        self._recent: deque[tuple[float, int]] = deque()
+        self._rate = RecentRate()
+        self._last: tuple[float, int] = (math.inf, 0)
         self._last_row_s = -ROW_INTERVAL_S
         super().__init__(quiet=quiet, console=console, clock=clock, bar_width=20)
+
+    def show(self, notice: RunNotice) -> None:
+        """Displays a notice; ignores what a terminal does not show."""
+        match notice:
+            case ev.RunProgress(t=t, samples=samples):
+                before, seen = self._last
+                self.update(
+                    epoch=notice.epoch + 1,
+                    samples=samples,
+                    loss=notice.loss if notice.loss is not None else math.nan,
+                    samples_per_s=(samples - seen) / (t - before) if t > before else 0.0,
+                )
+                self._last = t, samples
+            case ev.RunLengthKnown(epochs=int(epochs), samples_per_epoch=int(samples)):
+                self.set_totals(epochs, samples)
+            case ev.EpochEnded():
+                self.epoch_row(notice.row)
+            case ev.StrategyStarted():
+                self.update(strategy=notice.strategy)
+        line = describe_notice(notice)
+        if line is not None:
+            self.print_line(line)
 
     def set_totals(self, epochs: int, samples_per_epoch: int) -> None:
         """Sets the length of the run, once it is known."""
@@ -131,13 +155,13 @@ class Progress(LiveLines):
         self._facts |= {name: fact for name, fact in given.items() if fact is not None}
         now = self._clock()
         if samples is not None:
-            self._remember_samples(now, samples)
+            self._rate.add(now, samples)
         self._redraw()
         if self._bars is None and now - self._last_plain_s >= PLAIN_INTERVAL_S:
             self._last_plain_s = now
             self.print_line(self.describe())
 
-    def epoch_row(self, row: EpochRow) -> None:
+    def epoch_row(self, row: ev.EpochRow) -> None:
         """Displays the metrics at the end of an epoch."""
         accuracy = as_finite(row.val_acc)
         if accuracy is not None:
@@ -159,7 +183,7 @@ class Progress(LiveLines):
         if self._samples_total is None or samples is None:
             return None
         left = max(0, self._samples_total - samples)
-        rate = self._measure_rate() or as_finite(self._facts.get("samples_per_s"))
+        rate = self._rate.per_second or as_finite(self._facts.get("samples_per_s"))
         if left == 0:
             return 0.0
         return left / rate if rate else None
@@ -181,7 +205,7 @@ class Progress(LiveLines):
     def _describe_epoch(self, epoch: int) -> str:
         return f"epoch {epoch}" + (f"/{self._epochs}" if self._epochs else "")
 
-    def _describe_row(self, row: EpochRow) -> str:
+    def _describe_row(self, row: ev.EpochRow) -> str:
         parts = [self._describe_epoch(row.epoch)]
         if row.seconds > 0:
             parts.append(f"after {format_seconds(row.seconds)}")
@@ -200,19 +224,6 @@ class Progress(LiveLines):
             parts.append(self._facts["strategy"])
         return ", ".join(parts)
 
-    def _remember_samples(self, now: float, samples: int) -> None:
-        if self._recent and samples < self._recent[-1][1]:
-            self._recent.clear()  # Rolled back to a checkpoint: the old points are invalid.
-        self._recent.append((now, samples))
-        while len(self._recent) > 2 and now - self._recent[0][0] > RATE_WINDOW_S:
-            self._recent.popleft()
-
-    def _measure_rate(self) -> float | None:
-        if len(self._recent) < 2:
-            return None
-        (began, first), (ended, last) = self._recent[0], self._recent[-1]
-        return (last - first) / (ended - began) if ended > began and last > first else None
-
     def _add_lines(self, bars: Bars) -> None:
         self._task = bars.add_task("", total=None, label=self._label, facts="starting")
 
@@ -224,6 +235,13 @@ class Progress(LiveLines):
                 completed=self._facts.get("samples", 0),
                 facts=self.describe(),
             )
+
+
+@contextlib.contextmanager
+def terminal_reporter(label: str, *, quiet: bool = False) -> Iterator[OnEvent]:
+    """Yields a function that displays notices; closes the display at the end."""
+    with contextlib.closing(Progress(label, quiet=quiet)) as progress:
+        yield progress.show
 
 
 class MatrixProgress(LiveLines):
@@ -257,12 +275,12 @@ class MatrixProgress(LiveLines):
 
     def show(self, notice: RunNotice) -> None:
         """Displays a notice of the current run."""
-        if isinstance(notice, RunLengthKnown):
+        if isinstance(notice, ev.RunLengthKnown):
             self._total = (notice.epochs or 0) * (notice.samples_per_epoch or 0)
-        elif isinstance(notice, RunProgress):
+        elif isinstance(notice, ev.RunProgress):
             self._seen = notice.samples
             self._facts = f"epoch {notice.epoch + 1}, {format_number(self._seen)} samples"
-        elif isinstance(notice, StrategySwitched):
+        elif isinstance(notice, ev.StrategySwitched):
             self._facts = f"switched {notice.row.before} -> {notice.row.after}"
         else:
             return

@@ -29,7 +29,7 @@ from paceline.report.run_groups import RunGroup
 from paceline.report.run_loader import ReportRun
 from paceline.report.stats import difference_or_none, mean_and_std, ratio_or_none
 from paceline.report.tables import Column, ReportTable, make_table
-from paceline.telemetry.numbers import as_finite
+from paceline.telemetry.schema import as_finite
 
 MODELS = {
     # Depth 50 by its name, but with the parameters of depth 56.

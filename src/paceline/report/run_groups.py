@@ -16,7 +16,7 @@ from paceline.report.comparison import (
 )
 from paceline.report.run_loader import ReportRun
 from paceline.report.stats import Spread, mean_and_std, mean_of
-from paceline.telemetry.numbers import as_finite, as_mapping
+from paceline.telemetry.schema import as_finite, as_mapping
 
 
 @dataclass(frozen=True, kw_only=True)

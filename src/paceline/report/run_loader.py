@@ -13,10 +13,9 @@ from paceline.errors import UsageError
 from paceline.report.comparison import label_results
 from paceline.report.stats import interpolate
 from paceline.telemetry.events import PHASES, StrategySwitched
-from paceline.telemetry.numbers import as_finite, as_mapping
 from paceline.telemetry.reader import STEP_EVENTS, RunReader, RunRecord
 from paceline.telemetry.result import UNFINISHED, result_from_events
-from paceline.telemetry.schema import RunConfig, RunResult
+from paceline.telemetry.schema import RunConfig, RunResult, as_finite, as_mapping
 
 __all__ = ["UNFINISHED", "ReportRun", "find_run_folders", "load_run", "load_runs"]
 

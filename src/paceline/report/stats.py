@@ -1,15 +1,18 @@
-"""Mean and spread over seeds, and tests of whether two strategies differ significantly."""
+"""Mean and spread over seeds, tests of whether two strategies differ, and rates."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from paceline.telemetry.numbers import as_finite
+from paceline.telemetry.schema import as_finite
 
 SIGNIFICANCE_LEVEL = 0.05
 """Differences with a smaller p-value are reported as significant."""
+RATE_WINDOW_S = 30.0
+"""The time left is estimated from the recent rate, which changes with a switch."""
 
 
 class Spread(TypedDict):
@@ -99,3 +102,25 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
             share = (x - xs[i - 1]) / span if span > 0 else 1.0
             return ys[i - 1] + share * (ys[i] - ys[i - 1])
     return ys[-1]
+
+
+class RecentRate:
+    """Rate of a counter over the last `RATE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def add(self, at_s: float, count: int) -> None:
+        if self._points and count < self._points[-1][1]:
+            self._points.clear()  # Rolled back to a checkpoint: the old points are invalid.
+        self._points.append((at_s, count))
+        while len(self._points) > 2 and at_s - self._points[0][0] > RATE_WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """None before there are two points in time."""
+        if not self._points:
+            return None
+        (began, first), (ended, last) = self._points[0], self._points[-1]
+        return (last - first) / (ended - began) if ended > began else None

@@ -25,8 +25,7 @@ from paceline.report.stats import (
 from paceline.report.summary_table import describe_workers, metric_cell
 from paceline.report.tables import Column, ReportTable, make_table
 from paceline.telemetry.metrics import RESOURCES, View, metrics_in
-from paceline.telemetry.numbers import as_finite, as_mapping
-from paceline.telemetry.schema import ProcessResources
+from paceline.telemetry.schema import ProcessResources, as_finite, as_mapping
 
 Record = dict[Column, Any]
 """A row of a table: its cells by column."""

@@ -21,7 +21,7 @@ from paceline.launch.project import ProjectBundle, read_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions, new_run_name
 from paceline.plugins import hash_file
-from paceline.report.terminal import terminal_reporter
+from paceline.report.progress import terminal_reporter
 from paceline.spark.dataframe_export import (
     FEATURES,
     LABEL,

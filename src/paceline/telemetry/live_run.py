@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from paceline.telemetry.events import (
-    VERDICT_BEGAN,
-    VERDICT_OVER,
-    Event,
-    ProcessMetrics,
-    RunProgress,
-    VerdictChanged,
-)
+from paceline.telemetry import events as ev
 from paceline.telemetry.reader import RunRecord
 from paceline.telemetry.schema import ProcessResources, RunConfig
 from paceline.telemetry.verdicts import LIVE_S, Verdict, verdicts
@@ -46,7 +39,7 @@ class ResourceTotals:
     steps: int = 0
     samples: int = 0
 
-    def add(self, event: ProcessMetrics) -> None:
+    def add(self, event: ev.ProcessMetrics) -> None:
         dt = event.dt
         self.seconds += dt
         self.cpu_user_s += event.cpu_user
@@ -84,26 +77,26 @@ class LiveRun:
         self.active_verdicts: dict[tuple[str, str], Verdict] = {}
         """Current verdicts by rule and subject."""
         self._not_found: dict[tuple[str, str], int] = {}
-        self.progress: RunProgress | None = None
+        self.progress: ev.RunProgress | None = None
         """The latest totals from the coordinator."""
 
-    def add(self, process: str, event: Event) -> None:
+    def add(self, process: str, event: ev.Event) -> None:
         self.record.add(process, event)
-        if isinstance(event, ProcessMetrics):
+        if isinstance(event, ev.ProcessMetrics):
             self.totals.setdefault(process, ResourceTotals()).add(event)
 
-    def changed_verdicts(self, now_s: float) -> list[VerdictChanged]:
+    def changed_verdicts(self, now_s: float) -> list[ev.VerdictChanged]:
         """Returns the verdicts that began or were cleared since the last call."""
         found = {v.key: v for v in verdicts(self.record, last_s=LIVE_S)}
         changes = []
         for key, verdict in found.items():
             if key not in self.active_verdicts:
-                changes.append(verdict.to_event(now_s, VERDICT_BEGAN))
+                changes.append(verdict.to_event(now_s, ev.VERDICT_BEGAN))
             self.active_verdicts[key] = verdict
             self._not_found.pop(key, None)
         for key in [k for k in self.active_verdicts if k not in found]:
             self._not_found[key] = self._not_found.get(key, 0) + 1
             if self._not_found[key] >= CLEAR_AFTER_MISSES:
-                changes.append(self.active_verdicts.pop(key).to_event(now_s, VERDICT_OVER))
+                changes.append(self.active_verdicts.pop(key).to_event(now_s, ev.VERDICT_OVER))
                 del self._not_found[key]
         return changes

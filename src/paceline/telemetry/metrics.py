@@ -14,8 +14,7 @@ from functools import partial
 from typing import Literal
 
 from paceline.telemetry.events import RunProgress
-from paceline.telemetry.numbers import as_finite, as_mapping
-from paceline.telemetry.schema import ProcessResources, RunResult
+from paceline.telemetry.schema import ProcessResources, RunResult, as_finite, as_mapping
 
 
 class Unit(Enum):

@@ -14,33 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.telemetry.events import (
-    Event,
-    HostMetrics,
-    ProcessMetrics,
-    ProfileWritten,
-    RunEnded,
-    ServerEnded,
-    ServerStarted,
-    StepSummary,
-    StepWindow,
-    VerdictChanged,
-    WorkerEnded,
-    WorkerStarted,
-    parse_event,
-)
+from paceline.telemetry import events as ev
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
 from paceline.telemetry.schema import RunConfig, RunResult
 from paceline.telemetry.steps import StepRecord, phase_seconds, steps_of_window
 
-STEP_EVENTS: frozenset[type[Event]] = frozenset({StepWindow, StepSummary})
+STEP_EVENTS: frozenset[type[ev.Event]] = frozenset({ev.StepWindow, ev.StepSummary})
 """The bulk of a long run's folder; readers that do not need single steps skip them."""
 
 
 class EventTail:
     """Reads the events appended to a file; leaves an incomplete line for the next poll."""
 
-    def __init__(self, path: Path, *, skip: Iterable[type[Event]] = ()) -> None:
+    def __init__(self, path: Path, *, skip: Iterable[type[ev.Event]] = ()) -> None:
         """Lines of the types in `skip` are dropped unparsed, which is much faster."""
         self.path = path
         # `kind` is the first key of every line; the closing quote keeps prefixes apart.
@@ -60,7 +46,7 @@ class EventTail:
         """Bytes that a poll with a limit left for the next one."""
         return self.size - self._offset - self.torn_bytes
 
-    def poll(self, limit_bytes: int = -1) -> list[Event]:
+    def poll(self, limit_bytes: int = -1) -> list[ev.Event]:
         """Returns the events appended since the last poll; none if the file does not exist.
 
         Reads at most `limit_bytes`, plus the rest of the last line.
@@ -85,7 +71,7 @@ class EventTail:
             if self._skip and line.startswith(self._skip):
                 continue
             try:
-                event = parse_event(json.loads(line))
+                event = ev.parse_event(json.loads(line))
             except (ValueError, RecursionError):
                 event = None
             if event is None:
@@ -152,7 +138,7 @@ class RunReader:
         self,
         path: Path | str,
         *,
-        skip: Collection[type[Event]] = (),
+        skip: Collection[type[ev.Event]] = (),
         processes: Collection[str] | None = None,
     ) -> None:
         """`skip`: event types to drop unparsed; `processes`: whose files to read, None for all."""
@@ -180,7 +166,7 @@ class RunReader:
             if process not in self.tails and (self._only is None or process in self._only):
                 self.tails[process] = EventTail(self.folder.events(process), skip=self.skip)
 
-    def poll(self, limit_bytes: int = -1) -> Iterator[tuple[str, Event]]:
+    def poll(self, limit_bytes: int = -1) -> Iterator[tuple[str, ev.Event]]:
         """Yields (process, event) for the events appended since the last poll.
 
         The coordinator's events come first. Reads at most `limit_bytes` per file.
@@ -225,12 +211,12 @@ class ProcessRecord:
     """Events of one process of a run."""
 
     process_name: str
-    started: WorkerStarted | ServerStarted | None = None
-    metrics: MutableSequence[ProcessMetrics] = field(default_factory=list)
-    steps: MutableSequence[StepWindow | StepSummary] = field(default_factory=list)
+    started: ev.WorkerStarted | ev.ServerStarted | None = None
+    metrics: MutableSequence[ev.ProcessMetrics] = field(default_factory=list)
+    steps: MutableSequence[ev.StepWindow | ev.StepSummary] = field(default_factory=list)
     """Windows of single steps and, in a long run, of sums."""
-    profiles: list[ProfileWritten] = field(default_factory=list)
-    ended: WorkerEnded | ServerEnded | None = None
+    profiles: list[ev.ProfileWritten] = field(default_factory=list)
+    ended: ev.WorkerEnded | ev.ServerEnded | None = None
 
     @property
     def is_server(self) -> bool:
@@ -255,14 +241,14 @@ class ProcessRecord:
             return self.metrics[-1].t
         return self.started.t if self.started is not None else 0.0
 
-    def phase_seconds(self, event: ProcessMetrics) -> dict[str, float]:
+    def phase_seconds(self, event: ev.ProcessMetrics) -> dict[str, float]:
         """Returns the seconds by time category of one event."""
         return phase_seconds(self.process_name, event)
 
     def iter_steps(self) -> Iterator[StepRecord]:
         """Yields the single steps, without sums of steps."""
         for window in self.steps:
-            if isinstance(window, StepWindow):
+            if isinstance(window, ev.StepWindow):
                 yield from steps_of_window(window)
 
 
@@ -274,11 +260,11 @@ class RunRecord:
     config: RunConfig = field(default_factory=RunConfig)
     result: RunResult | None = None
     """None while the run is in progress, or if it was interrupted."""
-    events: MutableSequence[Event] = field(default_factory=list)
+    events: MutableSequence[ev.Event] = field(default_factory=list)
     """Events of the coordinator, without metrics."""
     processes: dict[str, ProcessRecord] = field(default_factory=dict)
     """By name: `run` (the coordinator's process), `worker-0`, `server-0`, ..."""
-    hosts: dict[str, MutableSequence[HostMetrics]] = field(default_factory=dict)
+    hosts: dict[str, MutableSequence[ev.HostMetrics]] = field(default_factory=dict)
     """Metrics of whole hosts, by the process that sampled them."""
     missing: list[str] = field(default_factory=list)
     """Descriptions of what is missing or incomplete."""
@@ -294,9 +280,9 @@ class RunRecord:
         return sorted((p for p in self.processes.values() if p.is_server), key=lambda p: p.number)
 
     @property
-    def verdict_events(self) -> list[VerdictChanged]:
+    def verdict_events(self) -> list[ev.VerdictChanged]:
         """Verdicts that began or were cleared during the run."""
-        return [e for e in self.events if isinstance(e, VerdictChanged)]
+        return [e for e in self.events if isinstance(e, ev.VerdictChanged)]
 
     def process(self, process: str) -> ProcessRecord:
         if process not in self.processes:
@@ -308,23 +294,23 @@ class RunRecord:
     def _make_list(self) -> MutableSequence[Any]:
         return [] if self.keep is None else deque(maxlen=self.keep)
 
-    def add(self, process: str, event: Event) -> None:
+    def add(self, process: str, event: ev.Event) -> None:
         """Adds one event of a process."""
         match event:
-            case ProcessMetrics():
+            case ev.ProcessMetrics():
                 if event.dt > 0:
                     self.process(process).metrics.append(event)
-            case HostMetrics():
+            case ev.HostMetrics():
                 if event.dt > 0:
                     self.hosts.setdefault(process, self._make_list()).append(event)
-            case WorkerStarted() | ServerStarted():
+            case ev.WorkerStarted() | ev.ServerStarted():
                 # A resumed run starts again: the last one counts.
                 self.process(process).started = event
-            case StepWindow() | StepSummary():
+            case ev.StepWindow() | ev.StepSummary():
                 self.process(process).steps.append(event)
-            case ProfileWritten():
+            case ev.ProfileWritten():
                 self.process(process).profiles.append(event)
-            case WorkerEnded() | ServerEnded():
+            case ev.WorkerEnded() | ev.ServerEnded():
                 self.process(process).ended = event
             case _ if process == COORDINATOR:
                 self.events.append(event)
@@ -334,7 +320,7 @@ class RunRecord:
         found = []
         if not self.events:
             found.append("events/run.jsonl is missing or empty")
-        elif not isinstance(self.events[-1], RunEnded):
+        elif not isinstance(self.events[-1], ev.RunEnded):
             found.append(
                 f"the last event of the run is at {self.events[-1].t:.1f} s, without its end"
             )
@@ -367,15 +353,15 @@ def read_run(path: Path | str, *, steps: bool = True) -> RunRecord:
     return record
 
 
-def read_step_events(path: Path | str, worker: int) -> Iterator[StepWindow | StepSummary]:
+def read_step_events(path: Path | str, worker: int) -> Iterator[ev.StepWindow | ev.StepSummary]:
     """Yields the windows of one worker's steps, single and summed."""
-    skip = {ProcessMetrics, HostMetrics}
+    skip = {ev.ProcessMetrics, ev.HostMetrics}
     for _, event in RunReader(path, skip=skip, processes=(f"worker-{worker}",)).poll():
-        if isinstance(event, StepWindow | StepSummary):
+        if isinstance(event, ev.StepWindow | ev.StepSummary):
             yield event
 
 
 def read_steps(path: Path | str, worker: int) -> list[StepRecord]:
     """Returns the single steps of one worker, in order."""
-    windows = [w for w in read_step_events(path, worker) if isinstance(w, StepWindow)]
+    windows = [w for w in read_step_events(path, worker) if isinstance(w, ev.StepWindow)]
     return [step for window in windows for step in steps_of_window(window)]

@@ -8,22 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.protocol.coordinator import Coordinator
-from paceline.telemetry.events import (
-    PHASES,
-    STEP_PHASES,
-    EpochEnded,
-    EpochRow,
-    RunEnded,
-    RunProgress,
-    RunStarted,
-    StepSummary,
-    StepWindow,
-    StrategySwitched,
-    WorkerEnded,
-)
+from paceline.telemetry import events as ev
 from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.phase_clock import STAGES
 from paceline.telemetry.reader import ProcessRecord, RunRecord, read_run, read_step_events
@@ -38,22 +26,21 @@ WorkerTotals = Mapping[int, Mapping[str, Any]]
 """Totals that each worker reports at its end, by worker."""
 
 
-class FinishedRun(Protocol):
-    """Outcome of a run as the launcher or the twin returns it."""
+@dataclasses.dataclass
+class RunOutcome:
+    """The end of a run: status, error and the coordinator's final state."""
 
-    @property
-    def status(self) -> str: ...
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def coordinator(self) -> Coordinator: ...
+    status: str
+    error: str | None
+    seconds: float
+    coordinator: Coordinator
+    is_usage_error: bool = False
+    details: str = ""
 
 
 def make_result(
     config: RunConfig,
-    outcome: FinishedRun,
+    outcome: RunOutcome,
     folder: RunFolder,
     *,
     virtual: bool = False,
@@ -66,7 +53,7 @@ def make_result(
     history = outcome.coordinator.history
     totals = outcome.coordinator.totals
     final = outcome.coordinator.final
-    last = history.rows[-1] if history.rows else EpochRow()
+    last = history.rows[-1] if history.rows else ev.EpochRow()
     job = config["job"]
     train_s = history.train_seconds
     judged = verdicts(read_run(folder.path, steps=False)) if live else []
@@ -183,7 +170,7 @@ def phases_of_workers(
     parts: dict[str, Phases] = {}
     for worker in sorted(totals):
         name = f"worker-{worker}"
-        mine = {name: float(totals[worker]["phases"][name]) for name in PHASES}
+        mine = {name: float(totals[worker]["phases"][name]) for name in ev.PHASES}
         moved = sum(waits.get((worker, part), 0.0) for part in PARTS)
         phases[name] = _move(mine, moved)
         for part in PARTS:
@@ -219,21 +206,21 @@ class RecordedSteps:
     def read(self, worker: int, folder: RunFolder) -> None:
         self._workers.add(worker)
         for event in read_step_events(folder.path, worker):
-            if isinstance(event, StepSummary):
+            if isinstance(event, ev.StepSummary):
                 self._add(worker, PARTS[event.epoch > 0], window_seconds(event))
             else:
                 self._add_window(worker, event)
 
     def _add(self, worker: int, part: str, seconds: Mapping[str, float]) -> None:
-        sums = self.seconds.setdefault((worker, part), dict.fromkeys(STEP_PHASES, 0.0))
-        for name in STEP_PHASES:
+        sums = self.seconds.setdefault((worker, part), dict.fromkeys(ev.STEP_PHASES, 0.0))
+        for name in ev.STEP_PHASES:
             sums[name] += seconds[name]
 
-    def _add_window(self, worker: int, window: StepWindow) -> None:
+    def _add_window(self, worker: int, window: ev.StepWindow) -> None:
         first = sum(epoch == 0 for epoch in window.epoch)  # Epochs never decrease.
         for part, cut in zip(PARTS, (slice(None, first), slice(first, None)), strict=True):
             if window.epoch[cut]:
-                seconds = {n: sum(getattr(window, n)[cut]) / 1e6 for n in STEP_PHASES}
+                seconds = {n: sum(getattr(window, n)[cut]) / 1e6 for n in ev.STEP_PHASES}
                 self._add(worker, part, seconds)
         columns = (window.epoch, window.start, window.staleness, window.comm_exposed)
         for epoch, start, staleness, comm_us in zip(*columns, strict=True):
@@ -266,19 +253,19 @@ def result_from_events(record: RunRecord) -> RunResult:
     for event in record.events:
         result["seconds"] = event.t
         match event:
-            case RunStarted():
+            case ev.RunStarted():
                 result["strategy"] = event.strategy
                 result["workers"], result["servers"] = event.workers, event.servers
-            case RunProgress():
+            case ev.RunProgress():
                 result["samples"], result["updates"] = event.samples, event.updates
-            case EpochEnded(row=row):
+            case ev.EpochEnded(row=row):
                 history[row.epoch] = row.to_plain()
                 result["samples"], result["updates"] = row.samples, row.updates
                 result["train_loss"], result["train_acc"] = row.train_loss, row.train_acc
                 result["val_loss"], result["val_acc"] = row.val_loss, row.val_acc
-            case StrategySwitched(row=row):
+            case ev.StrategySwitched(row=row):
                 switches[row.samples] = row.to_plain()
-            case RunEnded() if event.status != "done":
+            case ev.RunEnded() if event.status != "done":
                 # Ended well but without result.json is not done: its final metrics are missing.
                 result["status"], result["error"] = event.status, event.error
     result["history"], result["switches"] = list(history.values()), list(switches.values())
@@ -289,9 +276,9 @@ def result_from_events(record: RunRecord) -> RunResult:
 
 def worker_phases(worker: ProcessRecord) -> dict[str, float]:
     """Returns a worker's totals by time category; without totals, sums of its recorded steps."""
-    if isinstance(worker.ended, WorkerEnded):
+    if isinstance(worker.ended, ev.WorkerEnded):
         return dict(worker.ended.phases)
-    sums = dict.fromkeys(STEP_PHASES, 0.0)
+    sums = dict.fromkeys(ev.STEP_PHASES, 0.0)
     for window in worker.steps:
         for name, seconds in window_seconds(window).items():
             sums[name] += seconds

@@ -14,11 +14,13 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, cast
 
 from paceline.errors import UsageError
-from paceline.telemetry.events import Event
+from paceline.telemetry.events import Event, RunEnded, RunStarted
 from paceline.telemetry.schema import RunResult
 
 COORDINATOR = "run"
@@ -149,6 +151,54 @@ class EventWriter:
     def close(self) -> None:
         with self._lock:
             self._file.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOutput:
+    """A line printed by a process. Displayed and logged, but not an event of the run."""
+
+    process: str
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesNotice:
+    """Transport of the collectives, and the reason if shared memory was not used. Display only."""
+
+    path: str
+    """`shared`, `partly shared`, or another transport."""
+    reason: str
+
+
+RunNotice = Event | ProcessOutput | CollectivesNotice
+"""Anything that a display receives while a run is in progress."""
+
+OnEvent = Callable[[RunNotice], None]
+
+
+def ignore_notice(notice: RunNotice) -> None:
+    """The default display: shows nothing."""
+
+
+class EventLog(EventWriter):
+    """Writes the coordinator's events; every recorded notice also goes to `on_event`."""
+
+    def __init__(self, path: Path, on_event: OnEvent) -> None:
+        super().__init__(path)
+        self._on_event = on_event
+
+    def started(self, *, strategy: str, workers: int, servers: int) -> None:
+        self.write(RunStarted(t=0.0, strategy=strategy, workers=workers, servers=servers))
+
+    def record(self, notice: RunNotice) -> None:
+        if isinstance(notice, Event):
+            self.write(notice)
+        self._on_event(notice)
+
+    def ended(self, status: str, error: str | None, seconds: float) -> None:
+        """Records the end of the run and closes the file."""
+        self.record(RunEnded(t=round(seconds, 6), status=status, error=error))
+        self.close()
 
 
 def truncate_partial_line(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Types of the JSON files of a run: run.json and result.json.
+"""Types of the JSON files of a run, run.json and result.json, and checks of their values.
 
 Both files are contracts. They are read from folders of other versions and from interrupted runs,
 so every key may be missing, and readers check the types of the values they use.
@@ -6,6 +6,7 @@ so every key may be missing, and readers check the types of the values they use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -112,3 +113,15 @@ class RunResult(TypedDict, total=False):
     versions: Mapping[str, object]
     dir: str
     """Added by readers: the folder of the run."""
+
+
+def as_finite(value: object) -> float | None:
+    """Returns the number; None for anything missing, not a number, NaN or infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Returns the JSON object; an empty one for any other value."""
+    return value if isinstance(value, Mapping) else {}

@@ -7,15 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from paceline.telemetry.events import (
-    PHASES,
-    SERVER_PHASES,
-    STEP_PHASES,
-    HostMetrics,
-    ProcessMetrics,
-    StepSummary,
-    StepWindow,
-)
+from paceline.telemetry import events as ev
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +43,13 @@ class StepRecord:
         return (self.input + self.forward + self.backward) / 1e6
 
 
-def steps_of_window(window: StepWindow) -> Iterator[StepRecord]:
+def steps_of_window(window: ev.StepWindow) -> Iterator[StepRecord]:
     """Yields the steps of a window; columns that an older version did not write are filled."""
     nothing: list[list[int]] = []
     columns: list[Iterable[object]] = [
         window.epoch, window.start, window.lo, window.hi,
         window.loss or itertools.repeat(None), window.staleness or itertools.repeat(-1),
-        *(getattr(window, name) or itertools.repeat(0) for name in STEP_PHASES),
+        *(getattr(window, name) or itertools.repeat(0) for name in ev.STEP_PHASES),
         window.comm_hidden or itertools.repeat(-1), window.pieces or itertools.repeat(nothing),
     ]  # fmt: skip
     began_s = window.began or window.t
@@ -69,18 +61,18 @@ def steps_of_window(window: StepWindow) -> Iterator[StepRecord]:
         before = ended
 
 
-def window_seconds(window: StepWindow | StepSummary) -> dict[str, float]:
+def window_seconds(window: ev.StepWindow | ev.StepSummary) -> dict[str, float]:
     """Returns the seconds by time category of a window of steps, single or summed."""
-    if isinstance(window, StepSummary):
-        return {name: window.phases_us.get(name, 0) / 1e6 for name in STEP_PHASES}
-    return {name: sum(getattr(window, name)) / 1e6 for name in STEP_PHASES}
+    if isinstance(window, ev.StepSummary):
+        return {name: window.phases_us.get(name, 0) / 1e6 for name in ev.STEP_PHASES}
+    return {name: sum(getattr(window, name)) / 1e6 for name in ev.STEP_PHASES}
 
 
 def phase_names(process: str) -> tuple[str, ...]:
-    return SERVER_PHASES if process.startswith("server-") else PHASES
+    return ev.SERVER_PHASES if process.startswith("server-") else ev.PHASES
 
 
-def phase_seconds(process: str, event: ProcessMetrics) -> dict[str, float]:
+def phase_seconds(process: str, event: ev.ProcessMetrics) -> dict[str, float]:
     """Returns the seconds by time category of one metrics event."""
     return {n: us / 1e6 for n, us in zip(phase_names(process), event.phases, strict=False)}
 
@@ -88,7 +80,7 @@ def phase_seconds(process: str, event: ProcessMetrics) -> dict[str, float]:
 _LEVELS = {"t", "host", "epoch", "rss", "threads", "rtt", "rtt_least"}
 _LEVELS |= {"memory_used", "memory_total", "gpus"}
 
-Metrics = TypeVar("Metrics", bound=ProcessMetrics | HostMetrics)
+Metrics = TypeVar("Metrics", bound=ev.ProcessMetrics | ev.HostMetrics)
 
 
 def merge_metrics(events: Sequence[Metrics]) -> Metrics:

@@ -22,17 +22,16 @@ from paceline.launch.run import (
     read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
-from paceline.launch.supervisor import RunOutcome, describe_progress
+from paceline.launch.supervisor import describe_progress
 from paceline.options import field_values
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.report.comparison import Comparison
-from paceline.report.terminal import terminal_reporter
+from paceline.report.progress import terminal_reporter
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, simulation
-from paceline.telemetry.event_log import EventLog, OnEvent
-from paceline.telemetry.result import make_result
-from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json
+from paceline.telemetry.result import RunOutcome, make_result
+from paceline.telemetry.run_folder import EventLog, OnEvent, RunFolder, write_json
 from paceline.telemetry.schema import RunConfig, RunResult
 from paceline.twin.simulator import Simulator
 from paceline.twin.updates import WeightsBackend
@@ -100,8 +99,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         "pool": options.pool.to_plain(),
     }
     write_json(folder.config, config)
-    writer = EventWriter(folder.events("run"))
-    event_log = EventLog(writer, options.on_event)
+    event_log = EventLog(folder.events("run"), options.on_event)
     event_log.started(strategy=str(strategy), workers=workers, servers=plan.servers)
     simulator = Simulator(
         plan,
@@ -119,7 +117,6 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     seconds = simulator.timeline.now
     outcome = RunOutcome(end.status, end.error, seconds, simulator.coordinator, end.usage)
     event_log.ended(end.status, end.error, seconds)
-    writer.close()
     result = make_result(config, outcome, folder, virtual=True)
     write_json(folder.result, result)
     return raise_unless_done(result, outcome, folder)
