@@ -7,8 +7,8 @@ that page with `python -m paceline.telemetry.metrics > docs/metrics.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from typing import Literal
@@ -39,11 +39,13 @@ class View(Enum):
     PROMETHEUS = "Prometheus"
 
 
+SUMMARY, ACCURACY, TIME, RUNS, DASHBOARD, PROMETHEUS = View
+
 ALWAYS_SHOWN = 100
 """Columns of this priority or higher are kept on any terminal."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One metric of a run."""
 
@@ -51,12 +53,13 @@ class Metric:
     """In result.json and comparison.json; a contract."""
     description: str
     """One sentence for docs/metrics.md and for Prometheus."""
+    views: Collection[View] = ()
+    _: KW_ONLY
     unit: Unit
     title: str = ""
     """Column heading; by default the words of `key`."""
     source: Callable[[RunResult], object] | None = None
     """Returns the value of a result; by default the result's value under `key`."""
-    views: frozenset[View] = frozenset()
     better: Literal["higher", "lower"] | None = None
     priority: int = 0
     """A narrow terminal hides the columns with the lowest priority first."""
@@ -94,130 +97,114 @@ _accuracy = partial(Metric, unit=Unit.FRACTION, better="higher")
 _loss = partial(Metric, unit=Unit.LOSS, better="lower")
 _duration = partial(Metric, unit=Unit.SECONDS, better="lower")
 _size = partial(Metric, unit=Unit.BYTES, better="lower")
+_count = partial(Metric, unit=Unit.COUNT)
 
 METRICS: tuple[Metric, ...] = (
     _accuracy(
-        key="test_acc",
-        description="Accuracy on the test set after training.",
+        "test_acc",
+        "Accuracy on the test set after training.",
+        (SUMMARY, ACCURACY, RUNS, DASHBOARD),
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
-        views=frozenset({View.SUMMARY, View.ACCURACY, View.RUNS, View.DASHBOARD}),
     ),
     _accuracy(
-        key="val_acc",
-        description="Accuracy on the validation set after the last epoch.",
+        "val_acc",
+        "Accuracy on the validation set after the last epoch.",
+        (SUMMARY, ACCURACY, RUNS, DASHBOARD),
         priority=20,
         spread_in_summary=True,
-        views=frozenset({View.SUMMARY, View.ACCURACY, View.RUNS, View.DASHBOARD}),
     ),
     _accuracy(
-        key="train_acc",
-        description="Training accuracy of the last epoch, measured during training.",
-        views=frozenset({View.ACCURACY, View.DASHBOARD}),
+        "train_acc",
+        "Training accuracy of the last epoch, measured during training.",
+        (ACCURACY, DASHBOARD),
     ),
+    _loss("test_loss", "Loss on the test set after training.", (ACCURACY, DASHBOARD)),
+    _loss("val_loss", "Loss on the validation set after the last epoch.", (ACCURACY, DASHBOARD)),
     _loss(
-        key="test_loss",
-        description="Loss on the test set after training.",
-        views=frozenset({View.ACCURACY, View.DASHBOARD}),
-    ),
-    _loss(
-        key="val_loss",
-        description="Loss on the validation set after the last epoch.",
-        views=frozenset({View.ACCURACY, View.DASHBOARD}),
-    ),
-    _loss(
-        key="train_loss",
-        description="Mean training loss of the current or last epoch.",
-        views=frozenset({View.ACCURACY, View.DASHBOARD, View.PROMETHEUS}),
+        "train_loss",
+        "Mean training loss of the current or last epoch.",
+        (ACCURACY, DASHBOARD, PROMETHEUS),
         live=lambda progress: progress.loss,
         family="loss",
     ),
     _duration(
-        key="seconds",
-        description="Total wall time, including startup and evaluation.",
+        "seconds",
+        "Total wall time, including startup and evaluation.",
+        (SUMMARY, TIME, RUNS, DASHBOARD),
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
-        views=frozenset({View.SUMMARY, View.TIME, View.RUNS, View.DASHBOARD}),
     ),
-    Metric(
-        key="samples_per_s",
+    _count(
+        "samples_per_s",
+        "Training throughput, without startup and evaluation.",
+        (SUMMARY, TIME, DASHBOARD),
         title="samples/s",
-        description="Training throughput, without startup and evaluation.",
-        unit=Unit.COUNT,
         better="higher",
         priority=30,
-        views=frozenset({View.SUMMARY, View.TIME, View.DASHBOARD}),
     ),
-    Metric(
-        key="samples",
-        description="Samples whose gradients were applied.",
-        unit=Unit.COUNT,
-        views=frozenset({View.TIME, View.RUNS, View.DASHBOARD, View.PROMETHEUS}),
+    _count(
+        "samples",
+        "Samples whose gradients were applied.",
+        (TIME, RUNS, DASHBOARD, PROMETHEUS),
         live=lambda progress: progress.samples,
         family="samples_total",
     ),
-    Metric(
-        key="updates",
-        description="Updates of the weights.",
-        unit=Unit.COUNT,
+    _count(
+        "updates",
+        "Updates of the weights.",
+        (SUMMARY, TIME, DASHBOARD, PROMETHEUS),
         priority=10,
-        views=frozenset({View.SUMMARY, View.TIME, View.DASHBOARD, View.PROMETHEUS}),
         live=lambda progress: progress.updates,
         family="updates_total",
     ),
-    Metric(
-        key="epochs",
-        description="Epochs completed.",
-        unit=Unit.COUNT,
-        views=frozenset({View.PROMETHEUS}),
+    _count(
+        "epochs",
+        "Epochs completed.",
+        (PROMETHEUS,),
         live=lambda progress: progress.epoch,
         family="epoch",
     ),
-    Metric(
-        key="staleness_mean",
+    _count(
+        "staleness_mean",
+        "Mean age of the weights a gradient was computed on, in updates.",
+        (SUMMARY, TIME),
         title="mean staleness",
-        description="Mean age of the weights a gradient was computed on, in updates.",
-        unit=Unit.COUNT,
         source=lambda result: as_mapping(result.get("staleness")).get("mean"),
         better="lower",
         priority=60,
-        views=frozenset({View.SUMMARY, View.TIME}),
     ),
-    _size(
-        key="bytes_sent",
-        description="Payload bytes sent by all workers.",
-        views=frozenset({View.RUNS, View.DASHBOARD}),
-    ),
+    _size("bytes_sent", "Payload bytes sent by all workers.", (RUNS, DASHBOARD)),
     Metric(
-        key="bytes_over_uncoded",
+        "bytes_over_uncoded",
+        "Bytes sent divided by their size without a codec; empty without a codec.",
+        (SUMMARY,),
         title="compression (bytes sent / uncompressed)",
-        description="Bytes sent divided by their size without a codec; empty without a codec.",
         unit=Unit.FRACTION,
         source=compression,
         better="lower",
         priority=ALWAYS_SHOWN,
-        views=frozenset({View.SUMMARY}),
     ),
     _duration(
-        key="switch_pause_s",
+        "switch_pause_s",
+        "Time without training during switches of strategy; empty without a switch.",
+        (SUMMARY, TIME),
         title="switch pause",
-        description="Time without training during switches of strategy; empty without a switch.",
         source=lambda result: switch_seconds(result, "pause_s"),
         priority=ALWAYS_SHOWN,
         spread=False,
-        views=frozenset({View.SUMMARY, View.TIME}),
     ),
     _duration(
-        key="switch_drain_s",
+        "switch_drain_s",
+        "Time spent waiting for batches in flight before switches of strategy.",
         title="switch drain",
-        description="Time spent waiting for batches in flight before switches of strategy.",
         source=lambda result: switch_seconds(result, "drain_s"),
     ),
     _size(
-        key="peak_rss_bytes",
+        "peak_rss_bytes",
+        "Largest resident memory of any worker.",
+        (RUNS, DASHBOARD),
         title="peak memory",
-        description="Largest resident memory of any worker.",
-        views=frozenset({View.RUNS, View.DASHBOARD}),
     ),
 )
 
