@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from browser import CHROMIUM, DRIVER, Browser
-from paceline.dashboard.page import SERVER_STYLES
 from paceline.dashboard.run_index import RunIndex
 from paceline.dashboard.run_view import RunView
-from paceline.dashboard.server import Dashboard
+from paceline.dashboard.server import SERVER_STYLES, Dashboard
 from paceline.dashboard.time_bins import DownsampledCurve, TimeBins
 from paceline.errors import UsageError
 from paceline.report.charts import PHASE_STYLES, STRATEGY_COLOURS

@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 
-from paceline.dashboard.page import render_page
 from paceline.dashboard.run_index import RunSummary
+from paceline.dashboard.server import render_page
 from paceline.report.comparison import compare_results
-from paceline.report.run_groups import make_task
-from paceline.report.run_loader import load_runs
-from paceline.report.study_tables import make_accuracy_table, make_run_table, make_time_table
-from paceline.report.summary_table import make_summary_table, results_table
+from paceline.report.runs import load_runs, make_task
+from paceline.report.study_tables import (
+    make_accuracy_table,
+    make_run_table,
+    make_summary_table,
+    make_time_table,
+    results_table,
+)
 from paceline.telemetry import metrics
 from paceline.telemetry.events import RunProgress
-from paceline.telemetry.live_run import LiveRun
+from paceline.telemetry.live_run import LiveRun, expose
 from paceline.telemetry.metrics import METRICS, Metric, Unit, View, render_docs
-from paceline.telemetry.prometheus import expose
 from paceline.telemetry.schema import RunConfig, RunResult
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,9 @@ from paceline.report.charts import draw_curves, draw_phases, draw_staleness
 from paceline.report.comparison import compare_results, write_comparison
 from paceline.report.findings import list_findings
 from paceline.report.progress import Progress
-from paceline.report.run_groups import make_task
-from paceline.report.run_loader import ReportRun, load_runs, normalise_phases
+from paceline.report.runs import ReportRun, load_runs, make_task, normalise_phases
 from paceline.report.stats import compare_means, mean_and_std, student_t_tail
-from paceline.report.summary_table import make_summary_table, results_table
+from paceline.report.study_tables import make_summary_table, results_table
 from paceline.report.writer import write_report as write_report_files
 from paceline.telemetry import events as ev
 from paceline.telemetry.run_folder import EventWriter, RunFolder, write_json

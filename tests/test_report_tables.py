@@ -26,15 +26,16 @@ from paceline.report.published_results import (
     read_published_json,
     strategy_family,
 )
-from paceline.report.run_groups import (
+from paceline.report.runs import (
+    ReportRun,
     RunGroup,
     choose_target_accuracy,
     fastest,
     find_frontier,
+    load_runs,
     split_tasks,
     time_to_accuracy_rows,
 )
-from paceline.report.run_loader import ReportRun, load_runs
 from paceline.report.stats import mean_and_std, welch_test
 from paceline.report.study_tables import list_tables
 from paceline.report.tables import Column, ReportTable, escape_latex

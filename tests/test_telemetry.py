@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from conftest import RUN_S, RunCli, Started
 from paceline.errors import UsageError
 from paceline.protocol.messages import Lease
-from paceline.report.chrome_trace import write_trace
-from paceline.report.csv_export import write_csv_files
+from paceline.report.export import write_csv_files, write_trace
 from paceline.report.operator_profile import read_profile, rows_for_one_run, rows_for_two_runs
-from paceline.report.run_loader import load_runs
+from paceline.report.runs import load_runs
 from paceline.telemetry import step_recorder as recorder_module
 from paceline.telemetry.events import (
     PHASES,

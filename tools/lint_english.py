@@ -90,7 +90,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("src/paceline/worker/server_main.py", "parted by"): "a field of the event `server`",
     ("src/paceline/twin/run.py", "story"): "the key `troubles` of run.json",
     ("src/paceline/report/charts.py", "register"): "a variable called words",
-    ("src/paceline/report/html_page.py", "register"): "a variable called words",
+    ("src/paceline/report/html.py", "register"): "a variable called words",
     ("docs/run-folder.md", "story"): "`troubles` is a key of run.json",
     ("docs/run-folder.md", "parted by"): "`beside` is a field of the event `server`",
     ("docs/slowdowns.md", "story"): "`troubles` is a key of run.json",

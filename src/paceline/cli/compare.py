@@ -157,7 +157,7 @@ def show_comparison(
     """Prints the table and writes a report of all runs; returns 1 if a run failed, else 0."""
     from rich.console import Console
 
-    from paceline.report.summary_table import results_table
+    from paceline.report.study_tables import results_table
     from paceline.report.writer import write_report
 
     report = out / "report.html"
@@ -330,7 +330,7 @@ def demo(*, options: DemoOptions) -> int:
 
 def _conclude(folder: Path, *, slow: bool) -> str:
     """Returns what the comparison shows, in training time without startup."""
-    from paceline.report.run_loader import load_runs
+    from paceline.report.runs import load_runs
 
     train_s = {
         run.result["strategy"]: run.result["stages"]["train"] or 0.0

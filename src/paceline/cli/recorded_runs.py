@@ -159,14 +159,14 @@ def export(folder: Annotated[Path, argument("Run folder.")], /, *, options: Expo
     form, out = options.form, options.out
     if options.follow and form != "tensorboard":
         raise UsageError(f"--follow requires --as tensorboard: --as {form} is written once")
-    from paceline.report import chrome_trace, csv_export, tensorboard
+    from paceline.report import export as exports
 
     if form == "chrome":
-        written = [chrome_trace.write_trace(folder, out or folder / "trace.json")]
+        written = [exports.write_trace(folder, out or folder / "trace.json")]
     elif form == "csv":
-        written = csv_export.write_csv_files(folder, out or folder / "csv")
+        written = exports.write_csv_files(folder, out or folder / "csv")
     else:
         logs = out or folder / "tensorboard"
-        written = [tensorboard.write_tensorboard(folder, logs, follow=options.follow)]
+        written = [exports.write_tensorboard(folder, logs, follow=options.follow)]
     for path in written:
         print(f"written: {path}")

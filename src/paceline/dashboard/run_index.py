@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from paceline.dashboard.run_view import Payload, RunView
-from paceline.report.run_loader import find_run_folders
+from paceline.report.runs import find_run_folders
 from paceline.report.stats import RecentRate
 from paceline.telemetry import events as ev
 from paceline.telemetry.metrics import View, metrics_in
@@ -42,13 +42,9 @@ class RunSummary:
 
     def _begin(self) -> None:
         self.reader = RunReader(self.folder.path, processes=(COORDINATOR,))
-        self._seconds: float | None = None
+        self._latest: Payload = {"seconds": None, "now": None, "epoch": None}
+        """What the events show of a run without a result."""
         self._samples_per_epoch: float | None = None
-        self._progress: ev.RunProgress | None = None
-        self._epoch: ev.EpochRow | None = None
-        self._last_epoch: int | None = None
-        self._strategy: str | None = None
-        self._ended: str | None = None
         self._rate = RecentRate()
         self._verdicts: dict[tuple[str, str], str] = {}
 
@@ -58,7 +54,7 @@ class RunSummary:
             self._begin()
             events = list(self.reader.poll())
         for _, event in events:
-            self._seconds = event.t  # Any event shows that the run is alive.
+            self._latest["seconds"] = event.t  # Any event shows that the run is alive.
             self._add(event)
 
     def _add(self, event: ev.Event) -> None:
@@ -66,18 +62,18 @@ class RunSummary:
             case ev.RunLengthKnown():
                 self._samples_per_epoch = event.samples_per_epoch
             case ev.RunProgress():
-                self._progress = event
-                self._last_epoch = event.epoch
+                names = ("epoch", "samples", "updates", "loss")
+                self._latest |= {name: getattr(event, name) for name in names}
                 self._rate.add(event.t, event.samples)
             case ev.EpochEnded(row=row):
-                self._epoch = row
-                self._last_epoch = row.epoch
+                names = ("epoch", "val_acc", "val_loss", "train_acc")
+                self._latest |= {name: row.value(name) for name in names}
                 if self._samples_per_epoch is None:
                     self._samples_per_epoch = row.samples / (row.epoch or 1)
             case ev.StrategyStarted():
-                self._strategy = event.strategy
+                self._latest["now"] = event.strategy
             case ev.RunEnded():
-                self._ended = event.status
+                self._latest["status"] = event.status
             case ev.VerdictChanged(is_over=True):
                 self._verdicts.pop((event.rule, event.who), None)
             case ev.VerdictChanged():
@@ -100,23 +96,13 @@ class RunSummary:
             is_done = result.get("status") == "done"
             payload["share"] = 1.0 if is_done else self._share(result.get("samples"))
             return payload
-        payload["seconds"] = self._seconds
-        payload["now"] = self._strategy
-        payload["epoch"] = self._last_epoch
-        samples = None
-        if self._progress is not None:
-            samples = self._progress.samples
-            payload |= {k: getattr(self._progress, k) for k in ("samples", "updates", "loss")}
-        if self._epoch is not None:
-            payload |= {k: self._epoch.value(k) for k in ("val_acc", "val_loss", "train_acc")}
-        silent = self._silent_s()
-        payload["status"] = self._ended or ("running" if silent < SILENT_S else "silent")
-        payload["silent_s"] = round(silent, 1)
-        payload["samples_per_s"] = rate = self._rate.per_second
+        silent, total, rate = self._silent_s(), self._total(), self._rate.per_second
+        samples = as_finite(self._latest.get("samples")) or 0.0
+        payload |= {"status": "running" if silent < SILENT_S else "silent", **self._latest}
+        payload |= {"silent_s": round(silent, 1), "samples_per_s": rate}
         payload["share"] = self._share(samples)
-        total = self._total()
         if total and rate and payload["status"] == "running":
-            payload["left_s"] = max(0.0, (total - (samples or 0)) / rate)
+            payload["left_s"] = max(0.0, (total - samples) / rate)
         return payload
 
     def _total(self) -> float | None:

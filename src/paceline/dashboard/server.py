@@ -1,4 +1,7 @@
-"""HTTP server of the dashboard, based on the standard library: few clients, small responses."""
+"""HTTP server of the dashboard and its page, based on the standard library.
+
+Few clients, small responses. The page is one document with its style, scripts and the list of runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import secrets
 import socket
 import sys
+from html import escape
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,11 +20,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from paceline.dashboard.page import render_page
 from paceline.dashboard.run_index import RunIndex
 from paceline.errors import UsageError
-from paceline.report.html_page import drop_nan
+from paceline.report.charts import PHASE_STYLES, STRATEGY_COLOURS
+from paceline.report.html import drop_nan, encode_json
+from paceline.telemetry.metrics import View, metrics_in
 
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("charts.js", "timeline.js", "app.js")
 COOKIE = "paceline-token"
 MAX_COMPARED = 24
 SLOW_CLIENT_S = 30.0
@@ -32,6 +39,14 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
+}
+
+SERVER_STYLES = {
+    "startup": ("#999999", ""),
+    "idle": ("#BBBBBB", "."),
+    "receive": ("#56B4E9", ""),
+    "apply": ("#009E73", ""),
+    "send": ("#D55E00", ""),
 }
 
 
@@ -212,3 +227,30 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def render_page(folder: str, runs: list[dict[str, object]], nonce: str) -> str:
+    """Returns the document; it includes the runs, so that the list is painted at once."""
+    start = {
+        "folder": folder,
+        "runs": runs,
+        "phases": PHASE_STYLES,
+        "server_phases": SERVER_STYLES,
+        "colours": STRATEGY_COLOURS,
+        "metrics": [
+            {"key": m.key, "title": m.title, "unit": m.unit.name}
+            for m in metrics_in(View.DASHBOARD)
+        ],
+    }
+    files = ("index.html", "style.css", *SCRIPTS)
+    text, style, *scripts = ((PAGE / name).read_text(encoding="utf-8") for name in files)
+    for mark, part in (
+        ("{{nonce}}", nonce),
+        ("{{style}}", style),
+        ("{{script}}", "\n".join(scripts)),
+        # The folder's content comes last, because it may contain marks.
+        ("{{title}}", escape(folder)),
+        ("{{start}}", encode_json(start)),
+    ):
+        text = text.replace(mark, part)
+    return text

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics, parse_event
-from paceline.telemetry.live_run import LiveRun
-from paceline.telemetry.prometheus import CONTENT_TYPE, expose
+from paceline.telemetry.live_run import CONTENT_TYPE, LiveRun, expose
 from paceline.telemetry.run_folder import COORDINATOR, EventWriter
 from paceline.telemetry.sampler import MetricsDownsampler, Sampler
 from paceline.telemetry.schema import RunConfig

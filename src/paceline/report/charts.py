@@ -14,7 +14,8 @@ from typing import Any
 
 from paceline.report.comparison import mean_metric
 from paceline.report.number_format import format_number, format_seconds
-from paceline.report.run_groups import (
+from paceline.report.runs import (
+    ReportRun,
     RunGroup,
     average_phases,
     choose_measure,
@@ -23,7 +24,6 @@ from paceline.report.run_groups import (
     group_by_label,
     list_frontier_points,
 )
-from paceline.report.run_loader import ReportRun
 from paceline.report.stats import interpolate
 from paceline.telemetry.schema import as_finite, as_mapping
 

@@ -6,24 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
-from paceline.report.stats import Spread, difference_or_none, mean_and_std, ratio_or_none
+from paceline.report.stats import Spread, difference_or_none, group_by, mean_and_std, ratio_or_none
 from paceline.telemetry import metrics
 from paceline.telemetry.run_folder import write_json
 from paceline.telemetry.schema import RunResult, as_finite, as_mapping
 
 SETTINGS = ("model", "data", "batch", "workers", "servers", "virtual")
 """Runs of one strategy that differ in one of these are not repetitions of each other."""
-
-
-class RunEntry(TypedDict):
-    """One run of a comparison."""
-
-    dir: str | None
-    seed: int | None
-    status: str | None
-    seconds: float | None
-    test_acc: float | None
-    error: str | None
 
 
 class StrategyEntry(TypedDict, total=False):
@@ -47,7 +36,7 @@ class StrategyEntry(TypedDict, total=False):
     staleness_mean: Spread
     switch_pause_s: Spread
     switch_drain_s: Spread
-    runs: list[RunEntry]
+    runs: list[dict[str, object]]
     seconds_over_first_strategy_seconds: float | None
     seconds_minus_first_strategy_seconds: float | None
     first_strategy_seconds: float | None
@@ -66,7 +55,6 @@ class Comparison(TypedDict, total=False):
 
 
 def spread_of(entry: StrategyEntry, key: str) -> Spread:
-    """Returns a metric of a strategy by its key."""
     return cast(Spread, entry[key])  # type: ignore[literal-required]
 
 
@@ -81,12 +69,13 @@ def compare_results(results: Sequence[RunResult]) -> Comparison:
     of one strategy that differ in one of `SETTINGS` form separate groups, and `label` states the
     difference. Otherwise `label` is the strategy text, or its name in a matrix.
     """
-    groups: dict[str, list[RunResult]] = {}
-    for result, label in zip(results, label_results(results), strict=True):
-        groups.setdefault(label, []).append(result)
-    strategies = [summarize_group(label, runs) for label, runs in groups.items()]
-    for entry in strategies:
-        add_ratio(entry, strategies[0]["seconds"]["mean"])
+    groups = group_by(zip(label_results(results), results, strict=True), lambda pair: pair[0])
+    strategies = [summarize_group(label, [r for _, r in g]) for label, g in groups.items()]
+    for entry in strategies:  # A ratio below 1 is faster than the first strategy.
+        mean, first = entry["seconds"]["mean"], strategies[0]["seconds"]["mean"]
+        entry["seconds_over_first_strategy_seconds"] = ratio_or_none(mean, first)
+        entry["seconds_minus_first_strategy_seconds"] = difference_or_none(mean, first)
+        entry["first_strategy_seconds"] = first
     return {
         "first_strategy": strategies[0]["label"] if strategies else None,
         "runs_total": len(results),
@@ -99,19 +88,15 @@ def compare_results(results: Sequence[RunResult]) -> Comparison:
 
 def label_results(results: Sequence[RunResult]) -> list[str]:
     """Returns one label per result: its strategy, and how it differs from others of that text."""
-    alike: dict[str, list[RunResult]] = {}
-    for result in results:
-        alike.setdefault(name_strategy(result), []).append(result)
+    alike = group_by(results, name_strategy)
     labels = []
     for result in results:
-        strategy = name_strategy(result)
-        notes = []
+        strategy, notes = name_strategy(result), []
         for setting in SETTINGS:
             known = [r.get(setting) for r in alike[strategy] if r.get(setting) is not None]
-            if all(value == known[0] for value in known):
-                continue
-            value = result.get(setting)
-            notes.append(describe_setting(setting, known[0] if value is None else value))
+            if any(value != known[0] for value in known):
+                value = result.get(setting)
+                notes.append(describe_setting(setting, known[0] if value is None else value))
         labels.append(f"{strategy} [{', '.join(notes)}]" if notes else strategy)
     return labels
 
@@ -160,23 +145,12 @@ def summarize_group(label: str, runs: list[RunResult]) -> StrategyEntry:
     return entry
 
 
-def add_ratio(entry: StrategyEntry, first_seconds: float | None) -> None:
-    """Adds the time relative to the first strategy: a ratio below 1 is faster."""
-    mean = entry["seconds"]["mean"]
-    entry["seconds_over_first_strategy_seconds"] = ratio_or_none(mean, first_seconds)
-    entry["seconds_minus_first_strategy_seconds"] = difference_or_none(mean, first_seconds)
-    entry["first_strategy_seconds"] = first_seconds
-
-
 def compare_tasks(results: Sequence[RunResult]) -> Comparison:
     """Compares within each task of a matrix, because ratios across tasks are meaningless.
 
     `tasks` has one comparison per task, `strategies` the entries of all with their `task`.
     """
-    groups: dict[str, list[RunResult]] = {}
-    for result in results:
-        task = as_mapping(result.get("labels")).get("task")
-        groups.setdefault(str(task or "unknown"), []).append(result)
+    groups = group_by(results, lambda r: str(as_mapping(r.get("labels")).get("task") or "unknown"))
     tasks: list[Comparison] = [
         {"task": task, **compare_results(group)} for task, group in groups.items()
     ]

@@ -13,8 +13,7 @@ from paceline.report.published_results import (
     make_published_tables,
     sentences_on_published,
 )
-from paceline.report.run_groups import RunGroup, split_tasks
-from paceline.report.run_loader import ReportRun
+from paceline.report.runs import ReportRun, RunGroup, split_tasks
 from paceline.report.study_tables import list_tables
 from paceline.report.tables import ReportTable
 

@@ -38,7 +38,6 @@ def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
 
 
 def draw(figure: Figure) -> Any:
-    """Draws a Plotly figure with matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 

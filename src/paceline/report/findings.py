@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from paceline.report.comparison import StrategyEntry, mean_metric, spread_of
 from paceline.report.number_format import format_number, format_percent, format_seconds
-from paceline.report.run_groups import (
+from paceline.report.runs import (
     RunGroup,
     average_phases,
     choose_measure,
     choose_target_accuracy,
     fastest,
     find_frontier,
+    rows_or_empty,
     time_to_accuracy_rows,
 )
-from paceline.report.run_loader import rows_or_empty
 from paceline.report.stats import compare_means, mean_and_std, mean_of
 from paceline.telemetry.schema import as_finite, as_mapping
 

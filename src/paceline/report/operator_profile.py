@@ -13,6 +13,8 @@ from rich.table import Table
 
 from paceline.errors import UsageError
 
+HeadAndRows = tuple[list[str], list[list[Any]]]
+
 
 @dataclass
 class OperatorProfile:
@@ -65,9 +67,7 @@ def read_profile(folder: Path) -> OperatorProfile:
     return profile
 
 
-def rows_for_one_run(
-    profile: OperatorProfile, top: int | None
-) -> tuple[list[str], list[list[Any]]]:
+def rows_for_one_run(profile: OperatorProfile, top: int | None) -> HeadAndRows:
     """Returns milliseconds per step by worker, and the fraction of the total."""
     head = ["operator", "calls a step", "share", *(f"worker {w} ms" for w in profile.workers)]
     names = sorted(profile.ms, key=profile.mean_ms, reverse=True)[:top]
@@ -83,9 +83,7 @@ def rows_for_one_run(
     return head, rows
 
 
-def rows_for_two_runs(
-    one: OperatorProfile, two: OperatorProfile, top: int | None
-) -> tuple[list[str], list[list[Any]]]:
+def rows_for_two_runs(one: OperatorProfile, two: OperatorProfile, top: int | None) -> HeadAndRows:
     """Returns means over the workers; `times` is the ratio of the second run to the first."""
     head = ["operator", f"{one.name} ms", "share", f"{two.name} ms", "share ", "second/first"]
     names = sorted({*one.ms, *two.ms}, key=lambda n: -max(one.mean_ms(n), two.mean_ms(n)))[:top]
@@ -119,19 +117,13 @@ def write_csv(profiles: Sequence[OperatorProfile], path: Path) -> None:
         csv.writer(file).writerows([[h.strip() for h in head], *rows])
 
 
-def _rows(
-    profiles: Sequence[OperatorProfile], top: int | None
-) -> tuple[list[str], list[list[Any]]]:
+def _rows(profiles: Sequence[OperatorProfile], top: int | None) -> HeadAndRows:
     if len(profiles) == 1:
         return rows_for_one_run(profiles[0], top)
     return rows_for_two_runs(profiles[0], profiles[1], top)
 
 
 def _cell(value: Any, name: str) -> str:
-    if value is None:
-        return "new"
-    if isinstance(value, str):
-        return value
-    if name.startswith("share"):
-        return f"{100 * value:.1f}%"
-    return f"{value:.3f}"
+    if value is None or isinstance(value, str):
+        return value or "new"
+    return f"{100 * value:.1f}%" if name.startswith("share") else f"{value:.3f}"

@@ -162,7 +162,6 @@ class Progress(LiveLines):
             self.print_line(self.describe())
 
     def epoch_row(self, row: ev.EpochRow) -> None:
-        """Displays the metrics at the end of an epoch."""
         accuracy = as_finite(row.val_acc)
         if accuracy is not None:
             self._val_acc = accuracy
@@ -189,7 +188,6 @@ class Progress(LiveLines):
         return left / rate if rate else None
 
     def describe(self) -> str:
-        """Returns the text of the live line."""
         facts, left_s = self._facts, self.estimate_left_s()
         rate, loss = facts.get("samples_per_s"), facts.get("loss")
         parts = [
@@ -206,23 +204,19 @@ class Progress(LiveLines):
         return f"epoch {epoch}" + (f"/{self._epochs}" if self._epochs else "")
 
     def _describe_row(self, row: ev.EpochRow) -> str:
-        parts = [self._describe_epoch(row.epoch)]
-        if row.seconds > 0:
-            parts.append(f"after {format_seconds(row.seconds)}")
-        for loss, word in ((row.train_loss, "train loss"), (row.val_loss, "val loss")):
-            if as_finite(loss) is not None:
-                parts.append(f"{word} {loss:.4g}")
-        for accuracy, word in ((row.train_acc, "train acc"), (row.val_acc, "val acc")):
-            if as_finite(accuracy) is not None:
-                parts.append(f"{word} {format_percent(accuracy)}")
-        rate, left_s = as_finite(row.lr), self.estimate_left_s()
-        if rate is not None:
-            parts.append(f"lr {rate:.4g}")
-        if left_s:
-            parts.append(f"{format_duration(left_s)} left")
-        if "strategy" in self._facts:
-            parts.append(self._facts["strategy"])
-        return ", ".join(parts)
+        losses, accuracies = ("train_loss", "val_loss"), ("train_acc", "val_acc")
+        known = {name: as_finite(row.value(name)) for name in (*losses, *accuracies, "lr")}
+        texts = {name: f"{x:.4g}" for name, x in known.items() if x is not None}
+        texts |= {name: format_percent(known[name]) for name in accuracies if name in texts}
+        left_s = self.estimate_left_s()
+        parts = [
+            self._describe_epoch(row.epoch),
+            f"after {format_seconds(row.seconds)}" if row.seconds > 0 else None,
+            *(f"{name.replace('_', ' ')} {text}" for name, text in texts.items()),
+            f"{format_duration(left_s)} left" if left_s else None,
+            self._facts.get("strategy"),
+        ]
+        return ", ".join(filter(None, parts))
 
     def _add_lines(self, bars: Bars) -> None:
         self._task = bars.add_task("", total=None, label=self._label, facts="starting")
@@ -258,8 +252,8 @@ class MatrixProgress(LiveLines):
     ) -> None:
         self._title = to_single_line(title)
         self._sizes = dict(sizes)
-        self._done = self._failed = 0
-        self._left = set(sizes)
+        self._ended: dict[str, bool] = {}
+        """Whether each run that ended is done."""
         self._times: list[tuple[Size, float]] = []
         self._now: str | None = None
         self._began_s = clock()
@@ -274,7 +268,6 @@ class MatrixProgress(LiveLines):
         self._redraw()
 
     def show(self, notice: RunNotice) -> None:
-        """Displays a notice of the current run."""
         if isinstance(notice, ev.RunLengthKnown):
             self._total = (notice.epochs or 0) * (notice.samples_per_epoch or 0)
         elif isinstance(notice, ev.RunProgress):
@@ -290,24 +283,24 @@ class MatrixProgress(LiveLines):
 
     def end(self, name: str, result: Mapping[str, Any]) -> None:
         seconds = self._clock() - self._began_s
-        if result.get("status") == "done":
+        self._ended[name] = result.get("status") == "done"
+        if self._ended[name]:
             self._times.append((self._sizes[name], seconds))
-        self._count(name, result)
         self._print_plain(f"{name}: {describe_result(result)} ({self.describe()})")
         self._now = None
         self._redraw()
 
     def skip(self, name: str, result: Mapping[str, Any]) -> None:
         """Counts a run that already has a result."""
-        self._count(name, result)
+        self._ended[name] = result.get("status") == "done"
         self._redraw()
 
     def describe(self) -> str:
-        parts = [f"{self._done + self._failed} of {len(self._sizes)}"]
-        if self._failed:
-            parts.append(f"{self._failed} failed")
+        parts = [f"{len(self._ended)} of {len(self._sizes)}"]
+        if failed := list(self._ended.values()).count(False):
+            parts.append(f"{failed} failed")
         left = self.estimate_left_s()
-        if left is not None and self._left:
+        if left is not None and len(self._ended) < len(self._sizes):
             parts.append(f"about {format_duration(left)} left")
         return ", ".join(parts)
 
@@ -320,20 +313,13 @@ class MatrixProgress(LiveLines):
             rates.setdefault((model, data), []).append(seconds / epochs)
         every = [rate for group in rates.values() for rate in group]
         left = 0.0
-        for name in self._left:
+        for name in self._sizes.keys() - self._ended.keys():
             model, data, epochs = self._sizes[name]
             group = rates.get((model, data), every)
             left += epochs * sum(group) / len(group)
-        if self._now in self._left:
+        if self._now is not None and self._now not in self._ended:
             left -= self._clock() - self._began_s
         return max(0.0, left)
-
-    def _count(self, name: str, result: Mapping[str, Any]) -> None:
-        self._left.discard(name)
-        if result.get("status") == "done":
-            self._done += 1
-        else:
-            self._failed += 1
 
     def _add_lines(self, bars: Bars) -> None:
         self._whole = bars.add_task("", total=len(self._sizes), label=self._title, facts="")
@@ -343,7 +329,7 @@ class MatrixProgress(LiveLines):
         if self._bars is None:
             return
         part = self._seen / self._total if self._total and self._now else 0.0
-        done = self._done + self._failed + part
+        done = len(self._ended) + part
         self._bars.update(self._whole, completed=done, facts=self.describe())
         self._bars.update(
             self._one,

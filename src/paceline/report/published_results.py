@@ -12,21 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from paceline.report.charts import (
-    DASHES,
-    PERCENT_AXIS,
-    STRATEGY_COLOURS,
-    Figure,
-    Trace,
-    make_axis,
-    make_figure,
-    make_scatter,
-)
+from paceline.report import charts
 from paceline.report.comparison import StrategyEntry, mean_metric
-from paceline.report.run_groups import RunGroup
-from paceline.report.run_loader import ReportRun
+from paceline.report.runs import ReportRun, RunGroup
 from paceline.report.stats import difference_or_none, mean_and_std, ratio_or_none
 from paceline.report.tables import Column, ReportTable, make_table
 from paceline.telemetry.schema import as_finite
@@ -63,9 +53,7 @@ class PublishedRun:
 
 @cache
 def read_published_json(name: str) -> dict[str, Any]:
-    value = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    assert isinstance(value, dict)
-    return value
+    return cast(dict[str, Any], json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def list_published_runs() -> list[PublishedRun]:
@@ -98,10 +86,8 @@ def list_published_runs() -> list[PublishedRun]:
 
 
 def strategy_of_arm(word: str) -> str:
-    share = re.fullmatch(r"switch_(\d+)", word)
-    if share:
-        return f"switch(allreduce, ps, at={share.group(1)}%)"
-    return {"ps_async": "ps"}.get(word, word)
+    word = {"ps_async": "ps"}.get(word, word)
+    return re.sub(r"^switch_(\d+)$", r"switch(allreduce, ps, at=\1%)", word)
 
 
 def normalize_label(name: str) -> str:
@@ -124,15 +110,9 @@ def find_published(task: RunGroup) -> list[tuple[StrategyEntry, PublishedRun]]:
     named = re.search(r"batch (\d+)", task.name)
     for entry in task.entries:
         batches = (int(named.group(1)) if named else None, entry["batch"], None)
-        for row in published:
-            if (
-                entry["model"] in row.models
-                and row.data == normalize_label(str(entry["data"]))
-                and row.arm == strategy_family(entry["strategy"])
-                and row.batch in batches
-            ):
-                found.append((entry, row))
-                break
+        ours = normalize_label(str(entry["data"])), strategy_family(entry["strategy"])
+        same = [row for row in published if entry["model"] in row.models and row.batch in batches]
+        found += [(entry, row) for row in same if (row.data, row.arm) == ours][:1]
     return found
 
 
@@ -154,6 +134,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
         theirs, ours = row.figures.get("seconds"), entry["seconds"]["mean"]
         printed, mine = row.figures.get(measure), mean_metric(entry, measure)
         ratio = ratio_or_none(theirs, base.figures.get("seconds"))
+        our_ratio = ratio_or_none(ours, first["seconds"]["mean"])
         difference = difference_or_none(printed, base.figures.get(measure))
         our_difference = difference_or_none(mine, mean_metric(first, measure))
         records.append(
@@ -162,9 +143,7 @@ def make_published_tables(task: RunGroup) -> list[ReportTable]:
                 Column("seconds, published", "seconds"): theirs,
                 Column("seconds, here", "seconds"): ours,
                 Column("over the first, published", "ratio"): ratio,
-                Column("over the first, here", "ratio"): ratio_or_none(
-                    ours, first["seconds"]["mean"]
-                ),
+                Column("over the first, here", "ratio"): our_ratio,
                 Column("accuracy, published", "fraction"): printed,
                 Column("accuracy, here", "fraction"): mine,
                 Column("minus the first, published", "points"): difference,
@@ -199,29 +178,30 @@ def sentences_on_published(task: RunGroup) -> list[str]:
     return found
 
 
-def draw_published(task: RunGroup) -> Figure | None:
+def draw_published(task: RunGroup) -> charts.Figure | None:
     """Draws training accuracy by epoch with the published curves; None without any."""
-    traces: list[Trace] = []
+    traces: list[charts.Trace] = []
     drawn: set[str] = set()
     for number, (entry, row) in enumerate(find_published(task)):
         printed = find_curve(row.data, {"ps": "ps_async"}.get(row.arm, row.arm), row.batch or 0)
         ours = average_curve(task.done_runs_of(entry))
         if not printed or not ours:
             continue
-        curves = [(f"{entry['label']}, here", ours, DASHES[0], 2.5)]
+        curves = [(f"{entry['label']}, here", ours, charts.DASHES[0], 2.5)]
         if row.arm not in drawn:  # Several of our runs may match one published curve.
             drawn.add(row.arm)
             printed = [min(1.0, x) for x in printed]
-            curves.insert(0, (f"{row.arm}, published", printed, DASHES[1], 1.5))
-        colour = STRATEGY_COLOURS[number % len(STRATEGY_COLOURS)]
+            curves.insert(0, (f"{row.arm}, published", printed, charts.DASHES[1], 1.5))
+        colour = charts.STRATEGY_COLOURS[number % len(charts.STRATEGY_COLOURS)]
         for name, values, dash, width in curves:
             line = {"color": colour, "dash": dash, "width": width}
             epochs = list(range(1, len(values) + 1))
-            traces.append(make_scatter(name, epochs, values, "lines", line=line))
+            traces.append(charts.make_scatter(name, epochs, values, "lines", line=line))
     if not traces:
         return None
-    x, y = make_axis("epochs", rangemode="tozero"), make_axis("training accuracy", **PERCENT_AXIS)
-    return make_figure(traces, 340, x, y, hovermode="closest")
+    x = charts.make_axis("epochs", rangemode="tozero")
+    y = charts.make_axis("training accuracy", **charts.PERCENT_AXIS)
+    return charts.make_figure(traces, 340, x, y, hovermode="closest")
 
 
 def average_curve(runs: Sequence[ReportRun]) -> list[float]:

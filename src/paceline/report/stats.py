@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypedDict, TypeVar
 
 from paceline.telemetry.schema import as_finite
+
+T = TypeVar("T")
 
 SIGNIFICANCE_LEVEL = 0.05
 """Differences with a smaller p-value are reported as significant."""
@@ -25,6 +27,14 @@ class Spread(TypedDict):
     n: int
 
 
+def group_by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    """Returns the items by key, in the order of the first of each group."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def mean_of(spread: Spread) -> float:
     """Returns the mean of a spread that is known to have one."""
     assert spread["mean"] is not None
@@ -35,13 +45,12 @@ def mean_and_std(values: Iterable[object]) -> Spread:
     """Returns mean, sample standard deviation, min, max and count of the finite numbers."""
     numbers = [x for x in map(as_finite, values) if x is not None]
     n = len(numbers)
-    if n == 0:
-        return {"mean": None, "std": None, "min": None, "max": None, "n": 0}
-    mean = math.fsum(numbers) / n
+    mean = math.fsum(numbers) / n if n else None
     std = None
-    if n > 1:
+    if n > 1 and mean is not None:
         std = math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (n - 1))
-    return {"mean": mean, "std": std, "min": min(numbers), "max": max(numbers), "n": n}
+    low, high = min(numbers, default=None), max(numbers, default=None)
+    return {"mean": mean, "std": std, "min": low, "max": high, "n": n}
 
 
 def ratio_or_none(a: float | None, b: float | None) -> float | None:

@@ -1,31 +1,29 @@
-"""Tables of a report: of one task, and of all runs."""
+"""Tables of strategies and runs: the summary, also for the terminal, and those of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from paceline.report import number_format
-from paceline.report.comparison import StrategyEntry, spread_of
-from paceline.report.run_groups import (
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report import number_format, stats
+from paceline.report.comparison import Comparison, StrategyEntry, spread_of
+from paceline.report.runs import (
+    ReportRun,
     RunGroup,
     choose_target_accuracy,
     finished_or_all,
     group_by_label,
     time_to_accuracy_rows,
 )
-from paceline.report.run_loader import ReportRun
-from paceline.report.stats import (
-    SIGNIFICANCE_LEVEL,
-    difference_or_none,
-    mean_and_std,
-    ratio_or_none,
-    welch_test,
-)
-from paceline.report.summary_table import describe_workers, metric_cell
 from paceline.report.tables import Column, ReportTable, make_table
-from paceline.telemetry.metrics import RESOURCES, View, metrics_in
-from paceline.telemetry.schema import ProcessResources, as_finite, as_mapping
+from paceline.telemetry.metrics import ALWAYS_SHOWN, RESOURCES, Metric, View, metrics_in
+from paceline.telemetry.phase_clock import STAGES
+from paceline.telemetry.schema import as_finite, as_mapping
 
 Record = dict[Column, Any]
 """A row of a table: its cells by column."""
@@ -33,13 +31,128 @@ Record = dict[Column, Any]
 STRATEGY = Column("strategy")
 RATIO = Column("time vs. first", "ratio")
 DIFFERENCE = Column("difference to first", "signed_seconds")
+WORKERS = Column("workers", "numeral")
+RUNS = Column("runs", "numeral")
+PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN}
+"""Priorities of the columns that are not metrics; see `Metric.priority`."""
+STRATEGY_WIDTH = 16
+"""The strategy column is not made narrower than this."""
+GAP_WIDTH = 2
 ROLES = {"worker": "workers", "server": "servers", "run": "coordinator"}
-STAGES = ("start", "read", "prepare", "train", "evaluate", "save")
 SIGNIFICANCE = {
     True: "significant",
     False: "not significant",
     None: "unknown (needs two seeds each)",
 }
+
+
+def results_table(comparison: Comparison, *, width: int | None = None) -> Table:
+    """Returns the table for a terminal that is `width` columns wide; by default the current one.
+
+    ± is the sample standard deviation over seeds. If the terminal is too narrow, the columns with
+    the lowest priority are hidden and listed below the table.
+    """
+    summary = make_summary_table(comparison)
+    columns, rows = summary.headers, summary.formatted_rows()
+    # The width of a column: its cells unbroken, its heading wrapped between words.
+    widths = [
+        max(map(len, [*name.split(), *(row[i] for row in rows)])) for i, name in enumerate(columns)
+    ]
+    hidden = choose_hidden_columns(columns, widths, width or Console().width)
+    kept = [i for i, name in enumerate(columns) if name not in hidden]
+    notes = [summary.note]
+    if hidden:
+        notes.append(f"Hidden columns (terminal too narrow): {', '.join(hidden)}.")
+    table = Table(
+        caption=" ".join(filter(None, notes)),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for i in kept:
+        if summary.columns[i].kind == "text":
+            table.add_column(columns[i], overflow="fold")
+        else:
+            table.add_column(columns[i], justify="right", width=widths[i])
+    for row in rows:
+        # Text, not str: brackets in a strategy are not console markup.
+        table.add_row(*(Text(number_format.to_single_line(row[i])) for i in kept))
+    return table
+
+
+def choose_hidden_columns(columns: Sequence[str], widths: Sequence[int], widest: int) -> list[str]:
+    """Returns the columns to hide, lowest priority first, until the rest fits."""
+    needed = dict(zip(columns, widths, strict=True))
+    needed[STRATEGY.title] = min(needed[STRATEGY.title], STRATEGY_WIDTH)
+    priorities = {column.title: priority for column, priority in PRIORITIES.items()}
+    priorities |= {m.title: m.priority for m in metrics_in(View.SUMMARY)}
+    hidden: list[str] = []
+    for name in sorted(columns, key=priorities.__getitem__):
+        fits = sum(needed.values()) + GAP_WIDTH * (len(needed) + 1) <= widest
+        if fits or priorities[name] >= ALWAYS_SHOWN:
+            break
+        del needed[name]
+        hidden.append(name)
+    return hidden
+
+
+def make_summary_table(comparison: Comparison) -> ReportTable:
+    """Returns the table without columns that are empty or compare a strategy with itself."""
+    entries = comparison["strategies"]
+    records = [make_cells(entry, several=len(entries) > 1) for entry in entries]
+    table = make_table("summary", "Summary", records, describe_table(comparison))
+    return table.without_empty_columns()
+
+
+def make_cells(entry: StrategyEntry, *, several: bool) -> Record:
+    label = entry["label"]
+    if entry["virtual"] and "virtual" not in label:
+        label += " (virtual)"
+    done, failed = entry["runs_done"], entry["runs_failed"]
+    cells: Record = {
+        STRATEGY: label,
+        WORKERS: describe_workers(entry),
+        RUNS: f"{done} of {entry['runs_total']}" if failed else done,
+    }
+    for metric in metrics_in(View.SUMMARY):
+        cells |= metric_cell(metric, spread_of(entry, metric.key), metric.spread_in_summary)
+        if metric.key == "seconds":
+            ratio = entry["seconds_over_first_strategy_seconds"]
+            cells[RATIO] = ratio if several else None
+    return cells
+
+
+def metric_cell(metric: Metric, spread: stats.Spread, has_spread: bool) -> Record:
+    """Returns the column of a metric with its cell: mean and deviation, or only the mean."""
+    if has_spread:
+        return {Column(metric.title, f"{metric.unit.value}_spread"): spread}
+    return {Column(metric.title, metric.unit.value): spread["mean"]}
+
+
+def describe_table(comparison: Comparison) -> str:
+    """Returns the caption: how to read the numbers, and which runs are not included."""
+    entries = comparison["strategies"]
+    parts = []
+    if any(entry["seconds"]["std"] is not None for entry in entries):
+        parts.append("± is the standard deviation over seeds.")
+    if len(entries) > 1:
+        parts.append("time vs. first: below 1 is faster than the first strategy.")
+    if any(entry["virtual"] for entry in entries):
+        parts.append("Virtual: simulated time, not measured.")
+    if comparison["runs_failed"]:
+        parts.append(
+            f"{comparison['runs_failed']} of {comparison['runs_total']} runs did not finish "
+            "and are not included in the means."
+        )
+    return " ".join(parts)
+
+
+def describe_workers(entry: StrategyEntry) -> str:
+    if entry["workers"] is None:
+        return number_format.NOTHING
+    servers = entry["servers"]
+    return f"{entry['workers']} + {servers} ps" if servers else str(entry["workers"])
 
 
 def list_tables(task: RunGroup, target: float | None = None) -> list[ReportTable]:
@@ -106,8 +219,10 @@ def make_time_to_accuracy_table(task: RunGroup, target: float | None) -> ReportT
             STRATEGY: row.label,
             Column("runs that reached it"): f"{row.reached} of {row.runs}",
             Column("seconds", "seconds_spread"): row.seconds,
-            RATIO: ratio_or_none(row.seconds["mean"], base),
-            DIFFERENCE: None if row is first else difference_or_none(row.seconds["mean"], base),
+            RATIO: stats.ratio_or_none(row.seconds["mean"], base),
+            DIFFERENCE: None
+            if row is first
+            else stats.difference_or_none(row.seconds["mean"], base),
             Column("samples", "count_spread"): row.samples,
             Column("updates", "count_spread"): row.updates,
         }
@@ -130,7 +245,9 @@ def make_resource_table(task: RunGroup) -> ReportTable:
             used = list_resources(task.done_runs_of(entry), role)
             if used:
                 cells = {
-                    Column(m.title, m.unit.value): mean_and_std(map(m.value, used))[m.aggregate]
+                    Column(m.title, m.unit.value): stats.mean_and_std(map(m.value, used))[
+                        m.aggregate
+                    ]
                     for m in RESOURCES
                 }
                 records.append({STRATEGY: entry["label"], Column("role"): word, **cells})
@@ -144,10 +261,9 @@ def make_resource_table(task: RunGroup) -> ReportTable:
     )
 
 
-def list_resources(runs: Sequence[ReportRun], role: str) -> list[ProcessResources]:
-    """Returns the resource usage of all processes of a role."""
+def list_resources(runs: Sequence[ReportRun], role: str) -> list[Mapping[str, Any]]:
     return [
-        cast(ProcessResources, as_mapping(used))
+        as_mapping(used)
         for run in runs
         for who, used in as_mapping(run.result.get("resources")).items()
         if who.partition("-")[0] == role
@@ -163,7 +279,7 @@ def make_model_parts_table(task: RunGroup) -> ReportTable:
             parts = [as_mapping(each.get(worker)) for each in of_runs]
             cut = parts[0].get("cut")
             weights, waited = (
-                mean_and_std(p.get(name) for p in parts)["mean"]
+                stats.mean_and_std(p.get(name) for p in parts)["mean"]
                 for name in ("weight_bytes", "bubble")
             )
             records.append(
@@ -196,7 +312,7 @@ def make_significance_table(task: RunGroup) -> ReportTable:
             a, b = spread_of(entry, measure), spread_of(first, measure)
             if a["mean"] is None or b["mean"] is None:
                 continue
-            difference, p_value, significant = welch_test(a, b, comparisons=len(rest))
+            difference, p_value, significant = stats.welch_test(a, b, comparisons=len(rest))
             records.append(
                 {
                     Column("metric"): word,
@@ -212,7 +328,7 @@ def make_significance_table(task: RunGroup) -> ReportTable:
         f"Significance of the difference to {first['label']}",
         records,
         "P-values of Welch's t test, multiplied by the number of strategies compared "
-        f"({max(1, len(rest))}); a difference is significant below {SIGNIFICANCE_LEVEL}.",
+        f"({max(1, len(rest))}); a difference is significant below {stats.SIGNIFICANCE_LEVEL}.",
     )
 
 
@@ -244,8 +360,10 @@ def make_stage_table(runs: Sequence[ReportRun]) -> ReportTable:
         chosen = finished_or_all(group)
         stages = [as_mapping(run.result.get("stages")) for run in chosen]
         if any(stages):
-            means = {name: mean_and_std(s.get(name) for s in stages)["mean"] for name in STAGES}
-            means["total"] = mean_and_std(run.result.get("seconds") for run in chosen)["mean"]
+            means = {
+                name: stats.mean_and_std(s.get(name) for s in stages)["mean"] for name in STAGES
+            }
+            means["total"] = stats.mean_and_std(run.result.get("seconds") for run in chosen)["mean"]
             cells = {Column(name, "seconds"): mean for name, mean in means.items()}
             records.append({STRATEGY: label, **cells})
     note = "Mean over finished runs, or over all runs if none finished."

@@ -9,8 +9,9 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.report.document import ReportDocument, make_content
 from paceline.report.html import render_report
-from paceline.report.run_loader import ReportRun, load_runs
+from paceline.report.runs import ReportRun, load_runs
 from paceline.report.tables import escape_markdown
+from paceline.telemetry.run_folder import replace_text
 
 SUFFIXES = (".html", ".htm", ".md")
 
@@ -69,11 +70,9 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(out: Path, text: str) -> None:
-    partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out)
+        replace_text(out, text)
     except OSError as error:
         raise UsageError(
             f"the report cannot be written to {out} ({error.strerror}); choose another file"

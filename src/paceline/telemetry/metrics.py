@@ -7,14 +7,14 @@ that page with `python -m paceline.telemetry.metrics > docs/metrics.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from typing import Literal
 
 from paceline.telemetry.events import RunProgress
-from paceline.telemetry.schema import ProcessResources, RunResult, as_finite, as_mapping
+from paceline.telemetry.schema import RunResult, as_finite, as_mapping
 
 
 class Unit(Enum):
@@ -226,7 +226,7 @@ class ResourceMetric:
     is_rate: bool = False
     """The value is an amount, shown per second."""
 
-    def value(self, resources: ProcessResources) -> float | None:
+    def value(self, resources: Mapping[str, object]) -> float | None:
         value, seconds = as_finite(resources.get(self.key)), as_finite(resources.get("seconds"))
         if value is None or not self.is_rate:
             return value
@@ -246,7 +246,6 @@ RESOURCES = (
 
 
 def render_docs() -> str:
-    """Returns the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -87,16 +87,14 @@ class ServerClock(PhaseClock):
             self.enter(IDLE)
 
     def begin(self, phase: int) -> None:
-        with self._lock:
-            self._doing[phase] += 1
-            self._update_phase()
+        self._count(phase, 1)
 
     def end(self, phase: int) -> None:
-        with self._lock:
-            self._doing[phase] -= 1
-            self._update_phase()
+        self._count(phase, -1)
 
-    def _update_phase(self) -> None:
-        phase = next((p for p in (APPLY, SEND, RECEIVE) if self._doing[p]), IDLE)
-        if phase != self.current:
-            self.enter(phase)
+    def _count(self, phase: int, change: int) -> None:
+        with self._lock:
+            self._doing[phase] += change
+            shown = next((p for p in (APPLY, SEND, RECEIVE) if self._doing[p]), IDLE)
+            if shown != self.current:
+                self.enter(shown)

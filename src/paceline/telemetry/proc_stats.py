@@ -23,7 +23,6 @@ from paceline.telemetry.events import HostMetrics
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-SECTOR = 512
 CPU_MODES = ("cpu_user", "cpu_system", "cpu_iowait", "cpu_steal", "cpu_idle")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -79,7 +78,6 @@ class ProcessReading:
 
 
 def read_process() -> ProcessReading:
-    """Reads the counters of this process."""
     # Ticks in /proc/self/stat are too coarse for a second's window on some kernels; getrusage has
     # the same totals and no other rounding than the kernel's own.
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -109,7 +107,6 @@ def _stat_fields(path: str) -> list[str]:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was started."""
     stat, up = _stat_fields("/proc/self/stat"), _text("/proc/uptime").split()
     if len(stat) < 20 or not up:
         return 0.0
@@ -261,7 +258,8 @@ def _unpack(info: bytes) -> TcpStats:
 
 def read_machine(t: float = 0.0) -> HostMetrics:
     """Returns the totals of the host at `t` in the shape of an event; `dt` is `t`."""
-    cpu, memory, links = psutil.cpu_times(), psutil.virtual_memory(), _read_links()
+    cpu, memory = psutil.cpu_times(), psutil.virtual_memory()
+    links = psutil.net_io_counters(pernic=True, nowrap=False)
     disk_read, disk_write = _read_disks()
     return HostMetrics(
         t=round(t, 6),
@@ -278,7 +276,7 @@ def read_machine(t: float = 0.0) -> HostMetrics:
         ],
         memory_used=memory.total - memory.available,
         memory_total=memory.total,
-        links=links,
+        links={name: [link.bytes_recv, link.bytes_sent] for name, link in links.items()},
         disk_read=disk_read,
         disk_write=disk_write,
         gpus=read_gpus(),
@@ -308,16 +306,6 @@ def host_metrics_between(before: HostMetrics, now: HostMetrics) -> HostMetrics:
     )
 
 
-def _read_links() -> dict[str, list[int]]:
-    found = {}
-    for line in _text("/proc/self/net/dev").splitlines()[2:]:
-        name, _, rest = line.partition(":")
-        numbers = rest.split()
-        if len(numbers) >= 9:
-            found[name.strip()] = [int(numbers[0]), int(numbers[8])]
-    return found
-
-
 @cache
 def _disks() -> frozenset[str]:
     """Returns the physical devices: no partitions or mappings."""
@@ -326,13 +314,12 @@ def _disks() -> frozenset[str]:
 
 
 def _read_disks() -> tuple[int, int]:
-    read = written = 0
-    for line in _text("/proc/diskstats").splitlines():
-        fields = line.split()
-        if len(fields) > 9 and fields[2] in _disks():
-            read += int(fields[5]) * SECTOR
-            written += int(fields[9]) * SECTOR
-    return read, written
+    try:
+        counters = psutil.disk_io_counters(perdisk=True, nowrap=False)
+    except (OSError, NotImplementedError):  # Some containers hide the block devices.
+        return 0, 0
+    disks = [disk for name, disk in counters.items() if name in _disks()]
+    return sum(disk.read_bytes for disk in disks), sum(disk.write_bytes for disk in disks)
 
 
 @cache
@@ -349,10 +336,8 @@ def _nvml() -> Any:
 
 def read_gpus() -> list[Mapping[str, object]]:
     library = _nvml()
-    if library is None:
-        return []
     found: list[Mapping[str, object]] = []
-    for index in range(library.nvmlDeviceGetCount()):
+    for index in range(library.nvmlDeviceGetCount() if library is not None else 0):
         try:
             device = library.nvmlDeviceGetHandleByIndex(index)
             memory = library.nvmlDeviceGetMemoryInfo(device)

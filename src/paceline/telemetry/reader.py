@@ -82,12 +82,8 @@ class EventTail:
 
     def list_problems(self) -> list[str]:
         """Describes what the last poll could not read."""
-        name = f"events/{self.path.name}"
-        found = []
-        if self.torn_bytes:
-            found.append(
-                f"{name} ends in the middle of an event ({self.torn_bytes} bytes without a newline)"
-            )
+        name, torn = f"events/{self.path.name}", f"{self.torn_bytes} bytes without a newline"
+        found = [f"{name} ends in the middle of an event ({torn})"] if self.torn_bytes else []
         if self.unreadable:
             found.append(f"{name} has {self.unreadable} lines that are not valid events")
         return found
@@ -242,7 +238,6 @@ class ProcessRecord:
         return self.started.t if self.started is not None else 0.0
 
     def phase_seconds(self, event: ev.ProcessMetrics) -> dict[str, float]:
-        """Returns the seconds by time category of one event."""
         return phase_seconds(self.process_name, event)
 
     def iter_steps(self) -> Iterator[StepRecord]:
@@ -320,10 +315,8 @@ class RunRecord:
         found = []
         if not self.events:
             found.append("events/run.jsonl is missing or empty")
-        elif not isinstance(self.events[-1], ev.RunEnded):
-            found.append(
-                f"the last event of the run is at {self.events[-1].t:.1f} s, without its end"
-            )
+        elif not isinstance(last := self.events[-1], ev.RunEnded):
+            found.append(f"the last event of the run is at {last.t:.1f} s, without its end")
         if self.config.get("virtual"):
             return found  # The twin records no events of workers.
         roles = ("worker", self.config.get("workers")), ("server", self.config.get("servers"))
@@ -333,10 +326,8 @@ class RunRecord:
                 if process is None:
                     found.append(f"events/{role}-{number}.jsonl is missing or empty")
                 elif process.ended is None:
-                    found.append(
-                        f"{role} {number} has no totals: its last event is at "
-                        f"{process.last_event_s:.1f} s"
-                    )
+                    last_s = f"its last event is at {process.last_event_s:.1f} s"
+                    found.append(f"{role} {number} has no totals: {last_s}")
         return found
 
 

@@ -16,7 +16,7 @@ from paceline.telemetry.live_run import LiveRun
 from paceline.telemetry.phase_clock import STAGES
 from paceline.telemetry.reader import ProcessRecord, RunRecord, read_run, read_step_events
 from paceline.telemetry.run_folder import COORDINATOR, RunFolder
-from paceline.telemetry.schema import Phases, RunConfig, RunResult, StalenessSummary
+from paceline.telemetry.schema import Phases, RunConfig, RunResult
 from paceline.telemetry.steps import window_seconds
 from paceline.telemetry.verdicts import verdicts
 
@@ -125,7 +125,7 @@ def prediction_and_actual(
     }
 
 
-def staleness_summary(counts: Counter[int]) -> StalenessSummary:
+def staleness_summary(counts: Counter[int]) -> dict[str, Any]:
     total = sum(counts.values())
     return {
         "mean": round(sum(k * v for k, v in counts.items()) / total, 6) if total else None,
@@ -165,19 +165,16 @@ def phases_of_workers(
     if folder is not None:
         for worker in sorted(totals):
             recorded.read(worker, folder)
-    waits = recorded.waited()
+    waits = recorded.waited(len(totals))
     phases: Phases = {}
     parts: dict[str, Phases] = {}
     for worker in sorted(totals):
         name = f"worker-{worker}"
         mine = {name: float(totals[worker]["phases"][name]) for name in ev.PHASES}
-        moved = sum(waits.get((worker, part), 0.0) for part in PARTS)
-        phases[name] = _move(mine, moved)
+        phases[name] = _move(mine, sum(waits[worker, part] for part in PARTS))
         for part in PARTS:
-            seconds = recorded.seconds.get((worker, part))
-            if seconds is not None:
-                moved = waits.get((worker, part), 0.0)
-                parts.setdefault(part, {})[name] = _move(seconds, moved)
+            if (seconds := recorded.seconds.get((worker, part))) is not None:
+                parts.setdefault(part, {})[name] = _move(seconds, waits[worker, part])
     return phases, parts
 
 
@@ -201,10 +198,8 @@ class RecordedSteps:
     def __init__(self) -> None:
         self.seconds: dict[tuple[int, str], dict[str, float]] = {}
         self._exchanges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        self._workers: set[int] = set()
 
     def read(self, worker: int, folder: RunFolder) -> None:
-        self._workers.add(worker)
         for event in read_step_events(folder.path, worker):
             if isinstance(event, ev.StepSummary):
                 self._add(worker, PARTS[event.epoch > 0], window_seconds(event))
@@ -227,11 +222,11 @@ class RecordedSteps:
             if staleness < 0:
                 self._exchanges[epoch, start].append((worker, comm_us))
 
-    def waited(self) -> dict[tuple[int, str], float]:
-        """Returns the seconds of waiting by worker and part."""
-        waited: dict[tuple[int, str], float] = defaultdict(float)
+    def waited(self, workers: int) -> defaultdict[tuple[int, str], float]:
+        """Returns the seconds of waiting by worker and part, in exchanges of all workers."""
+        waited: defaultdict[tuple[int, str], float] = defaultdict(float)
         for (epoch, _), parts in self._exchanges.items():
-            if len(parts) > 1 and len(parts) == len(self._workers):
+            if len(parts) > 1 and len(parts) == workers:
                 least = min(us for _, us in parts)
                 for worker, us in parts:
                     waited[worker, PARTS[epoch > 0]] += (us - least) / 1e6

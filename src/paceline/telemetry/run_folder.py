@@ -31,11 +31,15 @@ RUN_FOLDERS = ("events", "logs", "checkpoints", "profile")
 RUN_FILES = ("run.json", "metrics.json", "result.json", "model.safetensors", KERAS, "report.html")
 
 
-def write_json(path: Path, value: object) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Writes atomically: a reader sees the old file or the new one, never a part."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def write_json(path: Path, value: object) -> None:
+    replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class RunFolder:
@@ -203,13 +207,9 @@ class EventLog(EventWriter):
 
 def truncate_partial_line(path: Path) -> None:
     """Removes an incomplete last line, so that a resumed run does not append to it."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        text = file.read()
-        keep = text.rfind(b"\n") + 1
-        if keep != len(text):
-            file.truncate(keep)
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def partial_checkpoint_path(folder: Path, name: str) -> Path:
@@ -247,6 +247,4 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / "state.json").exists())
+    return sorted(p.parent for p in folder.glob("*/state.json") if p.parent.name.isdigit())

@@ -14,34 +14,6 @@ Phases = dict[str, dict[str, float]]
 """Seconds by process and time category."""
 
 
-class StalenessSummary(TypedDict, total=False):
-    """Staleness of all gradients of a run, in updates."""
-
-    mean: float | None
-    max: int | None
-    histogram: dict[str, int]
-
-
-class ProcessResources(TypedDict, total=False):
-    """Resource usage of one process over the whole run."""
-
-    seconds: float
-    cpu_user_s: float
-    cpu_system_s: float
-    cpu_mean: float
-    cpu_peak: float
-    run_wait_s: float
-    throttled_s: float
-    rss_mean: int
-    rss_peak: int
-    net_in: int
-    net_out: int
-    net_in_peak: float
-    net_out_peak: float
-    disk_read: int
-    disk_write: int
-
-
 class RunConfig(TypedDict, total=False):
     """run.json: the configuration of a run, its versions and the machine that started it."""
 
@@ -93,11 +65,13 @@ class RunResult(TypedDict, total=False):
     history: list[Mapping[str, Any]]
     switches: list[Mapping[str, Any]]
     decisions: list[Mapping[str, Any]]
-    staleness: StalenessSummary
+    staleness: Mapping[str, Any]
+    """Of all gradients, in updates: `mean`, `max` and `histogram`."""
     lag: dict[str, int]
     phases: Phases
     step_phases: dict[str, Phases]
-    resources: dict[str, ProcessResources]
+    resources: dict[str, dict[str, float]]
+    """Usage of each process over the whole run; see `ResourceTotals`."""
     bytes_by_role: dict[str, dict[str, int]]
     verdicts: list[Mapping[str, Any]]
     input: dict[str, object]

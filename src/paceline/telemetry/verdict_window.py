@@ -103,6 +103,13 @@ class HostWindow:
         return self.cores_short / (self.cores_used + self.cores_short)
 
     @property
+    def figures(self) -> dict[str, object]:
+        """The measurements that verdicts about a host have in common."""
+        wanted = self.cores_used + self.cores_short
+        used = {"cores_used": round(self.cores_used, 3), "cores_wanted": round(wanted, 3)}
+        return {"cores": len(self.cores), **used}
+
+    @property
     def cores_others(self) -> float:
         """CPU cores that other programs use, out of those available to this run."""
         if not self.dt:

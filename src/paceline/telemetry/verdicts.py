@@ -135,13 +135,7 @@ def judge_crowding(window: RunWindow, found: list[Verdict]) -> Iterator[Verdict]
             f"{host.host}: runnable threads wait {host.share_waiting:.0%} of the time",
             suggestion="use fewer --workers or --threads, or more cores",
             share=host.share_waiting,
-            figures={
-                "workers": len(workers),
-                "threads": threads,
-                "cores": cores,
-                "cores_used": round(host.cores_used, 3),
-                "cores_wanted": round(host.cores_used + host.cores_short, 3),
-            },
+            figures={"workers": len(workers), "threads": threads, **host.figures},
         )
 
 
@@ -163,12 +157,7 @@ def judge_neighbours(window: RunWindow, found: list[Verdict]) -> Iterator[Verdic
             f"{host.host}: this run waits for a core {host.share_waiting:.0%} of the time",
             suggestion="stop them, or reserve cores for this run (taskset)",
             share=host.share_waiting,
-            figures={
-                "cores": cores,
-                "cores_others": round(host.cores_others, 3),
-                "cores_used": round(host.cores_used, 3),
-                "cores_wanted": round(host.cores_used + host.cores_short, 3),
-            },
+            figures={"cores_others": round(host.cores_others, 3), **host.figures},
         )
 
 
