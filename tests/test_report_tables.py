@@ -26,16 +26,7 @@ from paceline.report.published_results import (
     read_published_json,
     strategy_family,
 )
-from paceline.report.runs import (
-    ReportRun,
-    RunGroup,
-    choose_target_accuracy,
-    fastest,
-    find_frontier,
-    load_runs,
-    split_tasks,
-    time_to_accuracy_rows,
-)
+from paceline.report.runs import ReportRun, RunGroup, fastest, load_runs, split_tasks
 from paceline.report.stats import mean_and_std, welch_test
 from paceline.report.study_tables import list_tables
 from paceline.report.tables import Column, ReportTable, escape_latex
@@ -137,14 +128,14 @@ def test_an_arm_keeps_its_own_batch_apart() -> None:
 
 def test_time_to_target_is_read_off_the_epochs() -> None:
     task = make_task(*seeds_of("allreduce", pace=2.0), *seeds_of("ps", pace=1.0, best=0.93))
-    target = choose_target_accuracy(task)
+    target = task.choose_target_accuracy()
     assert target == pytest.approx(0.925)
-    found = {row.label: row for row in time_to_accuracy_rows(task, 0.9)}
+    found = {row.label: row for row in task.time_to_accuracy(0.9)}
     # 0.95 - 0.4/e² reaches 0.9 at the third epoch, 0.93 - 0.4/e² at the fourth.
     assert found["allreduce"].seconds["mean"] == pytest.approx(2.0 * 3)
     assert found["ps"].seconds["mean"] == pytest.approx(1.0 * 4)
     assert [row.label for row in fastest(list(found.values()))] == ["ps", "allreduce"]
-    none = {row.label: row for row in time_to_accuracy_rows(task, 0.94)}
+    none = {row.label: row for row in task.time_to_accuracy(0.94)}
     assert (none["ps"].reached, none["ps"].seconds["mean"]) == (0, None)
     assert [row.label for row in fastest(list(none.values()))] == ["allreduce"]
 
@@ -159,7 +150,7 @@ def test_nothing_on_the_frontier_is_beaten(points: list[tuple[int, int]]) -> Non
     runs = [
         make_run(f"s{i}", seconds=float(s), test_acc=a / 100) for i, (s, a) in enumerate(points)
     ]
-    front = find_frontier(make_task(*runs))
+    front = make_task(*runs).find_frontier()
     kept = {(entry["seconds"]["mean"], round(entry["test_acc"]["mean"] * 100)) for entry in front}
     for s, a in points:
         is_beaten = any((s2 <= s and a2 >= a) and (s2, a2) != (s, a) for s2, a2 in points)

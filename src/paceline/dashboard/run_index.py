@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from paceline.dashboard.run_view import Payload, RunView
 from paceline.report.runs import find_run_folders
@@ -213,6 +214,7 @@ class RunIndex:
             whole = self.run_payload(ident, generation="", first=0, who=None)
             if whole is not None:
                 names = ("run", "loss", "history", "switches", "verdicts")
-                phases = self._live[ident].timeline_totals()
+                timeline: Any = whole["timeline"]
+                phases = {row["who"]: (row["phases"], row["totals"]) for row in timeline}
                 payloads.append({**{k: whole[k] for k in names}, "phases": phases})
         return payloads

@@ -196,36 +196,24 @@ class RunView:
         return sorted(self.processes, key=lambda who: (who == COORDINATOR, process_order(who)))
 
     def _make_timeline(self, start: int) -> list[Payload]:
-        """Returns the bins of each process: time categories as fractions of the bin, times 255."""
+        """Returns the time categories of each process: fractions of a bin times 255, and totals."""
         rows: list[Payload] = []
         for who in self.list_processes():
-            table = self.bins.sums(("phases", who), start)
+            table = self.bins.sums(("phases", who))
             if table is None:
                 continue
-            shares = np.clip(np.rint(table / self.bins.width_s * 255), 0, 255).astype(np.uint8)
-            names, totals = self._phase_totals(who)
+            shares = np.clip(np.rint(table[start:] / self.bins.width_s * 255), 0, 255)
             rows.append(
                 {
                     "who": who,
-                    "phases": names,
-                    "shares": base64.b64encode(shares.tobytes()).decode("ascii"),
-                    "totals": totals,
+                    "phases": phase_names(who)[: table.shape[1]],
+                    "shares": base64.b64encode(shares.astype(np.uint8).tobytes()).decode("ascii"),
+                    "totals": [round(float(x), 3) for x in table.sum(axis=0)],
                     "heard_s": self.processes[who].last_event_s,
                     "ended": self.processes[who].ended,
                 }
             )
         return rows
-
-    def timeline_totals(self) -> Payload:
-        """Returns [time categories, seconds] per process."""
-        known = [w for w in self.list_processes() if self.bins.sums(("phases", w)) is not None]
-        return {who: self._phase_totals(who) for who in known}
-
-    def _phase_totals(self, who: str) -> tuple[tuple[str, ...], list[float]]:
-        table = self.bins.sums(("phases", who))
-        assert table is not None
-        totals = [round(float(x), 3) for x in table.sum(axis=0)]
-        return phase_names(who)[: len(totals)], totals
 
     def _make_resources(self, start: int, chosen: str | None) -> Payload:
         """Returns the minimum, mean and maximum over the processes of each role, per bin."""

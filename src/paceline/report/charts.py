@@ -18,11 +18,8 @@ from paceline.report.runs import (
     ReportRun,
     RunGroup,
     average_phases,
-    choose_measure,
-    find_frontier,
     finished_or_all,
     group_by_label,
-    list_frontier_points,
 )
 from paceline.report.stats import interpolate
 from paceline.telemetry.schema import as_finite, as_mapping
@@ -287,11 +284,11 @@ def count_staleness(runs: Sequence[ReportRun]) -> dict[int, float]:
 
 def draw_frontier(task: RunGroup) -> Figure | None:
     """Draws runs as small points and means as large ones; None with fewer than two strategies."""
-    known = list_frontier_points(task)
+    known = task.list_frontier_points()
     if len(known) < 2:
         return None
-    measure, word = choose_measure(task)
-    front = find_frontier(task)
+    measure, word = task.choose_measure()
+    front = task.find_frontier()
     frontier = make_scatter(
         "frontier",
         [mean_metric(entry, "seconds") for entry in front],

@@ -31,9 +31,6 @@ class StrategyEntry(TypedDict, total=False):
     runs_done: int
     runs_failed: int
     seconds: Spread
-    test_acc: Spread
-    val_acc: Spread
-    staleness_mean: Spread
     switch_pause_s: Spread
     switch_drain_s: Spread
     runs: list[dict[str, object]]

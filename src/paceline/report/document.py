@@ -30,10 +30,6 @@ class ReportSection:
     figures: list[tuple[str, str, Figure]]
     """Name, heading, figure."""
 
-    @property
-    def title(self) -> str:
-        return self.task.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportDocument:

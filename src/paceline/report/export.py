@@ -24,14 +24,15 @@ from paceline.telemetry.reader import STEP_EVENTS, ProcessRecord, RunReader, Run
 from paceline.telemetry.run_folder import COORDINATOR, process_order
 from paceline.telemetry.steps import phase_seconds
 
-TraceEvent = dict[str, object]
+Row = dict[str, object]
+"""An event of a trace, or a row of a CSV file."""
+Phases = Iterable[tuple[str, float]]
+"""Time categories and their microseconds."""
 
 ORDER = ("wait", "input", "queue", "forward", "backward", "comm_exposed", "optimizer")
 """Only sums per step are recorded; inside a step they are drawn in this order."""
 BETWEEN = ("startup", "eval", "switch", "other")
 """Time outside steps is known per second: drawn at the beginning of each."""
-
-Row = dict[str, object]
 
 GIL = ("lock_probes", "lock_held", "input_probes", "input_lock_held", "input_blocked")
 SERVED = ("pushes", "pulls", "waiting", "queued_us", "apply_us")
@@ -61,7 +62,7 @@ def write_trace(folder: Path, path: Path) -> Path:
     return path
 
 
-def trace_events(run: RunRecord) -> Iterator[TraceEvent]:
+def trace_events(run: RunRecord) -> Iterator[Row]:
     numbers = {who: number for number, who in enumerate(sorted(run.processes, key=process_order))}
     for who, number in numbers.items():
         name = "coordinator" if who == COORDINATOR else who.replace("-", " ")
@@ -71,32 +72,30 @@ def trace_events(run: RunRecord) -> Iterator[TraceEvent]:
         yield from _steps(process, number)
         yield from _phases(process, number)
         yield from _counters(process, number)
-    yield from _run_events(run, numbers.get(COORDINATOR, 0))
+    for event in run.events:
+        if (text := describe_event(event)) is not None:
+            mark: Row = {"ph": "i", "s": "g", "name": text, "tid": 0}
+            yield {**mark, "pid": numbers.get(COORDINATOR, 0), "ts": round(event.t * 1e6, 1)}
 
 
-def _name(kind: str, pid: int, name: str) -> TraceEvent:
+def _name(kind: str, pid: int, name: str) -> Row:
     return {"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": {"name": name}}
 
 
-def _slice(
-    name: str, pid: int, tid: int, at_us: float, took_us: float, **args: object
-) -> TraceEvent:
-    slice_: TraceEvent = {"ph": "X", "name": name, "pid": pid, "tid": tid}
+def _slice(name: str, pid: int, tid: int, at_us: float, took_us: float, **args: object) -> Row:
+    slice_: Row = {"ph": "X", "name": name, "pid": pid, "tid": tid}
     slice_ |= {"ts": round(at_us, 1), "dur": round(took_us, 1)}
     return {**slice_, "args": args} if args else slice_
 
 
-def _sequence(
-    pid: int, tid: int, at_us: float, phases: Iterable[tuple[str, float]]
-) -> Iterator[TraceEvent]:
-    """Yields time categories (name, microseconds) one after another."""
+def _sequence(pid: int, tid: int, at_us: float, phases: Phases) -> Iterator[Row]:
     for name, us in phases:
         if us > 0 and name != "idle":
             yield _slice(name, pid, tid, at_us, us)
         at_us += us
 
 
-def _steps(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
+def _steps(process: ProcessRecord, pid: int) -> Iterator[Row]:
     for step in process.iter_steps():
         phases = [(name, getattr(step, name)) for name in ORDER]
         inside_us = sum(us for _, us in phases)
@@ -114,7 +113,7 @@ def _steps(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
             yield _slice("steps", pid, 1, at_us, took_us, **about)
 
 
-def _phases(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
+def _phases(process: ProcessRecord, pid: int) -> Iterator[Row]:
     """Yields the time categories of each second: all of a server, outside steps of a worker."""
     for event in process.metrics:
         seconds = process.phase_seconds(event) if process.is_server or event.phases else {}
@@ -124,7 +123,7 @@ def _phases(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
         yield from _sequence(pid, tid, (event.t - event.dt) * 1e6, phases)
 
 
-def _counters(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
+def _counters(process: ProcessRecord, pid: int) -> Iterator[Row]:
     for event in process.metrics:
         dt = event.dt
         if dt < 0.2:
@@ -146,20 +145,8 @@ def _counters(process: ProcessRecord, pid: int) -> Iterator[TraceEvent]:
             yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at_us, "args": args}
 
 
-def _run_events(run: RunRecord, pid: int) -> Iterator[TraceEvent]:
-    for event in run.events:
-        name = describe_event(event)
-        if name is not None:
-            at_us = round(event.t * 1e6, 1)
-            yield {"ph": "i", "s": "g", "name": name, "pid": pid, "tid": 0, "ts": at_us}
-
-
 def write_csv_files(folder: Path, out: Path) -> list[Path]:
-    """Writes steps.csv, vitals.csv, machines.csv, epochs.csv and verdicts.csv, unless empty.
-
-    Raises:
-        UsageError: The folder has no events.
-    """
+    """Writes a CSV file per table with rows. Raises UsageError if the folder has no events."""
     run = read_run(folder)
     require_events(folder, run.processes)
     out.mkdir(parents=True, exist_ok=True)
@@ -222,8 +209,7 @@ def scalar_fields(event: ev.Event, *, leave_out: Collection[str] = ()) -> Row:
 def write_tensorboard(folder: Path, out: Path, *, follow: bool = False) -> Path:
     """Writes one log per process. With `follow`, keeps writing until the run ends or goes quiet.
 
-    Raises:
-        UsageError: The folder has no events, or TensorBoard is not installed.
+    Raises UsageError if the folder has no events, or TensorBoard is not installed.
     """
     reader = RunReader(folder, skip=STEP_EVENTS)
     reader.open_files()

@@ -6,17 +6,8 @@ from collections.abc import Sequence
 
 from paceline.report.comparison import StrategyEntry, mean_metric, spread_of
 from paceline.report.number_format import format_number, format_percent, format_seconds
-from paceline.report.runs import (
-    RunGroup,
-    average_phases,
-    choose_measure,
-    choose_target_accuracy,
-    fastest,
-    find_frontier,
-    rows_or_empty,
-    time_to_accuracy_rows,
-)
-from paceline.report.stats import compare_means, mean_and_std, mean_of
+from paceline.report.runs import RunGroup, average_phases, fastest, rows_or_empty
+from paceline.report.stats import mean_and_std, mean_of, welch_test
 from paceline.telemetry.schema import as_finite, as_mapping
 
 MIN_IDLE_FRACTION = 0.05
@@ -76,7 +67,7 @@ def describe_fastest(entries: Sequence[StrategyEntry]) -> list[str]:
 
 def compare_time(best: StrategyEntry, other: StrategyEntry, *, comparisons: int) -> str:
     a, b = best["seconds"], other["seconds"]
-    difference, sure = compare_means(a, b, comparisons=comparisons)
+    difference, _, sure = welch_test(a, b, comparisons=comparisons)
     amount = f"{format_seconds(-difference)} ({format_percent(-difference / mean_of(b), 1)}) less"
     names = best["label"], other["label"]
     times = format_seconds(a["mean"]), format_seconds(b["mean"])
@@ -94,7 +85,7 @@ def compare_time(best: StrategyEntry, other: StrategyEntry, *, comparisons: int)
 
 def describe_accuracy(task: RunGroup) -> list[str]:
     """Compares test accuracy, or else validation accuracy, with the first strategy."""
-    measure, word = choose_measure(task)
+    measure, word = task.choose_measure()
     known = [entry for entry in task.entries if mean_metric(entry, measure) is not None]
     if len(known) < 2:
         return []
@@ -104,7 +95,7 @@ def describe_accuracy(task: RunGroup) -> list[str]:
     same: list[str] = []
     single: list[str] = []
     for entry in rest:
-        difference, sure = compare_means(
+        difference, _, sure = welch_test(
             spread_of(entry, measure), spread_of(first, measure), comparisons=len(rest)
         )
         if sure:
@@ -130,17 +121,17 @@ def describe_accuracy(task: RunGroup) -> list[str]:
 
 def describe_target(task: RunGroup, target: float | None) -> list[str]:
     """Names the strategy that reached the target first, and the slowest that reached it."""
-    chosen = choose_target_accuracy(task) if target is None else target
+    chosen = task.choose_target_accuracy() if target is None else target
     if chosen is None or len(task.entries) < 2:
         return []
-    found = time_to_accuracy_rows(task, chosen)
+    found = task.time_to_accuracy(chosen)
     word = f"a validation accuracy of {format_percent(chosen, 1)}"
     sentences = []
     ranked = fastest(found)
     if len(ranked) > 1:
         best, last = ranked[0], ranked[-1]
         a, b = mean_of(best.seconds), mean_of(last.seconds)
-        _, sure = compare_means(best.seconds, last.seconds, comparisons=len(ranked) - 1)
+        _, _, sure = welch_test(best.seconds, last.seconds, comparisons=len(ranked) - 1)
         end = {
             True: "a significant difference",
             False: "not a significant difference",
@@ -158,11 +149,11 @@ def describe_target(task: RunGroup, target: float | None) -> list[str]:
 
 
 def describe_frontier(task: RunGroup) -> list[str]:
-    front = find_frontier(task)
+    front = task.find_frontier()
     measured = [e for e in task.entries if e["seconds"]["mean"] is not None]
     if len(measured) < 2 or not front:
         return []
-    measure, word = choose_measure(task)
+    measure, word = task.choose_measure()
     parts = [
         f"{e['label']} ({format_percent(mean_metric(e, measure))} in "
         f"{format_seconds(e['seconds']['mean'])})"

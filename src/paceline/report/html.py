@@ -25,6 +25,12 @@ POLICY = (
 )
 
 
+PROBLEMS = {
+    "done": "is done, but its folder is incomplete",
+    UNFINISHED: "is unfinished; the metrics below are from its events",
+}
+
+
 def render_report(content: ReportDocument) -> str:
     figures: list[Figure] = []
     runs = content.runs
@@ -32,13 +38,13 @@ def render_report(content: ReportDocument) -> str:
     several = len(content.sections) > 1
     if several:
         links = [
-            f'<li><a href="#task-{number}">{escape(section.title)}</a></li>'
+            f'<li><a href="#task-{number}">{escape(section.task.name)}</a></li>'
             for number, section in enumerate(content.sections)
         ]
         body.append(f"<ul>{''.join(links)}</ul>")
     for number, section in enumerate(content.sections):
         if several:
-            body.append(f'<h2 class="task" id="task-{number}">{escape(section.title)}</h2>')
+            body.append(f'<h2 class="task" id="task-{number}">{escape(section.task.name)}</h2>')
         boxes = {
             name: render_figure(heading, figure, place)
             for place, (name, heading, figure) in enumerate(section.figures, len(figures))
@@ -106,12 +112,7 @@ def render_problems(runs: Sequence[ReportRun]) -> list[str]:
     for run in runs:
         if run.is_done and not run.missing:
             continue
-        if run.is_done:
-            head = "is done, but its folder is incomplete"
-        elif run.status == UNFINISHED:
-            head = "is unfinished; the metrics below are from its events"
-        else:
-            head = f"ended as {run.status}"
+        head = PROBLEMS.get(run.status, f"ended as {run.status}")
         text = f"<strong>{escape(describe_run(run))}</strong> {escape(head)}."
         if run.result.get("error"):
             text += f"<pre>{escape(str(run.result['error']))}</pre>"

@@ -65,11 +65,6 @@ def format_seconds_spread(spread: Spread) -> str:
     return f"{text[:-2]} ± {spread['std']:,.{digits}f} s"
 
 
-def format_ratio(ratio: float | None) -> str:
-    """Formats a time relative to the first strategy; below 1 is faster."""
-    return NOTHING if ratio is None else f"× {ratio:.2f}"  # noqa: RUF001
-
-
 def to_single_line(text: object) -> str:
     """Removes control characters and line breaks."""
     kept = "".join(c if c.isprintable() else " " for c in str(text))

@@ -38,10 +38,7 @@ Size = tuple[str, str, int]
 
 
 class LiveLines:
-    """Lines with a bar that are redrawn on a terminal; none elsewhere, and none if `quiet`.
-
-    Writes to stderr by default.
-    """
+    """Lines with a bar, redrawn on a terminal (default: stderr); none elsewhere or if `quiet`."""
 
     def __init__(
         self, *, quiet: bool, console: Console | None, clock: Callable[[], float], bar_width: int

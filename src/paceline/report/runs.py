@@ -114,11 +114,7 @@ def normalise_phases(value: object) -> dict[str, dict[str, float]]:
 
 
 def load_runs(paths: Sequence[Path]) -> list[ReportRun]:
-    """Loads every run in the folders; a folder that is not a run is searched recursively.
-
-    Raises:
-        UsageError: A path does not exist or contains no run.
-    """
+    """Loads the runs in and below the folders. Raises UsageError if a path contains none."""
     folders: list[Path] = []
     for path in paths:
         found = list(find_run_folders(Path(path)))
@@ -190,6 +186,18 @@ def load_run(path: Path, name: str) -> ReportRun:
     )
 
 
+@dataclass(frozen=True)
+class TimeToAccuracy:
+    """Time, samples and updates until the runs of one strategy first reached the target."""
+
+    label: str
+    seconds: Spread
+    samples: Spread
+    updates: Spread
+    reached: int
+    runs: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
     """Comparable runs with labels that are unique among them."""
@@ -207,6 +215,52 @@ class RunGroup:
 
     def done_runs_of(self, entry: StrategyEntry) -> list[ReportRun]:
         return [run for run in self.runs_of(entry) if run.is_done]
+
+    def choose_target_accuracy(self) -> float | None:
+        """Returns the highest multiple of 0.5% validation accuracy that all runs reached."""
+        done = [run for run in self.runs if run.is_done]
+        best = [mean_and_std(row.get("val_acc") for row in run.history)["max"] for run in done]
+        known = [value for value in best if value is not None]
+        if not known or len(known) < len(best):
+            return None
+        # Rounded to a readable target.
+        return math.floor(min(known) * 200 + 1e-9) / 200
+
+    def time_to_accuracy(self, target: float) -> list[TimeToAccuracy]:
+        """Returns one row per strategy over finished runs; the others are only counted."""
+        found = []
+        for entry in self.entries:
+            runs = self.done_runs_of(entry)
+            rows = [row for run in runs if (row := first_row(run, target)) is not None]
+            names = ("seconds", "samples", "updates")
+            seconds, samples, updates = (mean_and_std(r.get(n) for r in rows) for n in names)
+            times = TimeToAccuracy(entry["label"], seconds, samples, updates, len(rows), len(runs))
+            found.append(times)
+        return found
+
+    def choose_measure(self) -> tuple[str, str]:
+        """Returns key and name of test accuracy if it is known, or else of validation accuracy."""
+        measures = {"test_acc": "test accuracy", "val_acc": "validation accuracy"}
+        for measure, word in measures.items():
+            if any(mean_metric(entry, measure) is not None for entry in self.entries):
+                return measure, word
+        return "test_acc", "test accuracy"
+
+    def list_frontier_points(self) -> list[tuple[float, float, StrategyEntry]]:
+        """Returns (seconds, accuracy, entry) of each strategy with both."""
+        measure, _ = self.choose_measure()
+        points = [(mean_metric(e, "seconds"), mean_metric(e, measure), e) for e in self.entries]
+        return [(s, accuracy, e) for s, accuracy, e in points if s and accuracy is not None]
+
+    def find_frontier(self) -> list[StrategyEntry]:
+        """Returns the Pareto-optimal entries in time and accuracy, by mean."""
+        front: list[StrategyEntry] = []
+        best = -math.inf
+        for _, accuracy, entry in sorted(self.list_frontier_points(), key=lambda p: (p[0], -p[1])):
+            if accuracy > best:
+                best = accuracy
+                front.append(entry)
+        return front
 
 
 def split_tasks(runs: Sequence[ReportRun]) -> list[RunGroup]:
@@ -251,42 +305,6 @@ def average_phases(runs: Sequence[ReportRun]) -> dict[str, dict[str, float]]:
     }
 
 
-@dataclass(frozen=True)
-class TimeToAccuracy:
-    """Time, samples and updates until the runs of one strategy first reached the target."""
-
-    label: str
-    seconds: Spread
-    samples: Spread
-    updates: Spread
-    reached: int
-    runs: int
-
-
-def choose_target_accuracy(task: RunGroup) -> float | None:
-    """Returns the highest multiple of 0.5% validation accuracy that all runs reached."""
-    done = [run for run in task.runs if run.is_done]
-    best = [mean_and_std(row.get("val_acc") for row in run.history)["max"] for run in done]
-    known = [value for value in best if value is not None]
-    if not known or len(known) < len(best):
-        return None
-    # Rounded to a readable target.
-    return math.floor(min(known) * 200 + 1e-9) / 200
-
-
-def time_to_accuracy_rows(task: RunGroup, target: float) -> list[TimeToAccuracy]:
-    """Returns one row per strategy over finished runs; runs without the target are only counted."""
-    found = []
-    for entry in task.entries:
-        runs = task.done_runs_of(entry)
-        rows = [row for run in runs if (row := first_row(run, target)) is not None]
-        columns = ([row.get(name) for row in rows] for name in ("seconds", "samples", "updates"))
-        seconds, samples, updates = map(mean_and_std, columns)
-        times = TimeToAccuracy(entry["label"], seconds, samples, updates, len(rows), len(runs))
-        found.append(times)
-    return found
-
-
 def first_row(run: ReportRun, target: float) -> Mapping[str, Any] | None:
     for row in run.history:
         value = as_finite(row.get("val_acc"))
@@ -299,30 +317,3 @@ def fastest(rows: Sequence[TimeToAccuracy]) -> list[TimeToAccuracy]:
     """Returns the rows whose runs all reached the target, fastest first."""
     whole = [row for row in rows if row.runs and row.reached == row.runs]
     return sorted(whole, key=lambda row: mean_of(row.seconds))
-
-
-def choose_measure(task: RunGroup) -> tuple[str, str]:
-    """Returns key and name of test accuracy if it is known, or else of validation accuracy."""
-    measures = {"test_acc": "test accuracy", "val_acc": "validation accuracy"}
-    for measure, word in measures.items():
-        if any(mean_metric(entry, measure) is not None for entry in task.entries):
-            return measure, word
-    return "test_acc", "test accuracy"
-
-
-def list_frontier_points(task: RunGroup) -> list[tuple[float, float, StrategyEntry]]:
-    """Returns (seconds, accuracy, entry) of each strategy with both."""
-    measure, _ = choose_measure(task)
-    points = [(mean_metric(e, "seconds"), mean_metric(e, measure), e) for e in task.entries]
-    return [(s, accuracy, e) for s, accuracy, e in points if s and accuracy is not None]
-
-
-def find_frontier(task: RunGroup) -> list[StrategyEntry]:
-    """Returns the Pareto-optimal entries in time and accuracy, by mean."""
-    front: list[StrategyEntry] = []
-    best = -math.inf
-    for _, accuracy, entry in sorted(list_frontier_points(task), key=lambda p: (p[0], -p[1])):
-        if accuracy > best:
-            best = accuracy
-            front.append(entry)
-    return front

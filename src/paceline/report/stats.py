@@ -61,12 +61,6 @@ def difference_or_none(a: float | None, b: float | None) -> float | None:
     return a - b if a is not None and b is not None else None
 
 
-def compare_means(a: Spread, b: Spread, *, comparisons: int = 1) -> tuple[float, bool | None]:
-    """Returns the difference of two means (a - b) and whether it is significant."""
-    difference, _, significant = welch_test(a, b, comparisons=comparisons)
-    return difference, significant
-
-
 def welch_test(
     a: Spread, b: Spread, *, comparisons: int = 1
 ) -> tuple[float, float | None, bool | None]:

@@ -12,14 +12,7 @@ from rich.text import Text
 
 from paceline.report import number_format, stats
 from paceline.report.comparison import Comparison, StrategyEntry, spread_of
-from paceline.report.runs import (
-    ReportRun,
-    RunGroup,
-    choose_target_accuracy,
-    finished_or_all,
-    group_by_label,
-    time_to_accuracy_rows,
-)
+from paceline.report.runs import ReportRun, RunGroup, finished_or_all, group_by_label
 from paceline.report.tables import Column, ReportTable, make_table
 from paceline.telemetry.metrics import ALWAYS_SHOWN, RESOURCES, Metric, View, metrics_in
 from paceline.telemetry.phase_clock import STAGES
@@ -206,10 +199,10 @@ def make_time_table(task: RunGroup) -> ReportTable:
 
 
 def make_time_to_accuracy_table(task: RunGroup, target: float | None) -> ReportTable | None:
-    chosen = choose_target_accuracy(task) if target is None else target
+    chosen = task.choose_target_accuracy() if target is None else target
     if chosen is None:
         return None
-    found = time_to_accuracy_rows(task, chosen)
+    found = task.time_to_accuracy(chosen)
     if not any(row.reached for row in found):
         return None
     first = next((row for row in found if row.seconds["mean"] is not None), found[0])

@@ -32,7 +32,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "numeral": str,  # Aligned as a number: "2 + 1 ps".
     "points": lambda x: f"{100 * x:+.2f} points",
     "signed_seconds": lambda x: ("+" if x >= 0 else "−") + number_format.format_seconds(abs(x)),  # noqa: RUF001
-    "ratio": number_format.format_ratio,
+    "ratio": lambda x: f"× {x:.2f}",  # noqa: RUF001
     "p_value": lambda p: f"{p:.3f}" if p >= 0.001 else "< 0.001",
     # By the unit of a metric.
     "count": number_format.format_number,

@@ -86,7 +86,7 @@ def render_markdown(content: ReportDocument, pictures: Mapping[str, Path], base:
     if problems:
         lines += ["Incomplete:", "", *problems, ""]
     for section in content.sections:
-        lines += [f"## {escape_markdown(section.title)}", ""]
+        lines += [f"## {escape_markdown(section.task.name)}", ""]
         if section.findings:
             lines += [*(f"- {escape_markdown(text)}" for text in section.findings), ""]
         for sheet in section.sheets:

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -44,9 +44,7 @@ class JsonRecord:
         return cast(CoreSchema, {**handler(source), "strict": False})
 
 
-@functools.cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def from_plain(cls: type[T], plain: object) -> T:
@@ -54,11 +52,9 @@ def from_plain(cls: type[T], plain: object) -> T:
 
     Unknown keys are ignored and missing ones take the field's default, so that folders of older and
     newer versions can be read.
-
-    Raises:
-        ValidationError: A required key is missing, or a value has the wrong type.
+    Raises ValidationError if a required key is missing, or a value has the wrong type.
     """
-    return cast(T, _adapter(cast(Any, cls)).validate_python(plain))
+    return cast(T, _adapter(cls).validate_python(plain))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,10 +357,7 @@ class StepWindow(Event, kind="steps"):
 
 
 class StepSummary(Event, kind="steps_sum"):
-    """Sums over steps of one epoch; replaces `StepWindow` after a worker's first 200,000 steps.
-
-    `staleness` counts gradients by staleness.
-    """
+    """Sums over steps of one epoch; replaces `StepWindow` after a worker's first 200,000 steps."""
 
     first_step: int
     count: int
@@ -373,6 +366,7 @@ class StepSummary(Event, kind="steps_sum"):
     began: float = 0.0
     epoch: int = 0
     staleness: dict[str, int] = field(default_factory=dict)
+    """Number of gradients by staleness."""
 
 
 class ProfileWritten(Event, kind="profile"):

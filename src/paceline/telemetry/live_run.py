@@ -53,10 +53,8 @@ class ResourceTotals:
     def add(self, event: ev.ProcessMetrics) -> None:
         dt = event.dt
         self.seconds += dt
-        self.cpu_user_s += event.cpu_user
-        self.cpu_system_s += event.cpu_system
-        self.run_wait_s += event.run_wait
-        self.throttled_s += event.throttled
+        for name in ("cpu_user", "cpu_system", "run_wait", "throttled"):
+            setattr(self, f"{name}_s", getattr(self, f"{name}_s") + getattr(event, name))
         self.rss_sum += event.rss * dt
         self.rss_peak = max(self.rss_peak, event.rss)
         for name in ("net_in", "net_out", "disk_read", "disk_write", "steps", "samples"):

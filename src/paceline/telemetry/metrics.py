@@ -53,9 +53,9 @@ class Metric:
     """In result.json and comparison.json; a contract."""
     description: str
     """One sentence for docs/metrics.md and for Prometheus."""
-    views: Collection[View] = ()
     _: KW_ONLY
     unit: Unit
+    views: Collection[View] = ()
     title: str = ""
     """Column heading; by default the words of `key`."""
     source: Callable[[RunResult], object] | None = None
@@ -93,8 +93,8 @@ def compression(result: RunResult) -> float | None:
     return sent / before if sent and before and sent != before else None
 
 
-_accuracy = partial(Metric, unit=Unit.FRACTION, better="higher")
-_loss = partial(Metric, unit=Unit.LOSS, better="lower")
+_accuracy = partial(Metric, unit=Unit.FRACTION, better="higher", views=(ACCURACY, DASHBOARD))
+_loss = partial(Metric, unit=Unit.LOSS, better="lower", views=(ACCURACY, DASHBOARD))
 _duration = partial(Metric, unit=Unit.SECONDS, better="lower")
 _size = partial(Metric, unit=Unit.BYTES, better="lower")
 _count = partial(Metric, unit=Unit.COUNT)
@@ -103,42 +103,38 @@ METRICS: tuple[Metric, ...] = (
     _accuracy(
         "test_acc",
         "Accuracy on the test set after training.",
-        (SUMMARY, ACCURACY, RUNS, DASHBOARD),
+        views=(SUMMARY, ACCURACY, RUNS, DASHBOARD),
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
     ),
     _accuracy(
         "val_acc",
         "Accuracy on the validation set after the last epoch.",
-        (SUMMARY, ACCURACY, RUNS, DASHBOARD),
+        views=(SUMMARY, ACCURACY, RUNS, DASHBOARD),
         priority=20,
         spread_in_summary=True,
     ),
-    _accuracy(
-        "train_acc",
-        "Training accuracy of the last epoch, measured during training.",
-        (ACCURACY, DASHBOARD),
-    ),
-    _loss("test_loss", "Loss on the test set after training.", (ACCURACY, DASHBOARD)),
-    _loss("val_loss", "Loss on the validation set after the last epoch.", (ACCURACY, DASHBOARD)),
+    _accuracy("train_acc", "Training accuracy of the last epoch, measured during training."),
+    _loss("test_loss", "Loss on the test set after training."),
+    _loss("val_loss", "Loss on the validation set after the last epoch."),
     _loss(
         "train_loss",
         "Mean training loss of the current or last epoch.",
-        (ACCURACY, DASHBOARD, PROMETHEUS),
+        views=(ACCURACY, DASHBOARD, PROMETHEUS),
         live=lambda progress: progress.loss,
         family="loss",
     ),
     _duration(
         "seconds",
         "Total wall time, including startup and evaluation.",
-        (SUMMARY, TIME, RUNS, DASHBOARD),
+        views=(SUMMARY, TIME, RUNS, DASHBOARD),
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
     ),
     _count(
         "samples_per_s",
         "Training throughput, without startup and evaluation.",
-        (SUMMARY, TIME, DASHBOARD),
+        views=(SUMMARY, TIME, DASHBOARD),
         title="samples/s",
         better="higher",
         priority=30,
@@ -146,14 +142,14 @@ METRICS: tuple[Metric, ...] = (
     _count(
         "samples",
         "Samples whose gradients were applied.",
-        (TIME, RUNS, DASHBOARD, PROMETHEUS),
+        views=(TIME, RUNS, DASHBOARD, PROMETHEUS),
         live=lambda progress: progress.samples,
         family="samples_total",
     ),
     _count(
         "updates",
         "Updates of the weights.",
-        (SUMMARY, TIME, DASHBOARD, PROMETHEUS),
+        views=(SUMMARY, TIME, DASHBOARD, PROMETHEUS),
         priority=10,
         live=lambda progress: progress.updates,
         family="updates_total",
@@ -161,24 +157,24 @@ METRICS: tuple[Metric, ...] = (
     _count(
         "epochs",
         "Epochs completed.",
-        (PROMETHEUS,),
+        views=(PROMETHEUS,),
         live=lambda progress: progress.epoch,
         family="epoch",
     ),
     _count(
         "staleness_mean",
         "Mean age of the weights a gradient was computed on, in updates.",
-        (SUMMARY, TIME),
+        views=(SUMMARY, TIME),
         title="mean staleness",
         source=lambda result: as_mapping(result.get("staleness")).get("mean"),
         better="lower",
         priority=60,
     ),
-    _size("bytes_sent", "Payload bytes sent by all workers.", (RUNS, DASHBOARD)),
+    _size("bytes_sent", "Payload bytes sent by all workers.", views=(RUNS, DASHBOARD)),
     Metric(
         "bytes_over_uncoded",
         "Bytes sent divided by their size without a codec; empty without a codec.",
-        (SUMMARY,),
+        views=(SUMMARY,),
         title="compression (bytes sent / uncompressed)",
         unit=Unit.FRACTION,
         source=compression,
@@ -188,7 +184,7 @@ METRICS: tuple[Metric, ...] = (
     _duration(
         "switch_pause_s",
         "Time without training during switches of strategy; empty without a switch.",
-        (SUMMARY, TIME),
+        views=(SUMMARY, TIME),
         title="switch pause",
         source=lambda result: switch_seconds(result, "pause_s"),
         priority=ALWAYS_SHOWN,
@@ -203,7 +199,7 @@ METRICS: tuple[Metric, ...] = (
     _size(
         "peak_rss_bytes",
         "Largest resident memory of any worker.",
-        (RUNS, DASHBOARD),
+        views=(RUNS, DASHBOARD),
         title="peak memory",
     ),
 )

@@ -70,9 +70,7 @@ class RunFolder:
     def prepare(self, *, force: bool, resume: bool) -> None:
         """Creates the folder for a run.
 
-        Raises:
-            UsageError: It contains a run and neither `force` nor `resume` is set, or it cannot be
-                written.
+        Raises UsageError if it contains a run without `force` or `resume`, or cannot be written.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; choose a directory")

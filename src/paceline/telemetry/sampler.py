@@ -6,6 +6,7 @@ to run, although a core is free for it, waits for Python code that holds the loc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import threading
@@ -149,43 +150,40 @@ class Sampler(threading.Thread):
     def sample(self) -> None:
         """Takes a sample of the time since the last one; may be called from any thread."""
         with self._lock:
-            self._sample()
-
-    def _sample(self) -> None:
-        t = self._now_s()
-        dt = t - self._t
-        if dt < 1e-3:
-            return
-        process, counters = read_process(), self._counters
-        phases: list[int] = []
-        counted = Counter(
-            steps=counters.steps, samples=counters.samples, comm_hidden=counters.comm_hidden_us
-        )
-        if self._clock is not None:
-            ns = self._clock.read_ns()
-            # `reassign` can make a difference negative.
-            phases = [max(0, (b - a) // 1000) for a, b in zip(self._ns, ns, strict=True)]
-            self._ns = ns
-            if not isinstance(self._clock, ServerClock):
-                counted["input_cpu"] = self._clock.input_cpu_ns // 1000
-        gil, self._gil = self._gil, [0, 0, 0, 0, 0]
-        self._tell(
-            ProcessMetrics(
-                t=round(t, 6),
-                dt=round(dt, 6),
-                phases=phases,
-                epoch=counters.epoch,
-                gil=gil,
-                serving=self._take_serving(),
-                **difference(self._process, process),
-                **(counted - self._counted),
+            t = self._now_s()
+            dt = t - self._t
+            if dt < 1e-3:
+                return
+            process, counters = read_process(), self._counters
+            phases: list[int] = []
+            counted = Counter(
+                steps=counters.steps, samples=counters.samples, comm_hidden=counters.comm_hidden_us
             )
-        )
-        self._process, self._counted, self._t = process, counted, t
-        if self._post.is_held():
-            before, self._machine = self._machine, read_machine(t)
-            if before is not None:
-                self._tell(host_metrics_between(before, self._machine))
+            if self._clock is not None:
+                ns = self._clock.read_ns()
+                # `reassign` can make a difference negative.
+                phases = [max(0, (b - a) // 1000) for a, b in zip(self._ns, ns, strict=True)]
+                self._ns = ns
+                if not isinstance(self._clock, ServerClock):
+                    counted["input_cpu"] = self._clock.input_cpu_ns // 1000
+            gil, self._gil = self._gil, [0, 0, 0, 0, 0]
+            self._tell(
+                ProcessMetrics(
+                    t=round(t, 6),
+                    dt=round(dt, 6),
+                    phases=phases,
+                    epoch=counters.epoch,
+                    gil=gil,
+                    serving=self._take_serving(),
+                    **difference(self._process, process),
+                    **(counted - self._counted),
+                )
+            )
+            self._process, self._counted, self._t = process, counted, t
+            if self._post.is_held():
+                before, self._machine = self._machine, read_machine(t)
+                if before is not None:
+                    self._tell(host_metrics_between(before, self._machine))
 
     def _take_serving(self) -> dict[str, int] | None:
         if self._serving is None:
@@ -232,23 +230,19 @@ class HostSamplerLock:
     def __init__(self, run_key: str) -> None:
         digest = hashlib.sha256(run_key.encode()).hexdigest()[:24]
         self._name = f"\0paceline-vitals-{digest}"
-        self._held: socket.socket | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._is_bound = False
 
     def is_held(self) -> bool:
-        if self._held is None:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                sock.bind(self._name)
-            except OSError:
-                sock.close()
-                return False
-            self._held = sock
-        return True
+        if not self._is_bound:
+            with contextlib.suppress(OSError):
+                self._socket.bind(self._name)
+                self._is_bound = True
+        return self._is_bound
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._socket.close()
+        self._is_bound = False
 
 
 class MetricsDownsampler:

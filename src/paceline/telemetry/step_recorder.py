@@ -33,10 +33,7 @@ class StepRow:
 
 
 class StepRecorder:
-    """Called once per step; does I/O only at the end of a window.
-
-    Without a writer it only counts.
-    """
+    """Called once per step; does I/O only at the end of a window. Without a writer, only counts."""
 
     def __init__(
         self,

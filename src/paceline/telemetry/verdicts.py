@@ -57,10 +57,6 @@ class Verdict:
     def key(self) -> tuple[str, str]:
         return self.rule, self.who
 
-    @property
-    def line(self) -> str:
-        return f"{self.text}: {self.suggestion}"
-
     def to_event(self, t: float, state: str) -> VerdictChanged:
         shown = {n: getattr(self, n) for n in ("rule", "who", "text", "suggestion", "figures")}
         return VerdictChanged(t=round(t, 6), state=state, **shown)
