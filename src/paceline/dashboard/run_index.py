@@ -44,7 +44,7 @@ class RunSummary:
     def _begin(self) -> None:
         self.reader = RunReader(self.folder.path, processes=(COORDINATOR,))
         self._latest: Payload = {"seconds": None, "now": None, "epoch": None}
-        """What the events show of a run without a result."""
+        """Values that the events show of a run without a result."""
         self._samples_per_epoch: float | None = None
         self._rate = RecentRate()
         self._verdicts: dict[tuple[str, str], str] = {}

@@ -250,7 +250,7 @@ class MatrixProgress(LiveLines):
         self._title = to_single_line(title)
         self._sizes = dict(sizes)
         self._ended: dict[str, bool] = {}
-        """Whether each run that ended is done."""
+        """Runs that ended, and whether they are done."""
         self._times: list[tuple[Size, float]] = []
         self._now: str | None = None
         self._began_s = clock()

@@ -66,7 +66,7 @@ class RunResult(TypedDict, total=False):
     switches: list[Mapping[str, Any]]
     decisions: list[Mapping[str, Any]]
     staleness: Mapping[str, Any]
-    """Of all gradients, in updates: `mean`, `max` and `histogram`."""
+    """`mean`, `max` and `histogram` over all gradients, in updates."""
     lag: dict[str, int]
     phases: Phases
     step_phases: dict[str, Phases]
