@@ -30,7 +30,6 @@ FILE_PATTERNS = {
     "strategies/registry.py": "strategies.registry",
     "strategies/*/__init__.py": "strategies.registry",
     "strategies/*/spec.py": "strategies.spec",
-    "strategies/*/pace.py": "strategies.pace",
     "strategies/*/cost.py": "strategies.cost",
     "strategies/*/simulate.py": "strategies.simulate",
     "strategies/*_cost.py": "strategies.cost",
@@ -54,7 +53,6 @@ LAYERS: dict[str, set[str]] = {
     # Materials: they know nothing of strategies, of workers or of how a run is started.
     "state": {"errors", "telemetry"},
     "models": {"errors"},
-    "accuracy": set(),
     "cluster.remote": set(),
     "cluster": {"errors"},
     "data": {"errors"},
@@ -80,7 +78,6 @@ LAYERS: dict[str, set[str]] = {
         "protocol",
     },
     "strategies.spec": {"errors", "specs", "protocol", "codecs.spec", "strategies.registry"},
-    "strategies.pace": {"errors", "specs", "protocol", "strategies.spec"},
     "strategies.cost": {
         "errors",
         "specs",
@@ -126,7 +123,6 @@ LAYERS: dict[str, set[str]] = {
         "comm",
         "comm.flat_layout",
         "state",
-        "accuracy",
         "strategies.spec",
         "telemetry",
     },
@@ -144,7 +140,6 @@ LAYERS: dict[str, set[str]] = {
         "strategies.registry",
         "telemetry",
         "telemetry.events",
-        "accuracy",
     },
     "keras": {
         "errors",
@@ -203,7 +198,6 @@ LAYERS: dict[str, set[str]] = {
         "report",
         "cluster",
         "plan",
-        "accuracy",
     },
     "spark": {
         "errors",
@@ -262,7 +256,6 @@ TORCH_FREE = (
     "protocol",
     "strategies.registry",
     "strategies.spec",
-    "strategies.pace",
     "strategies.cost",
     "strategies.policy",
     "telemetry",

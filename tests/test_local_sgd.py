@@ -14,7 +14,7 @@ import torch
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import StateError
 from paceline.state import Section
-from paceline.strategies.local_runner import check_replicas_equal
+from paceline.strategies.local_sgd.worker import check_replicas_equal
 
 WAIT_S = 60.0
 

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.settings import SlowdownSettings
 from paceline.options import RUN, Option, settings, settings_to_plain
-from paceline.twin.settings import TwinSettings
+from paceline.twin.clusters import TwinSettings
 
 DEFAULT_STRATEGY, PROBED_WORKERS = "allreduce", 2
 

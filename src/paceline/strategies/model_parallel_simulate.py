@@ -5,30 +5,30 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from paceline.plan.cost_model import allreduce_s
+from paceline.specs.strategy import ModelParallel, WorkerGroups
 from paceline.strategies.model_parallel_cost import StageHost
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats
+from paceline.twin.simulator import Simulator
 
-if TYPE_CHECKING:
-    from paceline.twin.simulator import Simulator
+ModelParallelT = TypeVar("ModelParallelT", bound=ModelParallel)
 
 
-class ModelParallelSimulation(LockstepSimulation):
+class ModelParallelSimulation(LockstepSimulation[ModelParallelT]):
     """Replicas advance in lock-step; equal parts of different replicas sum their gradients."""
 
-    def __init__(self, simulator: Simulator, parts: int, micro_batches: int = 1) -> None:
-        super().__init__(simulator)
-        self.parts = parts
+    def __init__(self, spec: ModelParallelT, simulator: Simulator, groups: WorkerGroups) -> None:
+        super().__init__(spec, simulator, groups)
+        parts = self.parts = spec.model_parts
         self.stage_hosts = [
             StageHost(c.fixed_s, c.per_sample_s, math.inf, link.bytes_per_s, link.latency_s)
             for c, link in zip(simulator.fleet.compute, simulator.fleet.links, strict=True)
         ]
-        self._micro_batches = micro_batches
         hosts = simulator.fleet.hosts[::parts]
         self._replica_exchange_s = (
             allreduce_s(simulator.pool, hosts, simulator.work.bytes / parts)
@@ -36,6 +36,11 @@ class ModelParallelSimulation(LockstepSimulation):
             else 0.0
         )
 
+    @property
+    def micro_batches(self) -> int:
+        return 1
+
+    @property
     @abstractmethod
     def compute_fractions(self) -> Floats:
         """Fraction of the model's compute time that each worker has."""
@@ -64,11 +69,11 @@ class ModelParallelSimulation(LockstepSimulation):
 
     def _equivalent_samples(self, samples: Floats) -> Floats:
         """Samples of the whole model that take a worker as long as its part of `samples` does."""
-        fractions = self.compute_fractions()
+        fractions = self.compute_fractions
         fixed = np.array([h.fixed_s for h in self.stage_hosts])
         each = np.array([h.per_sample_s for h in self.stage_hosts])
         # The fixed cost of a stage is paid once per micro-batch.
-        total = fractions * (self._micro_batches * fixed + samples * each)
+        total = fractions * (self.micro_batches * fixed + samples * each)
         equivalent: Floats = (total - fixed) / each
         return np.where(samples > 0, np.maximum(equivalent, 1e-9), 0.0)
 

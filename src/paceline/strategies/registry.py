@@ -42,9 +42,9 @@ class StrategyRecord:
     worker: str | Mapping[str, str] | None = None
     """A `Runner` class, or one per `Strategy.worker_variant`; required like `pace`."""
     simulate: str | None = None
-    """Facet of the twin."""
+    """A `twin.simulator.StrategySimulation` class."""
     cost: str | None = None
-    """Facet of the planner."""
+    """A `plan.facet.CostFacet` class."""
     policy: str | None = None
     """`make_policy(spec, horizon: RunHorizon) -> SwitchPolicy` of a strategy with phases."""
     examples: tuple[str, ...] = ()
@@ -151,17 +151,17 @@ def make_switch_policy(spec: Strategy, horizon: RunHorizon) -> SwitchPolicy:
 
 
 def simulation(spec: Strategy) -> Any:
-    """Returns the `twin.simulation.SimulateFacet`. Raises UsageError if there is none."""
+    """Returns the `StrategySimulation` class of `spec`. Raises UsageError if there is none."""
     return _load(_required(_record_of(spec), "simulate", "simulated"))
 
 
 def cost(spec: Strategy) -> Any:
-    """Returns the `plan.facet.CostFacet`. Raises UsageError if there is none."""
+    """Returns the `CostFacet` of `spec`. Raises UsageError if there is none."""
     return cost_facet(_record_of(spec))
 
 
 def cost_facet(record: StrategyRecord) -> Any:
-    return _load(_required(record, "cost", "planned"))
+    return _load(_required(record, "cost", "planned"))()
 
 
 def plugins_of(spec: Strategy) -> tuple[Plugin, ...]:

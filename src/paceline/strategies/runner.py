@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from paceline.accuracy import count_correct
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.wire import CoordinatorLink
 from paceline.errors import PeerLost
@@ -243,6 +242,13 @@ class Runner(ABC):
 
     def close(self) -> None:
         return
+
+
+def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int | None, int]:
+    """Returns correct predictions (None without classes) and the number of predictions."""
+    if target.is_floating_point() or output.dim() != target.dim() + 1:
+        return None, int(target.shape[0])
+    return int((output.argmax(-1) == target).sum()), target.numel()
 
 
 def measure(

@@ -1,18 +1,41 @@
-"""Sources of a virtual cluster (file, number, recorded run or probe) and what-if changes."""
+"""Settings of a simulation, and the machines that they select: sources and what-if changes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from paceline.cluster.pool import Link, Pool, equal_machines, read_pool
 from paceline.errors import UsageError
 from paceline.job import JobRef
-from paceline.twin.settings import TwinSettings
+from paceline.options import Option, settings
 
 EXAMPLES = Path(__file__).parents[1] / "cluster" / "examples"
 """Clusters that ship with Paceline."""
+
+
+@settings("Simulated machines")
+class TwinSettings:
+    """Exactly one of `cluster`, `calibrate` and `probe` names the machines."""
+
+    cluster: Annotated[str | None, Option(metavar="POOL|N")] = None
+    """Pool file, name of a cluster that ships with Paceline, or number of equal machines."""
+    calibrate: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Simulate the machines of a recorded run instead of --cluster."""
+    probe: bool = False
+    """Measure this machine and simulate it instead of --cluster."""
+    without: Annotated[tuple[int, ...], Option(metavar="WORKER")] = ()
+    """Remove a worker. Repeatable."""
+    bandwidth: Annotated[float, Option(metavar="FACTOR"), Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Multiply the bandwidth of every link by this factor."""
+    write_cluster: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write the simulated machines to a pool file."""
+    depth: Literal["learn", "cost"] = "learn"
+    """learn computes real gradients; cost computes only the time, for large clusters."""
 
 
 def resolve_cluster(machines: TwinSettings, job: Callable[[], JobRef], workers: int | None) -> Pool:

@@ -102,7 +102,8 @@ def _accumulate(
 class _CompressedSum:
     """Compresses and sums every worker's gradients, in the buckets of a real exchange.
 
-    `residuals`: unsent values of the codec per worker and parameter; kept across switches.
+    `residuals`: unsent values of the codec per worker, by `residual/<parameter>`; kept across
+    switches.
     """
 
     def __init__(
@@ -123,12 +124,13 @@ class _CompressedSum:
             for _ in residuals
         ]
         self._flats: list[list[tuple[Compressor, torch.Tensor]]] = [[] for _ in self._buckets]
-        self._names, self._residuals = layout, residuals
+        self._names = [[f"residual/{name}" for name in names] for names in layout]
+        self._residuals = residuals
         for compressors, kept in zip(self._compressors, self._residuals, strict=True):
-            for compressor, names, bucket in zip(compressors, layout, self._buckets, strict=True):
+            for compressor, names in zip(compressors, self._names, strict=True):
                 if compressor.residual is not None and all(n in kept for n in names):
                     flat = [kept[n].reshape(-1) for n in names]
-                    compressor.load_residual(torch.cat(flat).to(bucket[0].dtype))
+                    compressor.load_residual(torch.cat(flat).to(compressor.residual.dtype))
 
     def store_residuals(self) -> None:
         """Writes the unsent values back, for the next strategy."""

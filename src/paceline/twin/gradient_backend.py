@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from paceline.accuracy import count_correct
 from paceline.job import Job
 from paceline.protocol.messages import Lease, StepStats
 from paceline.protocol.throughput import DivergenceDetector
-from paceline.specs.strategy import Strategy
+from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.state import (
     Section,
     TrainState,
@@ -30,8 +29,7 @@ from paceline.state import (
     state_from_model,
 )
 from paceline.strategies.registry import simulation
-from paceline.strategies.runner import LossOf, Replica
-from paceline.twin.simulation import Groups
+from paceline.strategies.runner import LossOf, Replica, measure
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 from paceline.worker.batch_loader import BatchLoader
 from paceline.worker.job_builder import (
@@ -124,7 +122,7 @@ class GradientBackend(WeightsBackend):
         self.per_worker = PerWorkerState(model, workers, job.seed)
         self._losses = [DivergenceDetector() for _ in range(workers)]
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
-        """Codec residuals per worker and parameter; kept across a switch."""
+        """Codec residuals per worker, as `residual/<parameter>`; kept across a switch."""
         self._updates = WeightUpdates()
         self._fallback: Section | None = None
         self._best: Section | None = None
@@ -143,14 +141,11 @@ class GradientBackend(WeightsBackend):
             output = model(inputs)
             loss = self._loss_of(output, targets)
             loss.backward()  # type: ignore[no-untyped-call]
-        correct, predictions = count_correct(output, targets)
-        stats = StepStats(lease.samples, predictions, loss.item() * lease.samples, correct)
-        return self.outcome(worker, stats, loss=loss.item())
+        return self.outcome(worker, measure(lease.samples, loss, output, targets))
 
-    def outcome(self, worker: int, stats: StepStats, loss: float | None = None) -> StepOutcome:
+    def outcome(self, worker: int, stats: StepStats) -> StepOutcome:
         """Returns a worker's report about a share, including whether its loss diverges."""
-        if loss is None:
-            loss = (stats.loss_sum or 0.0) / max(1, stats.samples)
+        loss = (stats.loss_sum or 0.0) / max(1, stats.samples)
         reason = self._losses[worker].check(loss)
         return StepOutcome(stats.predictions, stats.loss_sum, stats.correct, diverged=reason)
 
@@ -167,7 +162,7 @@ class GradientBackend(WeightsBackend):
     # ---- weights backend ----------------------------------------------------------------------
 
     def enter(
-        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool, best: bool
+        self, strategy: Strategy, groups: WorkerGroups, *, keep: bool, restore: bool, best: bool
     ) -> WeightUpdates:
         self._updates.export()
         self._updates.close()

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from functools import lru_cache
 from itertools import pairwise
+from typing import Generic
 
 import numpy as np
 
 from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats, split_batch
+from paceline.specs.strategy import WorkerGroups
 from paceline.twin.machines import Floats
-from paceline.twin.simulation import StrategySimulation
-from paceline.twin.simulator import Simulator
+from paceline.twin.simulator import Simulator, StrategySimulation, StrategyT
 from paceline.twin.updates import StepOutcome
 
 REPORT_S = 0.5
@@ -24,12 +25,19 @@ REPORT_S = 0.5
 MAX_CACHED_SPLITS = 64
 
 
-class LockstepSimulation(StrategySimulation, ABC):
+class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     """All workers of a planned strategy at once."""
 
     def __init__(
-        self, simulator: Simulator, *, exchange_s: float = 0.0, exchange_bytes: float = 0.0
+        self,
+        spec: StrategyT,
+        simulator: Simulator,
+        groups: WorkerGroups,
+        *,
+        exchange_s: float = 0.0,
+        exchange_bytes: float = 0.0,
     ) -> None:
+        self.spec = spec
         self.simulator = simulator
         self.workers = simulator.plan.workers
         self.exchange_s = exchange_s

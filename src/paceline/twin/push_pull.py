@@ -17,8 +17,7 @@ from paceline.protocol.messages import (
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
-from paceline.twin.simulation import StrategySimulation
-from paceline.twin.simulator import Simulator
+from paceline.twin.simulator import Simulator, StrategySimulation
 from paceline.twin.timeline import Callback, FifoResource
 from paceline.twin.updates import EMPTY, StepOutcome
 

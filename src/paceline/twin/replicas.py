@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
 
 T = TypeVar("T")
+RunnerT = TypeVar("RunnerT", bound=Runner)
 TIMEOUT_S = 300.0
 
 
-class RunnerGroup:
+class RunnerUpdates(WeightUpdates, Generic[RunnerT]):
     """The runners of all simulated workers, and the calls that concern all of them."""
 
     def __init__(
         self,
         backend: GradientBackend,
-        make: Callable[[WorkerContext], Runner],
+        make: Callable[[WorkerContext], RunnerT],
         phase: PhaseContext,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         source = backend.replica
         self._groups = InProcessGroup.create(backend.workers, TIMEOUT_S)
-        self.runners: list[Runner] = []
+        self.runners: list[RunnerT] = []
         for group in self._groups:
             model, optimizer = copy.deepcopy((source.model, source.optimizer))
             context = WorkerContext(
@@ -62,10 +63,15 @@ class RunnerGroup:
         state = state_from_model(source.model, source.optimizer)
         self.call_all(lambda worker, runner: runner.import_state(state))
 
-    def call_all(self, call: Callable[[int, Runner], T]) -> list[T]:
+    @property
+    def version(self) -> int:
+        """Newest version of the weights on the servers, if there are any."""
+        return 0
+
+    def call_all(self, call: Callable[[int, RunnerT], T]) -> list[T]:
         return self.call(range(len(self.runners)), call)
 
-    def call(self, workers: Sequence[int], call: Callable[[int, Runner], T]) -> list[T]:
+    def call(self, workers: Sequence[int], call: Callable[[int, RunnerT], T]) -> list[T]:
         """Calls these workers' runners concurrently; raises the first error of any of them."""
 
         def guarded(worker: int) -> T:
@@ -83,7 +89,7 @@ class RunnerGroup:
         """Computes a worker's share on its own replica, after `begin_step`."""
         if not step.lease.samples:
             return EMPTY
-        backend, runner = self._backend, self.runners[worker]
+        backend, runner = self.backend, self.runners[worker]
         for parameter in runner.replica.model.parameters():
             parameter.grad = None
         with backend.per_worker.random_state(worker):
@@ -93,22 +99,22 @@ class RunnerGroup:
         return backend.outcome(worker, step.measured)
 
     def set_lr(self, worker: int, lease: Lease) -> None:
-        self._backend.set_lr(lease, self.runners[worker].replica.optimizer)
+        self.backend.set_lr(lease, self.runners[worker].replica.optimizer)
 
-    def sync(self, version: int) -> None:
+    def sync(self) -> None:
         """Settles all runners as a quiesce does, and copies the result to the backend's model."""
-        self.call_all(lambda _, runner: runner.sync_weights(version))
+        self.call_all(lambda _, runner: runner.sync_weights(self.version))
         self.call_all(lambda worker, runner: runner.average_buffers(self._samples[worker]))
         self._samples = [0] * len(self.runners)
-        source, target = self.runners[0].replica.model, self._backend.replica.model
+        source, target = self.runners[0].replica.model, self.backend.replica.model
         with torch.no_grad():
             for ours, theirs in zip(_tensors(target), _tensors(source), strict=True):
                 ours.copy_(theirs)
 
     def export(self) -> None:
-        """Copies the global state to the backend. Call `sync` first."""
+        self.sync()
         section = self.call_all(lambda _, runner: runner.export_state())[0]
-        replica = self._backend.replica
+        replica = self.backend.replica
         load_into_model(section, replica.model, replica.optimizer)
 
     def close(self) -> None:
@@ -117,30 +123,29 @@ class RunnerGroup:
         self._pool.shutdown()
 
 
-class LocalReplicas(WeightUpdates):
+class LocalReplicas(RunnerUpdates[Runner]):
     """Strategies whose workers take local steps and average their replicas by themselves."""
 
     uses_leases = True
 
     def __init__(self, backend: GradientBackend, spec: Strategy) -> None:
-        self._backend = backend
         phase = PhaseContext()
-        self._group = RunnerGroup(backend, lambda context: make_runner(spec, context, phase), phase)
+        super().__init__(backend, lambda context: make_runner(spec, context, phase), phase)
         self._steps = 0
         self._bytes_sent = 0
         self._averaged = False
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         steps = [TrainStep(lease, self._steps) for lease in leases]
-        self._group.call_all(lambda worker, runner: runner.begin_step(steps[worker]))
+        self.call_all(lambda worker, runner: runner.begin_step(steps[worker]))
         outcomes = []
         for worker, step in enumerate(steps):
-            self._group.set_lr(worker, step.lease)
-            outcomes.append(self._group.forward_backward(worker, step))
-        self._backend.set_lr(leases[0])
-        self._group.call_all(lambda worker, runner: runner.finish_step(steps[worker]))
+            self.set_lr(worker, step.lease)
+            outcomes.append(self.forward_backward(worker, step))
+        self.backend.set_lr(leases[0])
+        self.call_all(lambda worker, runner: runner.finish_step(steps[worker]))
         self._steps += 1
-        sent = self._group.runners[0].bytes_sent
+        sent = self.runners[0].bytes_sent
         self._averaged, self._bytes_sent = sent > self._bytes_sent, sent
         return outcomes
 
@@ -149,18 +154,8 @@ class LocalReplicas(WeightUpdates):
 
     def average_replicas(self) -> None:
         """Runners average by themselves in `step`; at a quiesce they average what is left."""
-        self._group.call_all(lambda _, runner: runner.sync_weights(0))
-        self._bytes_sent = self._group.runners[0].bytes_sent
-
-    def sync(self) -> None:
-        self._group.sync(0)
-
-    def export(self) -> None:
-        self.sync()
-        self._group.export()
-
-    def close(self) -> None:
-        self._group.close()
+        self.call_all(lambda _, runner: runner.sync_weights(0))
+        self._bytes_sent = self.runners[0].bytes_sent
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,16 +43,56 @@ from paceline.protocol.messages import (
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.specs.strategy import Strategy
+from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.strategies.registry import make_pace, make_switch_policy, simulation
 from paceline.telemetry.events import PHASES, Event
 from paceline.twin.machines import Floats, SimulatedMachines
-from paceline.twin.simulation import StrategySimulation
 from paceline.twin.timeline import Callback, FifoResource, Timeline
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 
+if TYPE_CHECKING:
+    from paceline.twin.gradient_backend import GradientBackend
+
 DETECT_S = 1.0
 """Time until a dead worker is noticed, as by its process or its heartbeat in a real run."""
+
+StrategyT = TypeVar("StrategyT", bound=Strategy)
+
+
+class StrategySimulation:
+    """Simulate facet of a strategy: all workers (and servers) while it is active.
+
+    A subclass is called with the spec, the `Simulator` and the groups of workers. Time and weights
+    are separate, because both depths share the time.
+    """
+
+    bytes_sent = 0.0
+    bytes_before = 0.0
+    """Bytes without a codec."""
+
+    @staticmethod
+    def updates(spec: Any, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
+        """Computes the weights at depth `learn`, in virtual-time order; by default exactly."""
+        from paceline.twin.exact import ExactUpdate
+
+        return ExactUpdate(backend)
+
+    def on_steps(self, worker: int, steps: PlannedSteps, now: float) -> None:
+        raise AssertionError("planned steps under a parameter server")
+
+    def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None:
+        raise AssertionError("a lease for one worker under a planned strategy")
+
+    def on_order(self, message: Message, now: float) -> None:
+        """Handles a message from the coordinator to the servers."""
+        raise AssertionError("an order to servers under a planned strategy")
+
+    def sync_weights(self, worker: int, version: int, now: float, then: Callback) -> None:
+        """Brings a worker to the newest weights, then calls `then` with the time."""
+        then(now)
+
+    def close(self) -> None:
+        """Called before the next strategy, or at the end; adds up the times."""
 
 
 class Simulator:
@@ -242,7 +283,7 @@ class Simulator:
         if self._active_strategy is not None:
             now += self._handover_s(self._active_strategy, strategy)
             self._close_simulation()
-        self.simulation = simulation(strategy).simulation(strategy, self, message.groups)
+        self.simulation = simulation(strategy)(strategy, self, message.groups)
         self._active_strategy = strategy
         self.updates = self.weights.enter(
             strategy,

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.protocol.messages import ApplyUpdate, Lease
-from paceline.specs.strategy import Strategy
-from paceline.twin.simulation import Groups
+from paceline.specs.strategy import Strategy, WorkerGroups
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class WeightsBackend:
     """The model of a simulated run: evaluation, checkpoints, and the updates of each strategy."""
 
     def enter(
-        self, strategy: Strategy, groups: Groups, *, keep: bool, restore: bool, best: bool
+        self, strategy: Strategy, groups: WorkerGroups, *, keep: bool, restore: bool, best: bool
     ) -> WeightUpdates:
         """Activates a strategy; all replicas are equal now."""
         return WeightUpdates()

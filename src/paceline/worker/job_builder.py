@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import data as data_room
 from paceline import models
-from paceline.accuracy import count_correct
 from paceline.data import DataPipeline, DatasetSplits, MapDataset, as_dataset
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
@@ -23,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.job import Job, display_name
 from paceline.protocol.messages import split_batch
 from paceline.specs.optimizer import OptimizerSpec
-from paceline.strategies.runner import LossOf
+from paceline.strategies.runner import LossOf, count_correct
 
 EVAL_BATCH = 256
 

@@ -74,6 +74,3 @@ def total_exchange_s(exposed: float, busy: float, nbytes: float, bucket: float) 
         seen = exposed_without_layers_s(middle, busy, nbytes, bucket)
         low, high = (middle, high) if seen < exposed else (low, middle)
     return high
-
-
-COST = AllReduceCost()

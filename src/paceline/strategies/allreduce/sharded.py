@@ -33,7 +33,13 @@ from paceline.state import (
 )
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.allreduce.worker import AllReduceRunner
-from paceline.strategies.model_parallel import callable_layers, reject_unsupported
+from paceline.strategies.model_parallel import (
+    callable_layers,
+    gather_to_all,
+    gather_to_rank0,
+    reject_unsupported,
+    select_state,
+)
 from paceline.strategies.optimizer_traits import optimizer_traits
 from paceline.strategies.runner import (
     Batch,
@@ -49,7 +55,6 @@ from paceline.strategies.runner import (
     measure,
     peer_errors,
 )
-from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
 from paceline.telemetry.phase_clock import BACKWARD, COMM, FORWARD, OPTIMIZER
 
 UNIT_BYTES = 1 << 16

@@ -5,25 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.plan.cost_model import allreduce_s, exposed_s, exposed_without_layers_s, fill_buckets
+from paceline.specs.strategy import WorkerGroups
 from paceline.strategies.allreduce.cost import bucket_bytes, exchange_bytes
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats
-from paceline.twin.simulation import Groups, SimulateFacet
+from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
-    from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
-class AllReduceSimulation(LockstepSimulation):
-    def __init__(self, spec: AllReduce, simulator: Simulator) -> None:
+class AllReduceSimulation(LockstepSimulation[AllReduce]):
+    def __init__(self, spec: AllReduce, simulator: Simulator, groups: WorkerGroups) -> None:
         pool, hosts = simulator.pool, simulator.fleet.hosts
         nbytes = exchange_bytes(spec, simulator.work) if simulator.plan.workers > 1 else 0.0
-        super().__init__(
-            simulator, exchange_s=allreduce_s(pool, hosts, nbytes), exchange_bytes=nbytes
-        )
+        exchange_s = allreduce_s(pool, hosts, nbytes)
+        super().__init__(spec, simulator, groups, exchange_s=exchange_s, exchange_bytes=nbytes)
         self._bucket_bytes = bucket_bytes(spec)
         self._buckets: list[tuple[float, float]] = []
         """Fraction of the compute time when a bucket is ready, and seconds of its exchange."""
@@ -32,6 +31,12 @@ class AllReduceSimulation(LockstepSimulation):
                 (b.ready, allreduce_s(pool, hosts, b.share * nbytes))
                 for b in fill_buckets(simulator.work, self._bucket_bytes)
             ]
+
+    @staticmethod
+    def updates(spec: AllReduce, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
+        from paceline.twin.exact import ExactUpdate
+
+        return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(bucket_bytes(spec)))
 
     def finish_step(self, ends: Floats, busy: Floats) -> None:
         longest = float(busy.max())
@@ -43,18 +48,3 @@ class AllReduceSimulation(LockstepSimulation):
             )
         self.wait_for_all(ends, exposed)
         self.update_weights()
-
-
-class AllReduceSimulate(SimulateFacet[AllReduce]):
-    def simulation(
-        self, spec: AllReduce, simulator: Simulator, groups: Groups
-    ) -> AllReduceSimulation:
-        return AllReduceSimulation(spec, simulator)
-
-    def updates(self, spec: AllReduce, backend: GradientBackend, groups: Groups) -> WeightUpdates:
-        from paceline.twin.exact import ExactUpdate
-
-        return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(bucket_bytes(spec)))
-
-
-SIMULATE = AllReduceSimulate()

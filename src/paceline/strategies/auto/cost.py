@@ -17,6 +17,3 @@ class AutoCost(CostFacet[Auto]):
 
     def fits(self, arrays: PoolArrays, hosts: Ints, spec: Auto) -> bool:
         return all(cost(part).fits(arrays, hosts, part) for part in spec.phases)
-
-
-COST = AutoCost()

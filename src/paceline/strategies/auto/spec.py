@@ -126,6 +126,6 @@ class Auto(Strategy):
 RECORD = StrategyRecord(
     spec=Auto,
     policy="paceline.strategies.auto.policy:make_policy",
-    cost="paceline.strategies.auto.cost:COST",
+    cost="paceline.strategies.auto.cost:AutoCost",
     examples=("auto", "auto(allreduce, ps)"),
 )

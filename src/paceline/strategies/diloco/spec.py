@@ -39,7 +39,7 @@ RECORD = StrategyRecord(
     spec=DiLoCo,
     pace="paceline.protocol.pace:make_planned_pace",
     worker="paceline.strategies.diloco.worker:DiLoCoRunner",
-    simulate="paceline.strategies.local_sgd.simulate:SIMULATE",
-    cost="paceline.strategies.local_sgd.cost:COST",
+    simulate="paceline.strategies.local_sgd.simulate:LocalStepsSimulation",
+    cost="paceline.strategies.local_sgd.cost:LocalStepsCost",
     examples=("diloco(h=4)",),
 )

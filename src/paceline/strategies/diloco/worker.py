@@ -6,7 +6,7 @@ import torch
 
 from paceline.state import Section
 from paceline.strategies.diloco.spec import DiLoCo
-from paceline.strategies.local_runner import LocalStepsRunner
+from paceline.strategies.local_sgd.worker import LocalStepsRunner
 from paceline.strategies.runner import WorkerContext
 
 

@@ -25,6 +25,3 @@ class GroupedCost(CostFacet[Grouped]):
                 staleness=float(groups - 1),
             ),
         )
-
-
-COST = GroupedCost()

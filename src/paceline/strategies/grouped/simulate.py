@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.plan.cost_model import allreduce_s
 from paceline.protocol.messages import LeaseGranted
+from paceline.specs.strategy import WorkerGroups
 from paceline.strategies.grouped.spec import Grouped
 from paceline.twin.push_pull import PendingPush, PushPullRules, PushPullSimulation
-from paceline.twin.simulation import Groups, SimulateFacet
+from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Callback
+from paceline.twin.updates import WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
-    from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
 @dataclass
@@ -36,10 +37,20 @@ class GroupStep:
 class GroupedSimulation(PushPullSimulation):
     """The first worker of a group pulls and pushes for all of its members."""
 
-    def __init__(self, simulator: Simulator, rules: PushPullRules, groups: Groups) -> None:
+    def __init__(self, spec: Grouped, simulator: Simulator, groups: WorkerGroups) -> None:
+        nbytes = float(simulator.work.bytes)
+        servers = spec.servers_for(simulator.plan.workers)
+        rules = PushPullRules(push_bytes=nbytes, pull_bytes=nbytes, servers=servers)
         super().__init__(simulator, rules)
         self._group_of = {w: group for group in groups for w in group}
         self._gathering: dict[tuple[int, ...], GroupStep] = {}
+
+    @staticmethod
+    def updates(spec: Grouped, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
+        from paceline.strategies.grouped.worker import GroupedRunner
+        from paceline.strategies.ps.simulated import ServedReplicas
+
+        return ServedReplicas(backend, partial(GroupedRunner, spec), groups)
 
     def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None:
         """A group starts its step when every member has its lease."""
@@ -131,23 +142,3 @@ class GroupedSimulation(PushPullSimulation):
             push = PendingPush(member, granted, state.base, outcome, end - began)
             self.post_push(push, at_s, gradient=member == leader)
             state.idle_since = at_s
-
-
-class GroupedSimulate(SimulateFacet[Grouped]):
-    def simulation(self, spec: Grouped, simulator: Simulator, groups: Groups) -> GroupedSimulation:
-        nbytes = float(simulator.work.bytes)
-        rules = PushPullRules(
-            push_bytes=nbytes, pull_bytes=nbytes, servers=spec.servers_for(simulator.plan.workers)
-        )
-        return GroupedSimulation(simulator, rules, groups)
-
-    def updates(self, spec: Grouped, backend: GradientBackend, groups: Groups) -> WeightUpdates:
-        from paceline.strategies.grouped.worker import GroupedRunner
-        from paceline.strategies.ps.simulated import ServedReplicas
-
-        return ServedReplicas(
-            backend, lambda context, connect: GroupedRunner(spec, context, connect), groups
-        )
-
-
-SIMULATE = GroupedSimulate()

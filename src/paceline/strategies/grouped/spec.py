@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import SpecError
+from paceline.protocol.clock import AspClock
+from paceline.protocol.pace import Pace, PaceContext
+from paceline.protocol.push_pace import PushPace, PushRules
 from paceline.specs.base import choice_field, int_field, read_lr_scale, spec_field
 from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.strategies.registry import StrategyRecord
@@ -61,11 +64,21 @@ class Grouped(Strategy):
         return f"learning rate x(samples of the group / global batch), about x{share:.4g}"
 
 
+def make_pace(spec: Grouped, context: PaceContext) -> Pace:
+    """Grants a group its next lease when all of its members have pushed."""
+    rules = PushRules(
+        servers=spec.servers_for(context.workers),
+        lr_scale=spec.lr_scale_for,
+        corrects=spec.lr_scale is None,
+    )
+    return PushPace(rules, AspClock(len(context.groups)), context)
+
+
 RECORD = StrategyRecord(
     spec=Grouped,
-    pace="paceline.strategies.grouped.pace:make_pace",
+    pace="paceline.strategies.grouped.spec:make_pace",
     worker="paceline.strategies.grouped.worker:GroupedRunner",
-    simulate="paceline.strategies.grouped.simulate:SIMULATE",
-    cost="paceline.strategies.grouped.cost:COST",
+    simulate="paceline.strategies.grouped.simulate:GroupedSimulation",
+    cost="paceline.strategies.grouped.cost:GroupedCost",
     examples=("grouped(size=2)",),
 )

@@ -26,6 +26,3 @@ class LocalStepsCost(CostFacet[LocalSteps]):
         exchange = all_reduce_s(arrays, hosts, float(arrays.work.bytes))
         efficiency = 1 / (1 + spec.spread(len(hosts)) ** 2)
         return StepEstimate(slowest + update + exchange / steps, compute, efficiency=efficiency)
-
-
-COST = LocalStepsCost()

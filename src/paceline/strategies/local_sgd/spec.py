@@ -49,8 +49,8 @@ RECORD = StrategyRecord(
     spec=LocalSgd,
     pace="paceline.protocol.pace:make_planned_pace",
     worker="paceline.strategies.local_sgd.worker:LocalSgdRunner",
-    simulate="paceline.strategies.local_sgd.simulate:SIMULATE",
-    cost="paceline.strategies.local_sgd.cost:COST",
+    simulate="paceline.strategies.local_sgd.simulate:LocalStepsSimulation",
+    cost="paceline.strategies.local_sgd.cost:LocalStepsCost",
     candidates=("local_sgd(h=8)",),
     examples=("local_sgd(h=3)",),
 )

@@ -115,6 +115,3 @@ class PipelineParallelCost(CostFacet[PipelineParallel]):
         for micro in MICRO_BATCHES:
             if arrays.work.batch % micro == 0:
                 yield PipelineParallel(stages=count, micro=micro, cut="auto")
-
-
-COST = PipelineParallelCost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 
@@ -12,33 +12,27 @@ from paceline.strategies.model_parallel_simulate import ModelParallelSimulation
 from paceline.strategies.pipeline.cost import estimate_pipeline, pipeline_s
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.twin.machines import Floats
-from paceline.twin.simulation import Groups, SimulateFacet
-
-if TYPE_CHECKING:
-    from paceline.twin.simulator import Simulator
 
 
-class PipelineSimulation(ModelParallelSimulation):
-    def __init__(self, spec: PipelineParallel, simulator: Simulator) -> None:
-        super().__init__(simulator, spec.model_parts, spec.micro)
-        self._spec = spec
-        self._fractions: Floats | None = None
+class PipelineSimulation(ModelParallelSimulation[PipelineParallel]):
+    @property
+    def micro_batches(self) -> int:
+        return self.spec.micro
 
+    @cached_property
     def compute_fractions(self) -> Floats:
-        if self._fractions is None:
-            spec, work, fractions = self._spec, self.simulator.work, list[float]()
-            samples = work.batch / (self.workers // self.parts)
-            for first in range(0, self.workers, self.parts):
-                hosts = self.stage_hosts[first : first + self.parts]
-                found = estimate_pipeline(work, spec, hosts, samples)
-                assert found is not None  # memory was checked before the simulation started
-                total = [spec.micro * h.fixed_s + samples * h.per_sample_s for h in hosts]
-                fractions += [c / t for c, t in zip(found.busy, total, strict=True)]
-            self._fractions = np.array(fractions)
-        return self._fractions
+        work, micro, fractions = self.simulator.work, self.micro_batches, list[float]()
+        samples = work.batch / (self.workers // self.parts)
+        for first in range(0, self.workers, self.parts):
+            hosts = self.stage_hosts[first : first + self.parts]
+            found = estimate_pipeline(work, self.spec, hosts, samples)
+            assert found is not None  # memory was checked before the simulation started
+            total = [micro * h.fixed_s + samples * h.per_sample_s for h in hosts]
+            fractions += [c / t for c, t in zip(found.busy, total, strict=True)]
+        return np.array(fractions)
 
     def replica_s(self, hosts: Sequence[StageHost], busy: Floats, samples: float) -> float:
-        micro = self._spec.micro
+        micro = self.micro_batches
         transfer = self._transfer_s(samples / micro)
         return pipeline_s([float(b) / micro + transfer for b in busy], micro)
 
@@ -48,13 +42,3 @@ class PipelineSimulation(ModelParallelSimulation):
         nbytes = samples * (sum(passed) / len(passed) if passed else 0.0)
         slowest = min(h.bytes_per_s for h in self.stage_hosts)
         return 2 * nbytes / slowest + 2 * max(h.latency_s for h in self.stage_hosts)
-
-
-class PipelineSimulate(SimulateFacet[PipelineParallel]):
-    def simulation(
-        self, spec: PipelineParallel, simulator: Simulator, groups: Groups
-    ) -> PipelineSimulation:
-        return PipelineSimulation(spec, simulator)
-
-
-SIMULATE = PipelineSimulate()

@@ -67,8 +67,8 @@ RECORD = StrategyRecord(
     spec=PipelineParallel,
     pace="paceline.protocol.pace:make_planned_pace",
     worker="paceline.strategies.pipeline.worker:PipelineRunner",
-    simulate="paceline.strategies.pipeline.simulate:SIMULATE",
-    cost="paceline.strategies.pipeline.cost:COST",
+    simulate="paceline.strategies.pipeline.simulate:PipelineSimulation",
+    cost="paceline.strategies.pipeline.cost:PipelineParallelCost",
     examples=("pipeline(stages=2)",),
     memory_saving=("pipeline(stages={workers})",),
 )

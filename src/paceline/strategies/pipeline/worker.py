@@ -17,13 +17,18 @@ from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.specs.optimizer import count_slots
 from paceline.state import RemoteTensor, Section, is_model_tensor, persistent_buffers
-from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
+from paceline.strategies.model_parallel import (
+    ModelParallelRunner,
+    all_reduce_gradients,
+    gather_to_all,
+    gather_to_rank0,
+    select_state,
+)
 from paceline.strategies.pipeline.cut_selection import check_cuts, choose_cuts
 from paceline.strategies.pipeline.spec import PipelineParallel
 from paceline.strategies.pipeline.stage_exchange import StageExchange
 from paceline.strategies.pipeline.stage_graph import StageGraph, stage_schedule, trace_stages
 from paceline.strategies.runner import Batch, LossOf, TrainStep, WorkerContext, measure, peer_errors
-from paceline.strategies.state_gather import gather_to_all, gather_to_rank0, select_state
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 
 

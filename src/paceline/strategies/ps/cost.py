@@ -41,6 +41,3 @@ class ParameterServerCost(CostFacet[ParameterServer]):
     ) -> dict[str, float]:
         exchange_s = statistics.median(s.comm_s for worker in steps for s in worker)
         return {"transfer_gb_s": 2 * nbytes / max(1e-9, exchange_s) / 1e9}
-
-
-COST = ParameterServerCost()

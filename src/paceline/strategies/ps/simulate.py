@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.plan.cost_model import encoded_bytes
+from paceline.specs.strategy import WorkerGroups
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.twin.push_pull import PushPullRules, PushPullSimulation
-from paceline.twin.simulation import Groups, SimulateFacet
+from paceline.twin.simulator import Simulator
+from paceline.twin.updates import WeightUpdates
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
-    from paceline.twin.simulator import Simulator
-    from paceline.twin.updates import WeightUpdates
 
 
-class ParameterServerSimulate(SimulateFacet[ParameterServer]):
-    def simulation(
-        self, spec: ParameterServer, simulator: Simulator, groups: Groups
-    ) -> PushPullSimulation:
+class ParameterServerSimulation(PushPullSimulation):
+    def __init__(self, spec: ParameterServer, simulator: Simulator, groups: WorkerGroups) -> None:
         work, codec = simulator.work, spec.codec
         push_bytes = encoded_bytes(codec, work)
         rules = PushPullRules(
@@ -28,17 +27,13 @@ class ParameterServerSimulate(SimulateFacet[ParameterServer]):
             overlap=spec.overlap,
             aggregates=spec.sync.aggregates,
         )
-        return PushPullSimulation(simulator, rules)
+        super().__init__(simulator, rules)
 
+    @staticmethod
     def updates(
-        self, spec: ParameterServer, backend: GradientBackend, groups: Groups
+        spec: ParameterServer, backend: GradientBackend, groups: WorkerGroups
     ) -> WeightUpdates:
         from paceline.strategies.ps.simulated import ServedReplicas
         from paceline.strategies.ps.worker import ParameterServerRunner
 
-        return ServedReplicas(
-            backend, lambda context, connect: ParameterServerRunner(spec, context, connect)
-        )
-
-
-SIMULATE = ParameterServerSimulate()
+        return ServedReplicas(backend, partial(ParameterServerRunner, spec))

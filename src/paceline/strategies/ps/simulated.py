@@ -16,19 +16,19 @@ from paceline.codecs.compressor import Compressor
 from paceline.comm.flat_layout import FlatLayout
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.protocol.shard import Handle
+from paceline.specs.strategy import WorkerGroups
 from paceline.state import Section
 from paceline.strategies.ps.connect import Connect
 from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
 from paceline.strategies.ps.transport import Connected, Pulled, TransportKind, WaitForExchange
+from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import CommReport, PhaseContext, TrainStep, WorkerContext
-from paceline.twin.replicas import RunnerGroup
-from paceline.twin.simulation import Groups
-from paceline.twin.updates import StepOutcome, WeightUpdates
+from paceline.twin.replicas import RunnerUpdates
+from paceline.twin.updates import StepOutcome
 
 if TYPE_CHECKING:
-    from paceline.strategies.ps.worker import ParameterServerRunner
     from paceline.twin.gradient_backend import GradientBackend
 
 ONE_SERVER = (("simulated", 0),)
@@ -154,58 +154,53 @@ class DeferredExchanges:
         return
 
 
-class ServedReplicas(WeightUpdates):
+class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
     """Runners of all workers on one simulated server."""
 
     def __init__(
         self,
         backend: GradientBackend,
         make: Callable[[WorkerContext, Connect], ParameterServerRunner],
-        groups: Groups = (),
+        groups: WorkerGroups = (),
     ) -> None:
-        self._backend = backend
-        self._servers = SimulatedServers(backend.workers)
-        self._runners: list[ParameterServerRunner] = []
-
-        def make_runner(context: WorkerContext) -> ParameterServerRunner:
-            self._runners.append(make(context, self._servers.connect))
-            return self._runners[-1]
-
+        servers = self._servers = SimulatedServers(backend.workers)
         phase = PhaseContext(servers=ONE_SERVER, groups=groups)
-        self._group = RunnerGroup(backend, make_runner, phase)
-        self._steps = [TrainStep(_NO_LEASE, -1) for _ in self._group.runners]
-        for worker, kept in enumerate(backend.residuals):
-            residuals = {f"residual/{name}": value for name, value in kept.items()}
-            self._group.runners[worker].import_local_state(Section(residuals))
+        super().__init__(backend, lambda context: make(context, servers.connect), phase)
+        self._steps = [TrainStep(_NO_LEASE, -1) for _ in self.runners]
+        for runner, kept in zip(self.runners, backend.residuals, strict=True):
+            runner.import_local_state(Section(kept))
+
+    @property
+    def version(self) -> int:
+        return self._servers.version
 
     def pull(self, worker: int) -> None:
         self._servers.pin(worker)
 
     def compute(self, worker: int, lease: Lease) -> StepOutcome:
         step = self._next_step(worker, lease)
-        self._group.runners[worker].begin_step(step)
-        return self._group.forward_backward(worker, step)
+        self.runners[worker].begin_step(step)
+        return self.forward_backward(worker, step)
 
     def push(self, worker: int, lease: Lease, handle: int) -> None:
         self._servers.handles[worker] = handle
-        self._group.runners[worker].finish_step(self._steps[worker])
+        self.runners[worker].finish_step(self._steps[worker])
 
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:
-        group = self._group
         self._servers.handles[members[0]] = handle
         for worker, lease in zip(members, leases, strict=True):
             self._next_step(worker, lease)
-        group.call(members, lambda worker, runner: runner.begin_step(self._steps[worker]))
-        outcomes = [group.forward_backward(worker, self._steps[worker]) for worker in members]
-        group.call(members, lambda worker, runner: runner.finish_step(self._steps[worker]))
+        self.call(members, lambda worker, runner: runner.begin_step(self._steps[worker]))
+        outcomes = [self.forward_backward(worker, self._steps[worker]) for worker in members]
+        self.call(members, lambda worker, runner: runner.finish_step(self._steps[worker]))
         return outcomes
 
     def _next_step(self, worker: int, lease: Lease) -> TrainStep:
-        self._group.set_lr(worker, lease)
-        self._backend.set_lr(lease)
-        step = TrainStep(lease, self._steps[worker].step + 1, self._servers.version)
+        self.set_lr(worker, lease)
+        self.backend.set_lr(lease)
+        step = TrainStep(lease, self._steps[worker].step + 1, self.version)
         self._steps[worker] = step
         return step
 
@@ -215,19 +210,11 @@ class ServedReplicas(WeightUpdates):
     def apply(self, order: ApplyUpdate, factor: float) -> None:
         self._servers.apply(order, factor)
 
-    def sync(self) -> None:
-        self._group.sync(self._servers.version)
-
     def export(self) -> None:
-        self.sync()
-        self._group.export()
-        for runner, kept in zip(self._group.runners, self._backend.residuals, strict=True):
-            for key, value in runner.export_local_state().tensors.items():
-                if key.startswith("residual/"):
-                    kept[key.removeprefix("residual/")] = value.clone()
-
-    def close(self) -> None:
-        self._group.close()
+        super().export()
+        for runner, kept in zip(self.runners, self.backend.residuals, strict=True):
+            own = runner.export_local_state().tensors
+            kept.update({k: v.clone() for k, v in own.items() if k.startswith("residual/")})
 
 
 _NO_LEASE = Lease(0, 0, 0, 0, 0, 0)

@@ -8,6 +8,8 @@ from typing import ClassVar
 from paceline.codecs.registry import read_codec
 from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
+from paceline.protocol.pace import Pace, PaceContext
+from paceline.protocol.push_pace import PushPace, PushRules
 from paceline.specs.base import (
     bool_field,
     choice_field,
@@ -93,12 +95,25 @@ class ParameterServer(Strategy):
         )
 
 
+def make_pace(spec: ParameterServer, context: PaceContext) -> Pace:
+    """Grants each worker its next lease when its push, or the clock, allows it."""
+    rules = PushRules(
+        servers=spec.servers_for(context.workers),
+        lr_scale=spec.lr_scale_for,
+        corrects=spec.corrects,
+        gradient_weight=spec.sync.gradient_weight,
+        aggregates=spec.sync.aggregates,
+        overlap=spec.overlap,
+    )
+    return PushPace(rules, spec.sync.make_clock(context.workers), context)
+
+
 RECORD = StrategyRecord(
     spec=ParameterServer,
-    pace="paceline.strategies.ps.pace:make_pace",
+    pace="paceline.strategies.ps.spec:make_pace",
     worker="paceline.strategies.ps.worker:ParameterServerRunner",
-    simulate="paceline.strategies.ps.simulate:SIMULATE",
-    cost="paceline.strategies.ps.cost:COST",
+    simulate="paceline.strategies.ps.simulate:ParameterServerSimulation",
+    cost="paceline.strategies.ps.cost:ParameterServerCost",
     candidates=("ps", "ps(servers=8)"),
     examples=(
         "ps",

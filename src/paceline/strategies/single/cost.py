@@ -18,6 +18,3 @@ class SingleCost(CostFacet[Single]):
         shares[0] = arrays.work.batch
         busy = compute_s(arrays, hosts, shares)
         return StepEstimate(float(busy[0]) + update_s(arrays, hosts[:1]), busy)
-
-
-COST = SingleCost()

@@ -37,7 +37,7 @@ RECORD = StrategyRecord(
     spec=Single,
     pace="paceline.protocol.pace:make_planned_pace",
     worker="paceline.strategies.single.worker:SingleRunner",
-    simulate="paceline.strategies.single.simulate:SIMULATE",
-    cost="paceline.strategies.single.cost:COST",
+    simulate="paceline.strategies.single.simulate:SingleSimulation",
+    cost="paceline.strategies.single.cost:SingleCost",
     examples=("single",),
 )

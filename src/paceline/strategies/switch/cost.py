@@ -43,6 +43,3 @@ class SwitchCost(CostFacet[Switch]):
 
     def fits(self, arrays: PoolArrays, hosts: Ints, spec: Switch) -> bool:
         return all(cost(phase).fits(arrays, hosts, phase) for phase in spec.phases)
-
-
-COST = SwitchCost()

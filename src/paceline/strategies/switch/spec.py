@@ -127,7 +127,7 @@ def make_policy(spec: Switch, horizon: RunHorizon) -> SwitchPolicy:
 RECORD = StrategyRecord(
     spec=Switch,
     policy="paceline.strategies.switch.spec:make_policy",
-    cost="paceline.strategies.switch.cost:COST",
+    cost="paceline.strategies.switch.cost:SwitchCost",
     examples=(
         "switch(allreduce, ps, at=50%)",
         "switch(ps, allreduce, at=samples(13))",

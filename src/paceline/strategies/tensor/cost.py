@@ -44,6 +44,3 @@ class TensorParallelCost(CostFacet[TensorParallel]):
         """Each host holds its slice of weights, gradients and optimizer state."""
         part = arrays.work.bytes * (2 + arrays.work.slots) / spec.model_parts
         return bool((arrays.memory_bytes[hosts] >= part).all())
-
-
-COST = TensorParallelCost()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,13 +11,10 @@ from paceline.strategies.model_parallel_simulate import ModelParallelSimulation
 from paceline.strategies.tensor.cost import tensor_step_s
 from paceline.strategies.tensor.spec import TensorParallel
 from paceline.twin.machines import Floats
-from paceline.twin.simulation import Groups, SimulateFacet
-
-if TYPE_CHECKING:
-    from paceline.twin.simulator import Simulator
 
 
-class TensorSimulation(ModelParallelSimulation):
+class TensorSimulation(ModelParallelSimulation[TensorParallel]):
+    @property
     def compute_fractions(self) -> Floats:
         return np.full(self.workers, 1 / self.parts)
 
@@ -26,13 +22,3 @@ class TensorSimulation(ModelParallelSimulation):
         """The slowest slice as simulated, plus the exchanges of the cost model."""
         expected = max(h.fixed_s + samples * h.per_sample_s / self.parts for h in hosts)
         return float(busy.max()) + tensor_step_s(self.simulator.work, hosts, samples) - expected
-
-
-class TensorSimulate(SimulateFacet[TensorParallel]):
-    def simulation(
-        self, spec: TensorParallel, simulator: Simulator, groups: Groups
-    ) -> TensorSimulation:
-        return TensorSimulation(simulator, spec.model_parts)
-
-
-SIMULATE = TensorSimulate()

@@ -26,8 +26,8 @@ RECORD = StrategyRecord(
     spec=TensorParallel,
     pace="paceline.protocol.pace:make_planned_pace",
     worker="paceline.strategies.tensor.worker:TensorRunner",
-    simulate="paceline.strategies.tensor.simulate:SIMULATE",
-    cost="paceline.strategies.tensor.cost:COST",
+    simulate="paceline.strategies.tensor.simulate:TensorSimulation",
+    cost="paceline.strategies.tensor.cost:TensorParallelCost",
     examples=("tensor(size=2)",),
     memory_saving=("tensor(size={workers})",),
 )

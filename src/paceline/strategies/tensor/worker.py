@@ -15,7 +15,12 @@ import torch
 from paceline.errors import UsageError
 from paceline.protocol.messages import StepStats
 from paceline.state import RemoteTensor, Section, is_model_tensor
-from paceline.strategies.model_parallel import ModelParallelRunner, all_reduce_gradients
+from paceline.strategies.model_parallel import (
+    ModelParallelRunner,
+    all_reduce_gradients,
+    gather_to_rank0,
+    parameter_of_key,
+)
 from paceline.strategies.runner import (
     Batch,
     LossOf,
@@ -24,7 +29,6 @@ from paceline.strategies.runner import (
     layer_peer_errors,
     peer_errors,
 )
-from paceline.strategies.state_gather import gather_to_rank0, parameter_of_key
 from paceline.strategies.tensor.sliced_layers import SliceSpec, slice_model
 from paceline.strategies.tensor.spec import TensorParallel
 from paceline.telemetry.phase_clock import COMM, OPTIMIZER
