@@ -19,7 +19,7 @@ from paceline.job import Job, JobRef, build_job, display_name, refer_to_job
 from paceline.launch.run import plain_fields, run_training, train
 from paceline.launch.run_options import RunOptions
 from paceline.plugins import hash_file
-from paceline.specs.optimizer import AdamSpec
+from paceline.specs.optimizer import OPTIMIZERS
 from paceline.specs.point import RunPoint
 from paceline.strategies.registry import parse_strategy
 from paceline.worker.assignment import pack_live, unpack_live
@@ -137,7 +137,7 @@ def test_defaults() -> None:
     assert build_job(optimizer="adam").base_lr == 0.001
     assert build_job(optimizer="adagrad").base_lr == 0.01
     assert build_job(optimizer="adam", lr=0.5).base_lr == 0.5
-    assert build_job(optimizer="adam").optimizer_spec == AdamSpec()
+    assert build_job(optimizer="adam").optimizer_spec == OPTIMIZERS["adam"]()
     with pytest.raises(ValueError, match="frozen"):
         job.batch = 3  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import SpecError
 from paceline.specs.base import Spec
 from paceline.specs.expression import Call, Percent, format_expression, parse_expression
-from paceline.specs.optimizer import OPTIMIZERS, AdamSpec, RmsPropSpec, SgdSpec, parse_optimizer
+from paceline.specs.optimizer import OPTIMIZERS, parse_optimizer
 from paceline.specs.point import RunPoint, read_point
 from paceline.specs.schedule import (
     SCHEDULES,
@@ -412,9 +412,9 @@ def test_options_are_those_of_torch() -> None:
         module, name = cls.torch_class.split(":")
         made = getattr(importlib.import_module(module), name)
         made([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **cls().options())
-    assert SgdSpec(momentum=0.9).options()["momentum"] == 0.9
-    assert AdamSpec().options()["betas"] == (0.9, 0.999)
-    assert RmsPropSpec().options()["alpha"] == 0.99
+    assert parse_optimizer("sgd(momentum=0.9)").options()["momentum"] == 0.9
+    assert OPTIMIZERS["adam"]().options()["betas"] == (0.9, 0.999)
+    assert OPTIMIZERS["rmsprop"]().options()["alpha"] == 0.99
 
 
 def test_workers_that_a_strategy_cannot_have() -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.specs.base import Spec, bool_field, float_field, numbers_field, parse_spec, spec_field
-
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {}
+from paceline.specs.base import (
+    Converter,
+    Spec,
+    bool_field,
+    float_field,
+    numbers_field,
+    parse_spec,
+    spec_field,
+)
 
 _SLOTS = {"sgd": 0, "adam": 2, "adamw": 2, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
-
-_from_zero = float_field(0.0)
-_share = float_field(0.0, 1.0)
-_eps = float_field(0.0, above=True)
 
 
 def count_slots(word: str, options: Mapping[str, Any]) -> int:
@@ -33,14 +34,9 @@ def parse_optimizer(text: str) -> OptimizerSpec:
 
 
 class OptimizerSpec(Spec):
-    """A class with a name is added to `OPTIMIZERS`; `torch_class` implements it (module:Class)."""
+    """Options of an optimizer; `torch_class` implements it (module:Class)."""
 
     torch_class: ClassVar[str]
-
-    def __init_subclass__(cls, *, name: str = "", torch_class: str = "") -> None:
-        cls.name, cls.torch_class = name, torch_class
-        if name:
-            OPTIMIZERS[name] = cls
 
     def options(self) -> dict[str, Any]:
         """Returns the keyword arguments of the torch class, without the learning rate."""
@@ -49,112 +45,62 @@ class OptimizerSpec(Spec):
         return {k: v for k, v in given.items() if k != "fused" or v}
 
 
-@dataclass(frozen=True)
-class SgdSpec(OptimizerSpec, name="sgd", torch_class="torch.optim:SGD"):
-    momentum: float = spec_field(_share, 0.0)
-    weight_decay: float = spec_field(_from_zero, 0.0)
-    nesterov: bool = spec_field(bool_field, False)
-    dampening: float = spec_field(_share, 0.0)
-    fused: bool = spec_field(bool_field, False)
+Options = Mapping[str, tuple[Converter, Any]]
+"""Converter and default of each option, in the order of positional values."""
+
+_from_zero = float_field(0.0)
+_share = float_field(0.0, 1.0)
+_eps = float_field(0.0, above=True)
+
+_MOMENTUM: Options = {"momentum": (_share, 0.0)}
+_DECAY: Options = {"weight_decay": (_from_zero, 0.0)}
+_NESTEROV: Options = {"nesterov": (bool_field, False)}
+_FUSED: Options = {"fused": (bool_field, False)}
+_BETAS: Options = {"betas": (numbers_field(_share), (0.9, 0.999))}
+_ADAM: Options = {**_BETAS, "eps": (_eps, 1e-8), **_DECAY, **_FUSED}
+# Of every Keras optimizer; 0 stands for None in Keras.
+_KERAS: Options = {**_DECAY, "clipnorm": (_from_zero, 0.0), "clipvalue": (_from_zero, 0.0)}
+_EPSILON: Options = {"epsilon": (_eps, 1e-7)}
+_KERAS_ADAM: Options = {**_KERAS, "beta_1": (_share, 0.9), "beta_2": (_share, 0.999), **_EPSILON}
+_AMSGRAD: Options = {"amsgrad": (bool_field, False)}
+
+_TABLE: dict[str, tuple[str, Options]] = {
+    "sgd": ("SGD", {**_MOMENTUM, **_DECAY, **_NESTEROV, "dampening": (_share, 0.0), **_FUSED}),
+    "adam": ("Adam", _ADAM),
+    "adamw": ("AdamW", {**_ADAM, "weight_decay": (_from_zero, 0.01)}),
+    "adagrad": (
+        "Adagrad",
+        {"lr_decay": (_from_zero, 0.0), **_DECAY, "eps": (_eps, 1e-10), **_FUSED},
+    ),
+    "adadelta": ("Adadelta", {"rho": (_share, 0.9), "eps": (_eps, 1e-6), **_DECAY}),
+    "rmsprop": ("RMSprop", {"alpha": (_share, 0.99), "eps": (_eps, 1e-8), **_MOMENTUM, **_DECAY}),
+    "keras_sgd": ("SGD", {**_KERAS, **_MOMENTUM, **_NESTEROV}),
+    "keras_nadam": ("Nadam", _KERAS_ADAM),
+    "keras_adamax": ("Adamax", _KERAS_ADAM),
+    "keras_adam": ("Adam", {**_KERAS_ADAM, **_AMSGRAD}),
+    "keras_adamw": ("AdamW", {**_KERAS_ADAM, **_AMSGRAD}),
+    "keras_rmsprop": (
+        "RMSprop",
+        {**_KERAS, "rho": (_share, 0.9), **_MOMENTUM, **_EPSILON, "centered": (bool_field, False)},
+    ),
+    "keras_adagrad": (
+        "Adagrad",
+        {**_KERAS, "initial_accumulator_value": (_from_zero, 0.1), **_EPSILON},
+    ),
+    "keras_adadelta": ("Adadelta", {**_KERAS, "rho": (_share, 0.95), **_EPSILON}),
+    "keras_lion": ("Lion", {**_KERAS, "beta_1": (_share, 0.9), "beta_2": (_share, 0.99)}),
+}
 
 
-@dataclass(frozen=True)
-class AdamSpec(OptimizerSpec, name="adam", torch_class="torch.optim:Adam"):
-    betas: tuple[float, ...] = spec_field(numbers_field(_share), (0.9, 0.999))
-    eps: float = spec_field(_eps, 1e-8)
-    weight_decay: float = spec_field(_from_zero, 0.0)
-    fused: bool = spec_field(bool_field, False)
+def _make_spec(name: str, torch_name: str, options: Options) -> type[OptimizerSpec]:
+    module = "paceline.keras.optimizers" if name.startswith("keras_") else "torch.optim"
+    return dataclasses.make_dataclass(
+        f"{torch_name}Spec",
+        [(option, Any, spec_field(*declared)) for option, declared in options.items()],
+        bases=(OptimizerSpec,),
+        namespace={"name": name, "torch_class": f"{module}:{torch_name}"},
+        frozen=True,
+    )
 
 
-@dataclass(frozen=True)
-class AdamWSpec(AdamSpec, name="adamw", torch_class="torch.optim:AdamW"):
-    weight_decay: float = spec_field(_from_zero, 0.01)
-
-
-@dataclass(frozen=True)
-class AdagradSpec(OptimizerSpec, name="adagrad", torch_class="torch.optim:Adagrad"):
-    lr_decay: float = spec_field(_from_zero, 0.0)
-    weight_decay: float = spec_field(_from_zero, 0.0)
-    eps: float = spec_field(_eps, 1e-10)
-    fused: bool = spec_field(bool_field, False)
-
-
-@dataclass(frozen=True)
-class AdadeltaSpec(OptimizerSpec, name="adadelta", torch_class="torch.optim:Adadelta"):
-    rho: float = spec_field(_share, 0.9)
-    eps: float = spec_field(_eps, 1e-6)
-    weight_decay: float = spec_field(_from_zero, 0.0)
-
-
-@dataclass(frozen=True)
-class RmsPropSpec(OptimizerSpec, name="rmsprop", torch_class="torch.optim:RMSprop"):
-    alpha: float = spec_field(_share, 0.99)
-    eps: float = spec_field(_eps, 1e-8)
-    momentum: float = spec_field(_share, 0.0)
-    weight_decay: float = spec_field(_from_zero, 0.0)
-
-
-_KERAS = "paceline.keras.optimizers:"
-
-
-@dataclass(frozen=True)
-class KerasOptimizerSpec(OptimizerSpec):
-    """Options of every Keras optimizer; 0 stands for None in Keras."""
-
-    weight_decay: float = spec_field(_from_zero, 0.0)
-    clipnorm: float = spec_field(_from_zero, 0.0)
-    clipvalue: float = spec_field(_from_zero, 0.0)
-
-
-@dataclass(frozen=True)
-class KerasSgd(KerasOptimizerSpec, name="keras_sgd", torch_class=f"{_KERAS}SGD"):
-    momentum: float = spec_field(_share, 0.0)
-    nesterov: bool = spec_field(bool_field, False)
-
-
-@dataclass(frozen=True)
-class KerasNadam(KerasOptimizerSpec, name="keras_nadam", torch_class=f"{_KERAS}Nadam"):
-    beta_1: float = spec_field(_share, 0.9)
-    beta_2: float = spec_field(_share, 0.999)
-    epsilon: float = spec_field(_eps, 1e-7)
-
-
-@dataclass(frozen=True)
-class KerasAdamax(KerasNadam, name="keras_adamax", torch_class=f"{_KERAS}Adamax"):
-    """Adam with the infinity norm."""
-
-
-@dataclass(frozen=True)
-class KerasAdam(KerasNadam, name="keras_adam", torch_class=f"{_KERAS}Adam"):
-    amsgrad: bool = spec_field(bool_field, False)
-
-
-@dataclass(frozen=True)
-class KerasAdamW(KerasAdam, name="keras_adamw", torch_class=f"{_KERAS}AdamW"):
-    """Adam with decoupled weight decay."""
-
-
-@dataclass(frozen=True)
-class KerasRmsProp(KerasOptimizerSpec, name="keras_rmsprop", torch_class=f"{_KERAS}RMSprop"):
-    rho: float = spec_field(_share, 0.9)
-    momentum: float = spec_field(_share, 0.0)
-    epsilon: float = spec_field(_eps, 1e-7)
-    centered: bool = spec_field(bool_field, False)
-
-
-@dataclass(frozen=True)
-class KerasAdagrad(KerasOptimizerSpec, name="keras_adagrad", torch_class=f"{_KERAS}Adagrad"):
-    initial_accumulator_value: float = spec_field(_from_zero, 0.1)
-    epsilon: float = spec_field(_eps, 1e-7)
-
-
-@dataclass(frozen=True)
-class KerasAdadelta(KerasOptimizerSpec, name="keras_adadelta", torch_class=f"{_KERAS}Adadelta"):
-    rho: float = spec_field(_share, 0.95)
-    epsilon: float = spec_field(_eps, 1e-7)
-
-
-@dataclass(frozen=True)
-class KerasLion(KerasOptimizerSpec, name="keras_lion", torch_class=f"{_KERAS}Lion"):
-    beta_1: float = spec_field(_share, 0.9)
-    beta_2: float = spec_field(_share, 0.99)
+OPTIMIZERS = {name: _make_spec(name, *row) for name, row in _TABLE.items()}

@@ -68,8 +68,6 @@ def _fraction(fraction: float, text: str) -> RunPoint:
 
 def read_points(at: object) -> tuple[RunPoint, ...]:
     """Builds points from Python values: 0.5, "epoch(10)", a RunPoint, or a tuple of them."""
-    if at is None:
-        raise SpecError("switch requires a point; add at=0.5 or at='epoch(10)'")
     several = at if isinstance(at, list | tuple) else (at,)
     points = []
     for one in several:

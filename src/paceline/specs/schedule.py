@@ -15,7 +15,7 @@ Mark = float | Percent
 """Point in a run: a number of epochs, or a percentage of the run."""
 
 
-def _read_mark(value: Value, where: str) -> Mark:
+def read_mark(value: Value, where: str) -> Mark:
     if isinstance(value, Percent):
         if not 0 <= value.value <= 100:
             raise SpecError(
@@ -28,7 +28,7 @@ def _read_mark(value: Value, where: str) -> Mark:
 
 def _read_marks(value: Value, where: str) -> tuple[Mark, ...]:
     assert isinstance(value, tuple)
-    return tuple(_read_mark(v, "milestones(...)") for v in value)
+    return tuple(read_mark(v, "milestones(...)") for v in value)
 
 
 def _mark_samples(mark: Mark, per_epoch: int, total: int) -> float:
@@ -59,7 +59,7 @@ class Schedule(Spec):
 @dataclass(frozen=True)
 class Constant(Schedule):
     name: ClassVar[str] = "constant"
-    warmup: Mark = spec_field(_read_mark, 0.0)
+    warmup: Mark = spec_field(read_mark, 0.0)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
         return 1.0
@@ -70,7 +70,7 @@ class Cosine(Schedule):
     """Half a cosine from 1 to `floor`, from the end of the warm-up to the end of the run."""
 
     name: ClassVar[str] = "cosine"
-    warmup: Mark = spec_field(_read_mark, 0.0)
+    warmup: Mark = spec_field(read_mark, 0.0)
     floor: float = spec_field(float_field(0.0, 1.0), 0.0)
 
     def after_warmup(self, samples: int, ramp: float, *, per_epoch: int, total: int) -> float:
@@ -87,7 +87,7 @@ class Milestones(Schedule):
     name: ClassVar[str] = "milestones"
     marks: tuple[Mark, ...] = spec_field(_read_marks, ())
     drop: float = spec_field(float_field(0.0, 1.0, above=True), 0.1)
-    warmup: Mark = spec_field(_read_mark, 0.0)
+    warmup: Mark = spec_field(read_mark, 0.0)
 
     def __post_init__(self) -> None:
         if not self.marks:

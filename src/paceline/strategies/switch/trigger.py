@@ -19,8 +19,9 @@ from paceline.protocol.switch_policy import (
     resolve_switch_points,
 )
 from paceline.protocol.throughput import find_straggler
-from paceline.specs.base import Spec, choice_field, float_field, int_field, spec_field
-from paceline.specs.expression import Percent, Value, format_expression
+from paceline.specs.base import Spec, check_range, choice_field, float_field, int_field, spec_field
+from paceline.specs.expression import Percent, Value
+from paceline.specs.schedule import read_mark
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.spec import Auto
 from paceline.strategies.registry import make_switch_policy
@@ -49,13 +50,8 @@ class SwitchTrigger(Spec):
 
 
 def _read_share(value: Value, where: str) -> float:
-    if isinstance(value, Percent):
-        share = value.value / 100
-    else:
-        share = float_field(0.0, 1.0)(value, where)
-    if not 0 <= share <= 1:
-        raise SpecError(f"{where} must be 0% to 100% of the run, got {format_expression(value)}")
-    return share
+    mark = read_mark(value, where)
+    return mark.value / 100 if isinstance(mark, Percent) else check_range(mark, where, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
