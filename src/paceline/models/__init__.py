@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from paceline.models.catalog import Kind, ModelInfo, check_classes, check_input_shape, find, names
+from paceline.errors import UsageError
+from paceline.models.catalog import Kind, ModelInfo, check_input_shape, find, names
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,11 @@ def build(name: str, *, input_shape: Sequence[int], classes: int) -> torch.nn.Mo
     """
     entry = find(name)
     shape = check_input_shape(entry, input_shape)
-    check_classes(entry, classes)
+    if classes < 1:
+        raise UsageError(
+            f"classes={classes} for model {entry.name!r}: must be at least 1; "
+            "give the number of classes, or of characters for text"
+        )
     module_name, _, factory_name = entry.factory.partition(":")
     # Imported lazily, so that listing or checking models does not load torch.
     factory = getattr(import_module(f"{__name__}.{module_name}"), factory_name)

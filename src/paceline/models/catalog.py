@@ -124,15 +124,6 @@ def check_input_shape(entry: ModelInfo, input_shape: Sequence[int]) -> tuple[int
     raise UsageError(f"input shape {shape} {problem}; use {remedy}")
 
 
-def check_classes(entry: ModelInfo, classes: int) -> None:
-    """Raises UsageError for a model without outputs."""
-    if classes < 1:
-        raise UsageError(
-            f"classes={classes} for model {entry.name!r}: must be at least 1; "
-            "give the number of classes, or of characters for text"
-        )
-
-
 def _others(kind: Kind) -> str:
     """Suggests models that accept the other kind of data."""
     matching = [entry.name for entry in _ENTRIES.values() if entry.kind == kind]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.initializers import initialize
+from paceline.models.sequential import initialize
 
 DENSE_BLOCKS = 3
 BOTTLENECK_FACTOR = 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.initializers import initialize
+from paceline.models.sequential import initialize
 
 STEM_FILTERS = 16
 STAGES = 3
