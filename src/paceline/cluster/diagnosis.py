@@ -63,10 +63,6 @@ def diagnose(found: Examination) -> list[Problem]:
     return sorted(problems, key=lambda p: (p.level != "error", order[p.host]))
 
 
-def _present(found: Examination) -> list[MachineExamination]:
-    return [machine for machine in found.machines if machine.facts]
-
-
 def _unreachable(found: Examination) -> Iterator[Problem]:
     for machine in found.machines:
         if (error := machine.error) is not None:
@@ -78,7 +74,7 @@ def _short(version: str) -> str:
 
 
 def _versions(found: Examination) -> Iterator[Problem]:
-    machines = _present(found)
+    machines = found.present
     if len(machines) < 2:
         return
     usual = statistics.mode([_short(machine.facts["python"]) for machine in machines])
@@ -107,7 +103,7 @@ def _versions(found: Examination) -> Iterator[Problem]:
 
 
 def _hardware(found: Examination) -> Iterator[Problem]:
-    for machine in _present(found):
+    for machine in found.present:
         facts, host = machine.facts, machine.host
         broken = [gpu["error"] for gpu in facts["gpus"] if "error" in gpu]
         working = len(facts["gpus"]) - len(broken)
@@ -132,7 +128,7 @@ def _hardware(found: Examination) -> Iterator[Problem]:
 def _drivers(found: Examination) -> Iterator[Problem]:
     drivers = {
         machine.name: gpu["driver"]
-        for machine in _present(found)
+        for machine in found.present
         for gpu in machine.facts["gpus"]
         if "driver" in gpu
     }
@@ -145,7 +141,7 @@ def _drivers(found: Examination) -> Iterator[Problem]:
 
 
 def _clocks(found: Examination) -> Iterator[Problem]:
-    for machine in _present(found):
+    for machine in found.present:
         offset = machine.clock_offset_s
         if offset is not None and abs(offset) - machine.clock_error_s > MAX_CLOCK_OFFSET_S:
             word = "ahead of" if offset > 0 else "behind"
@@ -155,7 +151,7 @@ def _clocks(found: Examination) -> Iterator[Problem]:
 
 def _routes(found: Examination) -> Iterator[Problem]:
     """Compares the routes chosen by the kernel with the addresses that the machines use."""
-    for machine in _present(found):
+    for machine in found.present:
         skewed: dict[tuple[str, str], list[str]] = {}
         for other, route in machine.routes.items():
             source = route["source"]
@@ -165,14 +161,31 @@ def _routes(found: Examination) -> Iterator[Problem]:
                 yield _problem(machine, "route", what, f"ip route get {address}")
             elif source != machine.address:
                 skewed.setdefault((source, route["interface"] or "?"), []).append(other)
+        usual = machine.addresses.get(machine.address or "")
         for (source, interface), others in skewed.items():
-            yield _skewed(found, machine, source, interface, others)
+            named = ", ".join(others)
+            if usual is None:
+                what = (
+                    f"its address {machine.address} is not on any of its interfaces (NAT): "
+                    f"{named} see {source} ({interface})"
+                )
+                yield Problem(machine.name, "interface", what, f"in the pool file: host: {source}")
+                continue
+            commands = [
+                f"sudo ip route replace {found.of(other).address} dev {usual} src {machine.address}"
+                for other in others
+            ]
+            what = (
+                f"it connects to {named} from {source} ({interface}), "
+                f"but the others connect to it at {machine.address} ({usual})"
+            )
+            yield _problem(machine, "interface", what, " && ".join(commands))
 
 
 def _mtus(found: Examination) -> Iterator[Problem]:
     used = [
         (str(route["mtu"]), route["interface"], machine)
-        for machine in _present(found)
+        for machine in found.present
         for route in machine.routes.values()
         if route["mtu"] and route["source"] == machine.address
     ]
@@ -186,30 +199,8 @@ def _mtus(found: Examination) -> Iterator[Problem]:
             yield _problem(machine, "mtu", what, command, "warning")
 
 
-def _skewed(
-    found: Examination, machine: MachineExamination, source: str, interface: str, others: list[str]
-) -> Problem:
-    named = ", ".join(others)
-    usual = machine.addresses.get(machine.address or "")
-    if usual is None:
-        what = (
-            f"its address {machine.address} is not on any of its interfaces (NAT): "
-            f"{named} see {source} ({interface})"
-        )
-        return Problem(machine.name, "interface", what, f"in the pool file: host: {source}")
-    commands = [
-        f"sudo ip route replace {found.of(other).address} dev {usual} src {machine.address}"
-        for other in others
-    ]
-    what = (
-        f"it connects to {named} from {source} ({interface}), "
-        f"but the others connect to it at {machine.address} ({usual})"
-    )
-    return _problem(machine, "interface", what, " && ".join(commands))
-
-
 def _ports(found: Examination) -> Iterator[Problem]:
-    for machine in _present(found):
+    for machine in found.present:
         for port, actual in machine.listening.items():
             if actual is None:
                 what = f"port {port} is in use by another program"
@@ -260,7 +251,7 @@ def _blocked(found: Examination, name: str, port: int, pairs: list[MachinePair])
 def _links(found: Examination) -> Iterator[Problem]:
     best = {
         machine.name: max(rates)
-        for machine in _present(found)
+        for machine in found.present
         if (rates := link_rates(found, machine.name))
     }
     if len(best) < 3:
@@ -286,7 +277,7 @@ def link_rates(found: Examination, name: str) -> list[float]:
 
 
 def _steps(found: Examination) -> Iterator[Problem]:
-    for machine in _present(found):
+    for machine in found.present:
         steps = machine.steps or {}
         if "missing" in steps:
             python = machine.host.python or "python3"

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster.pool import Host, Pool
-from paceline.cluster.shell import RemoteProgram, Shell, run_on_all, run_program
+from paceline.cluster.shell import RemoteProgram, run_on_all, run_program
 from paceline.cluster.ssh import SshTimeouts, open_shell
 from paceline.errors import HostError
 
@@ -92,6 +92,11 @@ class Examination:
     machines: list[MachineExamination]
     pairs: list[MachinePair]
 
+    @property
+    def present(self) -> list[MachineExamination]:
+        """Machines that could be examined."""
+        return [machine for machine in self.machines if machine.facts]
+
     def of(self, name: str) -> MachineExamination:
         return next(each for each in self.machines if each.name == name)
 
@@ -101,7 +106,6 @@ class _ReachableMachine:
     """A connected machine with a running probe."""
 
     found: MachineExamination
-    shell: Shell
     probe: RemoteProgram
 
 
@@ -147,7 +151,7 @@ async def _connect_all(
         found.facts = await probe.ask(request, FACTS_TIMEOUT_S)
         found.address = shell.address
         await _query_clock(found, probe)
-        return _ReachableMachine(found, shell, probe)
+        return _ReachableMachine(found, probe)
 
     connected = []
     for found, result in zip(machines, await run_on_all(machines, one), strict=True):
@@ -288,6 +292,5 @@ async def _measure_speed(machine: _ReachableMachine, options: ExaminationOptions
 
 
 async def _time_steps(machine: _ReachableMachine, options: ExaminationOptions, share: int) -> None:
-    async with run_program(machine.shell, "step_timing") as program:
-        await program.send({"job": options.job, "share": share})
-        machine.found.steps = await program.answer(STEPS_TIMEOUT_S, "training steps")
+    request = {"do": "training steps", "job": options.job, "share": share}
+    machine.found.steps = await machine.probe.ask(request, STEPS_TIMEOUT_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from paceline.errors import UsageError
 
@@ -37,7 +37,8 @@ _TOKEN = re.compile(
       | (?P<mark>[{}\[\]:,])
       | (?P<string>"(?:[^"\\\n]|\\.)*")
       | (?P<curly>[\u201c\u201d](?:[^\u201c\u201d\n])*[\u201c\u201d])
-      | (?P<bare>[^\s{}\[\]:,"\u201c\u201d]+)""",
+      | (?P<bare>[^\s{}\[\]:,"\u201c\u201d]+)
+      | (?P<unterminated>.)""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
@@ -132,8 +133,7 @@ def _yes_or_no(value: Any, label: str, where: str, repairs: list[str]) -> bool:
     raise UsageError(f"blueprint {where}: {label}: energy efficient must be yes or no")
 
 
-@dataclass
-class _BlueprintToken:
+class _BlueprintToken(NamedTuple):
     kind: str
     text: str
     line: int
@@ -153,16 +153,13 @@ class _BlueprintParser:
     """Lines of each kind of repair."""
 
     def __post_init__(self) -> None:
-        position, line = 0, 1
-        while position < len(self.text):
-            match = _TOKEN.match(self.text, position)
-            if match is None:  # Only an unterminated quote gets here.
+        line = 1
+        for match in _TOKEN.finditer(self.text):
+            if match.lastgroup == "unterminated":
                 self._fail(line, "unterminated quote")
-            kind = match.lastgroup or ""
-            if kind != "space":
-                self._tokens.append(_BlueprintToken(kind, match.group(), line))
+            if match.lastgroup != "space":
+                self._tokens.append(_BlueprintToken(match.lastgroup or "", match.group(), line))
             line += match.group().count("\n")
-            position = match.end()
 
     def repairs(self) -> list[str]:
         return [f"{what} {_lines(lines)}" for what, lines in self._repaired.items() if lines]

@@ -223,13 +223,6 @@ def format_ssh_command(host: Host, command: str) -> str:
     return shlex.join(["ssh", *port, target]) + " " + shlex.quote(command)
 
 
-def python_command(python: str | None) -> str:
-    """Returns the shell command that starts Python; a leading ~ is the home directory."""
-    python = python or "python3"
-    home = '"$HOME"/' if python.startswith("~/") else ""
-    return f"exec {home}{shlex.quote(python.removeprefix('~/'))} -c {shlex.quote(BOOT)}"
-
-
 class LocalShell(Shell):
     """Runs the same programs on the local machine, without SSH."""
 

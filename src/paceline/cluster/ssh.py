@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.pool import Host
 from paceline.cluster.shell import (
+    BOOT,
     LocalShell,
     ProcessStreams,
     ProgramStreams,
     Shell,
     format_ssh_command,
-    python_command,
     shell_status,
 )
 from paceline.errors import HostError, UsageError
@@ -191,7 +192,9 @@ class SshShell(Shell):
 
     async def open(self, python: str | None) -> ProgramStreams:
         lib = load_asyncssh()
-        command = python_command(python)
+        python = python or "python3"
+        home = '"$HOME"/' if python.startswith("~/") else ""  # A quoted ~ is not expanded.
+        command = f"exec {home}{shlex.quote(python.removeprefix('~/'))} -c {shlex.quote(BOOT)}"
         try:
             async with self._opening, asyncio.timeout(START_TIMEOUT_S):
                 try:

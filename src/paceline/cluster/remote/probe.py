@@ -48,6 +48,7 @@ def main() -> None:
 def machine_facts(packages: list[str]) -> Answer:
     """Returns everything that is known without a measurement."""
     total, free = read_memory()
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     home = os.path.expanduser("~")
     return {
         "hostname": socket.gethostname(),
@@ -56,7 +57,7 @@ def machine_facts(packages: list[str]) -> Answer:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: find_version(name) for name in packages},
-        "cores": count_cores(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
         "memory_bytes": total,
         "memory_free_bytes": free,
         "load": os.getloadavg()[0],
@@ -82,11 +83,6 @@ def try_import(name: str) -> Any:
         return importlib.import_module(name)
     except Exception:
         return None  # Broken installations raise arbitrary exceptions.
-
-
-def count_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def read_memory() -> tuple[int | None, int | None]:
@@ -353,6 +349,19 @@ def measure_flops(seconds: float) -> Answer:
     return {"gflops": best / 1e9, "kernel": library.__name__}
 
 
+def time_steps(job: Answer, share: int) -> Answer:
+    """Times training steps of a job. Requires Paceline on this machine."""
+    try:
+        timing = importlib.import_module("paceline.worker.step_timing")
+    except ImportError as error:
+        return {"missing": str(error)}
+    try:
+        answer: Answer = timing.time_job(job, share)
+        return answer
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
 COMMANDS: dict[str, Callable[..., Answer]] = {
     "facts": machine_facts,
     "clock": read_clock,
@@ -362,6 +371,7 @@ COMMANDS: dict[str, Callable[..., Answer]] = {
     "reach": reach,
     "link": measure_link,
     "flops": measure_flops,
+    "training steps": time_steps,
 }
 
 if __name__ == "__main__":
