@@ -103,7 +103,7 @@ def test_rows_do_what_pieces_do(kind: str, plan: list[bool]) -> None:
         plain.step_pieces(seed)
         if in_rows:
             flat = flat or take(mixed)
-            flat.step(mixed.draw(seed))
+            flat.prepare(mixed.draw(seed)).step()
         else:
             if flat is not None:
                 flat.write_back()

@@ -63,12 +63,8 @@ class FlatOptimizer:
         made.write_back()  # the original slots are replaced by views of the rows
         return made
 
-    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Steps with one gradient per row (None skips it), with the optimizer's options."""
-        self.prepare(gradients).step()
-
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> torch.optim.Optimizer:
-        """Returns the optimizer of the rows, with their gradients and the current options."""
+        """Returns the optimizer of the rows, with gradients (None skips a row) and options."""
         for row, gradient in zip(self._rows, gradients, strict=True):
             row.weights.grad = gradient
         copy_options(self.optimizer, (self._pieces.param_groups[group] for group in self._used))

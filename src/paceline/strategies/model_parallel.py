@@ -45,16 +45,14 @@ class ModelParallelRunner(Runner):
             )
         if hasattr(model, "regularization") or hasattr(model, "save_extra_files"):
             raise UsageError(f"{spec.name} splits torch models and does not support Keras models")
-        self._word = spec.name
+        self._spec = spec
         self._parts = spec.model_parts
         self._part = context.rank % spec.model_parts
         self._replica = context.rank // spec.model_parts
         self._replicas = context.size // spec.model_parts
         self._first = context.rank - self._part
         """Rank of this replica's first part."""
-        self._loss_part = spec.loss_part
         self._computes_loss = self._part == spec.loss_part
-        self._shares = spec.batch_weights(context.size)
         groups = [tuple(range(p, context.size, self._parts)) for p in range(self._parts)]
         self._data_parallel_group = context.group.new_subgroup(tuple(groups))
 
@@ -62,11 +60,12 @@ class ModelParallelRunner(Runner):
         """Returns the rows of the part that holds the lease; all parts of a replica read them."""
         if lease.row_ranges:
             raise UsageError(
-                f"{self._word}: all parts of a model read the same rows, but data that is read in "
-                "blocks is assigned to single workers; use --shard sample"
+                f"{self._spec.name}: all parts of a model read the same rows, but data that is "
+                "read in blocks is assigned to single workers; use --shard sample"
             )
-        cuts = split_batch(lease.stop - lease.start, self.context.size, self._shares)
-        one = self._first + self._loss_part
+        spec, size = self._spec, self.context.size
+        cuts = split_batch(lease.stop - lease.start, size, spec.batch_weights(size))
+        one = self._first + spec.loss_part
         lo, hi = (lease.start + cut for cut in cuts[one : one + 2])
         return dataclasses.replace(lease, lo=lo, hi=hi)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -326,20 +327,11 @@ def copy_options(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, An
 
 
 @contextmanager
-def peer_errors(problem: str) -> Iterator[None]:
-    """Converts errors of an exchange to PeerLost."""
+def peer_errors(problem: str, *, inside_layers: bool = False) -> Iterator[None]:
+    """Converts errors of an exchange to PeerLost; inside layers, others pass unchanged."""
     try:
         yield
     except RuntimeError as error:
+        if inside_layers and not re.search("gloo|connection", str(error), re.IGNORECASE):
+            raise
         raise PeerLost(f"{problem} ({error})") from None
-
-
-@contextmanager
-def layer_peer_errors(where: str) -> Iterator[None]:
-    """Converts errors of exchanges inside layers to PeerLost; other errors pass unchanged."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "gloo" in str(error).lower() or "connection" in str(error).lower():
-            raise PeerLost(f"an exchange {where} failed ({error})") from None
-        raise

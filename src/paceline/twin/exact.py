@@ -37,9 +37,7 @@ class ExactUpdate(WeightUpdates):
         self._steps = 0
         self._coded: _CompressedSum | None = None
         if codec is not None:
-            self._coded = _CompressedSum(
-                codec, self._replica.trained, bucket_bytes, backend.residuals
-            )
+            self._coded = _CompressedSum(codec, backend, bucket_bytes)
 
     def step(self, leases: Sequence[Lease]) -> list[StepOutcome]:
         backend, parameters = self._backend, [p for _, p in self._replica.trained]
@@ -100,32 +98,22 @@ def _accumulate(
 
 
 class _CompressedSum:
-    """Compresses and sums every worker's gradients, in the buckets of a real exchange.
+    """Compresses and sums every worker's gradients, in the buckets of a real exchange."""
 
-    `residuals`: unsent values of the codec per worker, by `residual/<parameter>`; kept across
-    switches.
-    """
-
-    def __init__(
-        self,
-        codec: Codec,
-        trained: list[tuple[str, torch.nn.Parameter]],
-        bucket_bytes: int,
-        residuals: list[dict[str, torch.Tensor]],
-    ) -> None:
-        by_name = dict(trained)
-        layout = plan_layout(trained, bucket_bytes)
+    def __init__(self, codec: Codec, backend: GradientBackend, bucket_bytes: int) -> None:
+        by_name = dict(backend.replica.trained)
+        layout = plan_layout(backend.replica.trained, bucket_bytes)
         self._buckets = [[by_name[name] for name in names] for names in layout]
         self._compressors = [
             [
                 Compressor(codec, [p.shape for p in bucket], bucket[0].dtype)
                 for bucket in self._buckets
             ]
-            for _ in residuals
+            for _ in backend.residuals
         ]
         self._flats: list[list[tuple[Compressor, torch.Tensor]]] = [[] for _ in self._buckets]
         self._names = [[f"residual/{name}" for name in names] for names in layout]
-        self._residuals = residuals
+        self._residuals = backend.residuals
         for compressors, kept in zip(self._compressors, self._residuals, strict=True):
             for compressor, names in zip(compressors, self._names, strict=True):
                 if compressor.residual is not None and all(n in kept for n in names):

@@ -183,17 +183,13 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         busy_s, comm_s = float(self._busy[worker]), float(self._comm[worker])
         steps, square = int(self._computed[worker]), float(self._busy_square[worker])
         outcomes = [step[worker] for step in self._outcomes if step]
-        if not outcomes:
-            return StepStats(samples, samples, None, None, busy_s, comm_s, None, steps, square)
-        corrects = [o.correct for o in outcomes]
+        predictions, loss_sum, correct = samples, None, None
+        if outcomes:
+            predictions = sum(o.predictions for o in outcomes)
+            loss_sum = sum(o.loss_sum or 0.0 for o in outcomes)
+            if all(o.correct is not None for o in outcomes):
+                correct = sum(o.correct or 0 for o in outcomes)
+        norms = next((o.norms for o in reversed(outcomes) if o.norms is not None), None)
         return StepStats(
-            samples,
-            sum(o.predictions for o in outcomes),
-            sum(o.loss_sum or 0.0 for o in outcomes),
-            None if any(c is None for c in corrects) else sum(c or 0 for c in corrects),
-            busy_s,
-            comm_s,
-            next((o.norms for o in reversed(outcomes) if o.norms is not None), None),
-            steps,
-            square,
+            samples, predictions, loss_sum, correct, busy_s, comm_s, norms, steps, square
         )

@@ -33,6 +33,9 @@ TIMEOUT_S = 300.0
 class RunnerUpdates(WeightUpdates, Generic[RunnerT]):
     """The runners of all simulated workers, and the calls that concern all of them."""
 
+    version = 0
+    """Newest version of the weights on the servers, if there are any."""
+
     def __init__(
         self,
         backend: GradientBackend,
@@ -62,11 +65,6 @@ class RunnerUpdates(WeightUpdates, Generic[RunnerT]):
         self._pool = ThreadPoolExecutor(backend.workers, "simulated-worker")
         state = state_from_model(source.model, source.optimizer)
         self.call_all(lambda worker, runner: runner.import_state(state))
-
-    @property
-    def version(self) -> int:
-        """Newest version of the weights on the servers, if there are any."""
-        return 0
 
     def call_all(self, call: Callable[[int, RunnerT], T]) -> list[T]:
         return self.call(range(len(self.runners)), call)

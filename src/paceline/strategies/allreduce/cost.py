@@ -31,10 +31,6 @@ def exchange_bytes(spec: AllReduce, work: Workload) -> float:
     return encoded_bytes(spec.codec, work) * (1.0 if spec.shard == "none" else 1.5)
 
 
-def bucket_bytes(spec: AllReduce) -> float:
-    return spec.bucket_mb * (1 << 20)
-
-
 class AllReduceCost(CostFacet[AllReduce]):
     def step(self, arrays: PoolArrays, hosts: Ints, spec: AllReduce) -> StepEstimate:
         balanced = spec.balance == "auto"
@@ -45,13 +41,13 @@ class AllReduceCost(CostFacet[AllReduce]):
             return StepEstimate(float(compute[0]) + update, compute)
         nbytes = exchange_bytes(spec, arrays.work)
         slowest = slowest_s(compute, arrays.cv[hosts])
-        buckets = fill_buckets(arrays.work, bucket_bytes(spec))
+        buckets = fill_buckets(arrays.work, spec.bucket_bytes)
         if buckets:
             each = [(b.ready, all_reduce_s(arrays, hosts, b.share * nbytes)) for b in buckets]
             exposed = exposed_s(slowest, each)
         else:
             exchange = all_reduce_s(arrays, hosts, nbytes)
-            exposed = exposed_without_layers_s(exchange, slowest, nbytes, bucket_bytes(spec))
+            exposed = exposed_without_layers_s(exchange, slowest, nbytes, spec.bucket_bytes)
         return StepEstimate(slowest + exposed + update, compute)
 
     def calibrate(
@@ -62,7 +58,7 @@ class AllReduceCost(CostFacet[AllReduce]):
         shortest = [min(s.comm_s for s in same) for same in zip(*steps, strict=False)]
         exposed = max(1e-9, statistics.median(shortest))
         busy = statistics.median(s.busy_s for worker in steps for s in worker)
-        seconds = total_exchange_s(exposed, busy, nbytes, bucket_bytes(spec))
+        seconds = total_exchange_s(exposed, busy, nbytes, spec.bucket_bytes)
         return {"collective_gb_s": 2 * (workers - 1) / workers * nbytes / seconds / 1e9}
 
 

@@ -51,7 +51,6 @@ from paceline.strategies.runner import (
     clip_parts,
     copy_flat,
     copy_options,
-    layer_peer_errors,
     measure,
     peer_errors,
 )
@@ -215,7 +214,7 @@ class FullyShardedRunner(Runner):
                 "use --shard sample"
             )
         inputs, targets = batch
-        with layer_peer_errors(f"inside step {work.step}"):
+        with peer_errors(f"an exchange inside step {work.step} failed", inside_layers=True):
             self.clock.enter(FORWARD)
             output = self._model(inputs)
             loss = loss_of(output, targets)
@@ -246,7 +245,7 @@ class FullyShardedRunner(Runner):
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         self._model.train(self.replica.model.training)
-        with layer_peer_errors("of an evaluation"):
+        with peer_errors("an exchange of an evaluation failed", inside_layers=True):
             output = self._model(inputs)
         return output if self.context.rank == 0 else None
 

@@ -15,14 +15,19 @@ from typing import Any
 
 import torch
 
-from paceline.comm.buckets import GradientBucket
-from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
-from paceline.comm.shm.allreduce import SharedMemoryAllReduce
+from paceline.comm.buckets import GradientBucket, GradientExchange
+from paceline.comm.process_group import SharedMemoryGroup
 from paceline.state import Section
 from paceline.strategies.flat_optimizer import FlatOptimizer, FlatSegment
 from paceline.strategies.optimizer_traits import optimizer_traits
-from paceline.strategies.runner import Replica, copy_options, peer_errors, scale_to_norm
-from paceline.telemetry.phase_clock import COMM, OPTIMIZER, PhaseClock
+from paceline.strategies.runner import (
+    Replica,
+    WorkerContext,
+    copy_options,
+    peer_errors,
+    scale_to_norm,
+)
+from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 
 
 def can_share_weights(replica: Replica) -> bool:
@@ -55,20 +60,14 @@ class SharedModelWeights:
     """Weights in shared memory, and the optimizer of this worker's slices."""
 
     def __init__(
-        self,
-        replica: Replica,
-        group: CollectiveGroup,
-        shared: SharedMemoryGroup,
-        sums: SharedMemoryAllReduce,
-        buckets: list[GradientBucket],
-        clock: PhaseClock,
+        self, context: WorkerContext, shared: SharedMemoryGroup, exchange: GradientExchange
     ) -> None:
         """Creates it; the slots of `shared` together hold all weights."""
-        self._clock = clock
-        self._replica = replica
-        self._group = group
-        self._sums = sums
-        self._buckets = buckets
+        assert exchange.shared is not None
+        self._clock, self._group = context.clock, context.group
+        replica = self._replica = context.replica
+        self._sums = exchange.shared
+        buckets = self._buckets = exchange.buckets
         self._slices: list[OwnedSlice] = []
         self._rows: list[FlatSegment] = []
         self._row_gradients: list[torch.Tensor] = []
@@ -126,16 +125,13 @@ class SharedModelWeights:
         self._assign_gradients()
         if clip is not None:
             found = [one.weights.grad for one in self._slices]
-            if self._flat is not None:
-                found = list(self._row_gradients)
-            scale_to_norm(clip, self.measure_square(), (g for g in found if g is not None))
+            gradients = found if self._flat is None else self._row_gradients
+            scale_to_norm(clip, self.measure_square(), (g for g in gradients if g is not None))
         if self._optimizer is not None:
             current = self._replica.optimizer.param_groups
             copy_options(self._optimizer, (current[group] for group in self._groups))
-            if self._flat is not None:
-                self._flat.step(self._row_gradients)
-            else:
-                self._optimizer.step()
+            flat = self._flat
+            (self._optimizer if flat is None else flat.prepare(self._row_gradients)).step()
         self._clock.enter(COMM)
         self._sums.finish_update()
         for parameter, view in moved:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.plan.cost_model import allreduce_s, exposed_s, exposed_without_layers_s, fill_buckets
 from paceline.specs.strategy import WorkerGroups
-from paceline.strategies.allreduce.cost import bucket_bytes, exchange_bytes
+from paceline.strategies.allreduce.cost import exchange_bytes
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats
@@ -23,20 +23,19 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
         nbytes = exchange_bytes(spec, simulator.work) if simulator.plan.workers > 1 else 0.0
         exchange_s = allreduce_s(pool, hosts, nbytes)
         super().__init__(spec, simulator, groups, exchange_s=exchange_s, exchange_bytes=nbytes)
-        self._bucket_bytes = bucket_bytes(spec)
         self._buckets: list[tuple[float, float]] = []
         """Fraction of the compute time when a bucket is ready, and seconds of its exchange."""
         if self.workers > 1:
             self._buckets = [
                 (b.ready, allreduce_s(pool, hosts, b.share * nbytes))
-                for b in fill_buckets(simulator.work, self._bucket_bytes)
+                for b in fill_buckets(simulator.work, spec.bucket_bytes)
             ]
 
     @staticmethod
     def updates(spec: AllReduce, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
         from paceline.twin.exact import ExactUpdate
 
-        return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(bucket_bytes(spec)))
+        return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(spec.bucket_bytes))
 
     def finish_step(self, ends: Floats, busy: Floats) -> None:
         longest = float(busy.max())
@@ -44,7 +43,7 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
             exposed = exposed_s(longest, self._buckets)
         else:
             exposed = exposed_without_layers_s(
-                self.exchange_s, longest, self.exchange_bytes, self._bucket_bytes
+                self.exchange_s, longest, self.exchange_bytes, self.spec.bucket_bytes
             )
         self.wait_for_all(ends, exposed)
         self.update_weights()

@@ -25,7 +25,9 @@ class AllReduce(Strategy):
     shard: str = spec_field(choice_field("none", "optimizer", "full"), "none")
 
     def worker_variant(self, workers: int) -> str:
-        return "" if self.shard == "none" or workers == 1 else self.shard
+        if workers == 1:  # Nothing to exchange, but a codec still changes the gradients.
+            return "single" if self.codec is None else "none"
+        return self.shard
 
     def state_fraction(self, workers: int) -> StateFraction:
         part = 1 / workers
@@ -48,6 +50,10 @@ class AllReduce(Strategy):
             )
 
     @property
+    def bucket_bytes(self) -> float:
+        return self.bucket_mb * (1 << 20)
+
+    @property
     def exact(self) -> bool:
         return self.codec is None
 
@@ -64,7 +70,8 @@ RECORD = StrategyRecord(
     spec=AllReduce,
     pace="paceline.protocol.pace:make_planned_pace",
     worker={
-        "": "paceline.strategies.allreduce.worker:AllReduceRunner",
+        "single": "paceline.strategies.single.worker:SingleRunner",
+        "none": "paceline.strategies.allreduce.worker:AllReduceRunner",
         "optimizer": "paceline.strategies.allreduce.sharded:ShardedOptimizerRunner",
         "full": "paceline.strategies.allreduce.sharded:FullyShardedRunner",
     },

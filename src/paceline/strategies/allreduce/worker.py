@@ -34,44 +34,37 @@ class AllReduceRunner(Runner):
 
     def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
         super().__init__(context)
-        self._exchange: GradientExchange | None = None
         self._norms: tuple[float, float, float, float] | None = None
         self._common: SharedModelWeights | None = None
         self._count = 0
         """Number of steps so far, the same on every worker."""
-        if context.size > 1 or spec.codec is not None:
-            if self.replica.bucket_layout is None:
-                bucket_bytes = int(spec.bucket_mb * (1 << 20))
-                self.replica.bucket_layout = plan_layout(self.replica.trained, bucket_bytes)
-            chosen = self._choose_backend(spec)
-            room = self._shared_weight_memory(chosen)
-            exchange = self._exchange = GradientExchange(
-                self.replica.trained,
-                context.group,
-                self.replica.bucket_layout,
-                in_backward=self.replica.reduce_in_backward,
-                codec=spec.codec,
-                on_bucket_ready=context.on_bucket_ready,
-                shared=chosen.shared,
-                own_pieces=room is not None,
-            )
-            if room is not None:
-                shared, buckets = exchange.shared, exchange.buckets
-                assert shared is not None
-                self._common = SharedModelWeights(
-                    self.replica, context.group, room, shared, buckets, self.clock
-                )
+        layout = self.replica.bucket_layout
+        if layout is None:
+            layout = plan_layout(self.replica.trained, int(spec.bucket_bytes))
+            self.replica.bucket_layout = layout
+        chosen = self._choose_backend(spec, layout)
+        room = self._shared_weight_memory(chosen)
+        self._exchange = GradientExchange(
+            self.replica.trained,
+            context.group,
+            layout,
+            in_backward=self.replica.reduce_in_backward,
+            codec=spec.codec,
+            on_bucket_ready=context.on_bucket_ready,
+            shared=chosen.shared,
+            own_pieces=room is not None,
+        )
+        if room is not None:
+            self._common = SharedModelWeights(context, room, self._exchange)
 
-    def optimizer_path(self) -> str | None:
-        if self._common is not None:
-            reason = optimizer_traits(self.replica.optimizer).reason
-            return f"workers share the weights, and each updates its slices: {reason}"
-        return None if self._exchange is None else "every worker updates all of its weights"
+    def optimizer_path(self) -> str:
+        if self._common is None:
+            return "every worker updates all of its weights"
+        reason = optimizer_traits(self.replica.optimizer).reason
+        return f"workers share the weights, and each updates its slices: {reason}"
 
-    def _choose_backend(self, spec: AllReduce) -> BackendChoice:
+    def _choose_backend(self, spec: AllReduce, layout: list[list[str]]) -> BackendChoice:
         replica, group = self.replica, self.context.group
-        layout = replica.bucket_layout
-        assert layout is not None
         if spec.codec is not None:
             return BackendChoice(None, "a codec")
         chosen = choose_backend(spec.via, replica.comm_backend, replica.trained, layout, group)
@@ -97,19 +90,17 @@ class AllReduceRunner(Runner):
             self._common.import_weights(slots_by_parameter(state))
 
     def begin_step(self, work: TrainStep) -> None:
-        if self._exchange is not None:
-            measure = self._count % NORMS_EVERY == 0 and work.lease.samples > 0
-            timed = work.step % OVERLAP_EVERY_STEPS == 0
-            self._exchange.begin(work.weight, measure=measure, timed=timed)
+        measure = self._count % NORMS_EVERY == 0 and work.lease.samples > 0
+        timed = work.step % OVERLAP_EVERY_STEPS == 0
+        self._exchange.begin(work.weight, measure=measure, timed=timed)
 
     def finish_step(self, work: TrainStep) -> None:
-        if self._exchange is not None:
-            self.clock.enter(COMM)
-            with peer_errors(f"the all-reduce of step {work.step} failed"):
-                self._exchange.finish()
+        self.clock.enter(COMM)
+        with peer_errors(f"the all-reduce of step {work.step} failed"):
+            self._exchange.finish()
         self.clock.enter(OPTIMIZER)
-        if self._exchange is not None and self._count % NORMS_EVERY == 0:
-            self._measure_norms(work, self._exchange)
+        if self._count % NORMS_EVERY == 0:
+            self._measure_norms(work)
         self._update(work)
         self._count += 1
 
@@ -119,17 +110,17 @@ class AllReduceRunner(Runner):
         else:
             step_optimizer(self.replica)
 
-    def _measure_norms(self, work: TrainStep, exchange: GradientExchange) -> None:
+    def _measure_norms(self, work: TrainStep) -> None:
         """Measures norms before clipping; a collective operation if the sums are distributed."""
         if self._common is not None:
-            own, whole = exchange.local_grad_sq_norm, self._common.measure_square()
+            own, whole = self._exchange.local_grad_sq_norm, self._common.measure_square()
         elif work.lease.samples:
-            own, whole = exchange.grad_sq_norms()
+            own, whole = self._exchange.grad_sq_norms()
         if work.lease.samples:
             self._norms = (work.lease.samples, own, work.lease.batch, whole)
 
     def pop_overlapped_us(self) -> int | None:
-        return self._exchange.overlapped_us if self._exchange is not None else None
+        return self._exchange.overlapped_us
 
     def pop_grad_norms(self) -> tuple[float, float, float, float] | None:
         norms, self._norms = self._norms, None
@@ -142,24 +133,20 @@ class AllReduceRunner(Runner):
         return state
 
     def export_local_state(self) -> Section:
-        if self._exchange is None:
-            return Section()
         return Section(export_residuals(self._exchange.codec_buffers()))
 
     def import_local_state(self, own: Section) -> None:
-        if self._exchange is not None:
-            import_residuals(self._exchange.codec_buffers(), own.tensors)
+        import_residuals(self._exchange.codec_buffers(), own.tensors)
 
     @property
     def bytes_sent(self) -> int:
-        return self._exchange.bytes_sent if self._exchange is not None else 0
+        return self._exchange.bytes_sent
 
     @property
     def uncompressed_bytes(self) -> int:
-        return self._exchange.uncompressed_bytes if self._exchange is not None else 0
+        return self._exchange.uncompressed_bytes
 
     def close(self) -> None:
         if self._common is not None:
             self._common.detach()
-        if self._exchange is not None:
-            self._exchange.close()
+        self._exchange.close()

@@ -29,10 +29,6 @@ class GroupStep:
     computed: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Start and end of each member's computation."""
 
-    @property
-    def leader(self) -> int:
-        return self.members[0]
-
 
 class GroupedSimulation(PushPullSimulation):
     """The first worker of a group pulls and pushes for all of its members."""
@@ -75,7 +71,7 @@ class GroupedSimulation(PushPullSimulation):
         self._pull_for_group(step, version, begins, start)
 
     def _pull_for_group(self, step: GroupStep, version: int, now: float, then: Callback) -> None:
-        leader = step.leader
+        leader = step.members[0]
 
         def answer(at_s: float) -> None:
             arrive = self.answer_pull(leader, at_s) + self._broadcast_s(step.members)
@@ -118,7 +114,7 @@ class GroupedSimulation(PushPullSimulation):
 
     def _sum_in_group(self, step: GroupStep, now: float) -> None:
         """Sums the members' gradients at the leader, which pushes the sum."""
-        simulator, leader = self.simulator, step.leader
+        simulator, leader = self.simulator, step.members[0]
         nbytes = simulator.work.bytes
         hosts = [self.fleet.hosts[w] for w in step.members]
         exchange_s = allreduce_s(simulator.pool, hosts, nbytes)

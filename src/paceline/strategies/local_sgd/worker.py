@@ -151,7 +151,8 @@ class LocalSgdRunner(LocalStepsRunner):
             return super()._is_due()
         # The vote of a step is read one step later, so that no worker waits for it.
         verdict = self._finish_drift_check() > self._spec.drift
-        self._start_drift_check(0.0 if verdict else self._drift())
+        ballot = torch.tensor([0.0 if verdict else self._drift()], dtype=torch.float64)
+        self._vote = (ballot, self.context.group.all_reduce_async(ballot, largest=True))
         return verdict
 
     def _synchronize(self) -> None:
@@ -171,10 +172,6 @@ class LocalSgdRunner(LocalStepsRunner):
             )
             size = sum(float(a.square().sum()) for a in self._anchor)
         return float((moved / max(size, 1e-30)) ** 0.5)
-
-    def _start_drift_check(self, drift: float) -> None:
-        ballot = torch.tensor([drift], dtype=torch.float64)
-        self._vote = (ballot, self.context.group.all_reduce_async(ballot, largest=True))
 
     def _finish_drift_check(self) -> float:
         if self._vote is None:

@@ -53,34 +53,29 @@ class StageExchange:
         """Runs a step; `judge` computes the loss of a micro-batch on the last stage."""
         losses: dict[int, torch.Tensor | None] = {}
         for (kind, k), after in zip(steps, [*steps[1:], None], strict=True):
-            if after is not None:
-                self._expect(*after, parts, graph_of)
+            # Post receives for the next values while the current ones are computed.
+            if after is not None and after[0] == "forward":
+                self._expect_activations(after[1], graph_of(parts[after[1]]))
+            elif after is not None and after[1] in self._passes:
+                self._expect_gradients(after[1])
             if kind == "forward":
                 losses[k] = judge(k, self.forward(k, graph_of(parts[k]), parts[k]))
             else:
                 self.backward(k, losses.pop(k))
         self.finish()
 
-    def _expect(
-        self,
-        kind: str,
-        k: int,
-        parts: Sequence[torch.Tensor],
-        graph_of: Callable[[torch.Tensor], StageGraph],
-    ) -> None:
-        """Posts receives for the next values while the current ones are computed."""
-        if kind == "forward":
-            graph = graph_of(parts[k])
-            for place, source in enumerate(graph.sources[self.stage]):
-                if source.stage is not None:
-                    shape, dtype = graph.shapes[self.stage][place]
-                    self._prepare(source.stage, shape, dtype, _tag(k, place, back=False))
-        elif k in self._passes:
-            graph, _, outputs = self._passes[k]
-            for index, takers in graph.takers[self.stage].items():
-                value = outputs[index]
-                for stage, place in takers if value.is_floating_point() else ():
-                    self._prepare(stage, value.shape, value.dtype, _tag(k, place, back=True))
+    def _expect_activations(self, k: int, graph: StageGraph) -> None:
+        for place, source in enumerate(graph.sources[self.stage]):
+            if source.stage is not None:
+                shape, dtype = graph.shapes[self.stage][place]
+                self._prepare(source.stage, shape, dtype, _tag(k, place, back=False))
+
+    def _expect_gradients(self, k: int) -> None:
+        graph, _, outputs = self._passes[k]
+        for index, takers in graph.takers[self.stage].items():
+            value = outputs[index]
+            for stage, place in takers if value.is_floating_point() else ():
+                self._prepare(stage, value.shape, value.dtype, _tag(k, place, back=True))
 
     def forward(self, k: int, graph: StageGraph, part: torch.Tensor) -> torch.Tensor:
         """Runs the forward pass of a micro-batch; returns the first output of the stage."""

@@ -35,10 +35,10 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER, OTHER, WAIT
 class PipelineRunner(ModelParallelRunner):
     """Runs one stage. If a stage dies, the adjacent stages raise PeerLost."""
 
+    _spec: PipelineParallel
+
     def __init__(self, spec: PipelineParallel, context: WorkerContext) -> None:
         super().__init__(spec, context)
-        self._spec = spec
-        self._stage, self._stages = self._part, self._parts
         check_cuts(self.replica.model, spec.cuts)
         if any("forward" in vars(module) for module in self.replica.model.modules()):
             raise UsageError(
@@ -81,7 +81,7 @@ class PipelineRunner(ModelParallelRunner):
             measured.append(measure(len(parts[k]), loss, output, wanted[k]))
             return loss * (len(parts[k]) / work.lease.batch)
 
-        steps = stage_schedule(self._stage, self._stages, micro, self._spec.schedule)
+        steps = stage_schedule(self._part, self._parts, micro, self._spec.schedule)
         flow.run(steps, parts, self._graph, judge)
         self.clock.enter(OTHER)
         self._waited_ns += self.clock.total_ns[WAIT] - waited_ns
@@ -91,7 +91,7 @@ class PipelineRunner(ModelParallelRunner):
 
     def _stage_exchange(self, step: int) -> StageExchange:
         group, recompute = self.context.group, self._spec.recompute
-        return StageExchange(group, self.clock, self._stage, self._first, step, recompute=recompute)
+        return StageExchange(group, self.clock, self._part, self._first, step, recompute=recompute)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
         if not self._holders:  # no step yet: the model is not split
@@ -116,7 +116,7 @@ class PipelineRunner(ModelParallelRunner):
         self._cuts = choose_cuts(self._spec, self.replica.model, example, slots, group)
         self._graph(example)
         for name, parameter in self.replica.model.named_parameters():
-            if self._stage not in self._holders.get(name, (self._stage,)):
+            if self._part not in self._holders.get(name, (self._part,)):
                 self._remote_parameters.add(name)
                 parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 self.replica.optimizer.state.pop(parameter, None)
@@ -151,7 +151,7 @@ class PipelineRunner(ModelParallelRunner):
     def finish_step(self, work: TrainStep) -> None:
         self.clock.enter(COMM)
         trained = self.replica.trained
-        own = [p for n, p in trained if self._holders.get(n) == (self._stage,)]
+        own = [p for n, p in trained if self._holders.get(n) == (self._part,)]
         with peer_errors(f"the exchange of step {work.step} failed"):
             self._sent += all_reduce_gradients(own, self._data_parallel_group)
             for stages, parameters in self._tied_groups.items():
@@ -163,10 +163,10 @@ class PipelineRunner(ModelParallelRunner):
     def _together(self, stages: tuple[int, ...]) -> CollectiveGroup | None:
         """Returns the group of workers of all replicas with these stages; None for others."""
         size = self.context.size
-        inside = tuple(w for w in range(size) if w % self._stages in stages)
+        inside = tuple(w for w in range(size) if w % self._parts in stages)
         outside = tuple((w,) for w in range(size) if w not in inside)
         group = self.context.group.new_subgroup((inside, *outside))
-        return group if self._stage in stages else None
+        return group if self._part in stages else None
 
     # ---- state --------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class PipelineRunner(ModelParallelRunner):
 
     def _holds(self, name: str) -> bool:
         """Returns whether this is the first stage that holds it; stage 0 holds unused ones."""
-        return self._holders.get(name, (0,))[0] == self._stage
+        return self._holders.get(name, (0,))[0] == self._part
 
     def export_state(self) -> Section:
         if not self._holders or self.context.size == 1:
@@ -213,11 +213,11 @@ class PipelineRunner(ModelParallelRunner):
         """Returns the stage and the fraction of time that it waited for adjacent stages."""
         held = sum(tensor.nbytes for _, tensor in self.owned_tensors())
         return {
-            "stage": self._stage,
-            "stages": self._stages,
+            "stage": self._part,
+            "stages": self._parts,
             "cut": list(self._cuts or ()),
             "bubble": self._waited_ns / self._passed_ns if self._passed_ns else None,
-            "bubble_formula": (self._stages - 1) / (self._spec.micro + self._stages - 1),
+            "bubble_formula": (self._parts - 1) / (self._spec.micro + self._parts - 1),
             "weight_bytes": held,
         }
 

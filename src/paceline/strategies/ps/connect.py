@@ -14,9 +14,13 @@ from paceline.comm.wire import Channel
 from paceline.errors import UsageError
 from paceline.strategies.ps.messages import MemoryReply, OfferMemory
 from paceline.strategies.ps.spec import ParameterServer
-from paceline.strategies.ps.transport import Connected, WaitForExchange
+from paceline.strategies.ps.transport import (
+    Connected,
+    DeferredExchanges,
+    TcpTransport,
+    WaitForExchange,
+)
 from paceline.strategies.ps.transport_shm import SharedMemoryTransport
-from paceline.strategies.ps.transport_tcp import TcpTransport
 from paceline.strategies.runner import CommReport, WorkerContext
 
 Connect = Callable[[ParameterServer, WorkerContext, FlatLayout, Sequence[Compressor]], Connected]
@@ -101,8 +105,8 @@ def _offer_memory(
     return (memory if any(link.kind == "shared" for link in links) else None), reasons
 
 
-class ThreadedExchanges:
-    """Runs exchanges in a thread; see `ExchangeScheduler`."""
+class ThreadedExchanges(DeferredExchanges):
+    """Runs exchanges in a thread, next to the computation."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)

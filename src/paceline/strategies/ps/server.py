@@ -34,8 +34,8 @@ from paceline.strategies.ps.messages import (
     data_from_wire,
 )
 from paceline.strategies.ps.store import ParameterStore, PendingGradient
+from paceline.strategies.ps.transport import TcpEndpoint
 from paceline.strategies.ps.transport_shm import SharedMemoryEndpoint, accept_memory
-from paceline.strategies.ps.transport_tcp import TcpEndpoint
 from paceline.telemetry.phase_clock import APPLY, RECEIVE, SEND, ServerClock
 from paceline.telemetry.sampler import ServerCounters, StepCounters
 
@@ -202,8 +202,7 @@ class ParameterServerProcess:
 
     def _accept_memory(self, link: WorkerLink, offer: OfferMemory) -> None:
         with self._changed:
-            channel = link.endpoint.channel
-            endpoint, reply = accept_memory(offer, channel, self._store, self._changed)
+            endpoint, reply = accept_memory(offer, link.endpoint)
             if endpoint is not None:
                 self._count(link.endpoint)
                 link.endpoint = self._shared[offer.worker] = endpoint

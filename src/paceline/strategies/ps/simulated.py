@@ -6,7 +6,6 @@ weights that were current when the simulation pinned them for the worker.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from paceline.strategies.ps.connect import Connect
 from paceline.strategies.ps.messages import PushHeader
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.store import ParameterStore, PendingGradient, ShardState, Slot
-from paceline.strategies.ps.transport import Connected, Pulled, TransportKind, WaitForExchange
+from paceline.strategies.ps.transport import Connected, DeferredExchanges, Pulled, TransportKind
 from paceline.strategies.ps.worker import ParameterServerRunner
 from paceline.strategies.runner import CommReport, PhaseContext, TrainStep, WorkerContext
 from paceline.twin.replicas import RunnerUpdates
@@ -35,63 +34,12 @@ ONE_SERVER = (("simulated", 0),)
 """A single shard holds the whole model: several shards would compute the same."""
 
 
-class SimulatedServers:
-    """The store, and the weights that each worker has pulled but not yet read."""
-
-    def __init__(self, workers: int) -> None:
-        self.store = ParameterStore(use_shared_memory=False)
-        self.version = 0
-        self.handles = [0] * workers
-        """Number of each worker's next push, as the coordinator knows it."""
-        self._snapshot: tuple[int, torch.Tensor] | None = None
-        self.pinned: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def connect(
-        self,
-        spec: ParameterServer,
-        context: WorkerContext,
-        layout: FlatLayout,
-        compressors: Sequence[Compressor],
-    ) -> Connected:
-        compressor = compressors[0] if compressors else None
-        return Connected(
-            transports=(SimulatedTransport(self, context.rank, compressor),),
-            send_buffer=layout.new_buffer(),
-            report=CommReport(backend="simulated", reason=""),
-            exchanges=DeferredExchanges() if spec.overlap else None,
-        )
-
-    def pin(self, worker: int) -> None:
-        """Fixes the weights that the worker's next pull returns; copied once per version."""
-        if self._snapshot is None or self._snapshot[0] != self.version:
-            weights = self.store.weights.clone()
-            coder = self.store.weight_coder
-            if coder is not None:
-                values = weights.view(self.store.slices[0].parameter.dtype)
-                coder.decode(coder.encode(values), values)
-            self._snapshot = (self.version, weights)
-        self.pinned[worker] = self._snapshot
-
-    def load(self, state: ShardState) -> None:
-        self.store.load(state)
-        self.version, self._snapshot = 0, None
-
-    def apply(self, order: ApplyUpdate, factor: float) -> None:
-        # Summed again even if its norm was computed: other updates may have used the buffer.
-        self.store.gather_gradient(order)
-        self.store.step(order, factor)
-        self.store.release_gradients(order)
-        self.version += 1
-
-
 class SimulatedTransport:
-    """A runner's link to `SimulatedServers`; never blocks."""
+    """A runner's link to the store of `ServedReplicas`; never blocks."""
 
     kind: TransportKind = "simulated"
 
-    def __init__(
-        self, servers: SimulatedServers, worker: int, compressor: Compressor | None
-    ) -> None:
+    def __init__(self, servers: ServedReplicas, worker: int, compressor: Compressor | None) -> None:
         self._servers = servers
         self._worker = worker
         self._compressor = compressor
@@ -138,24 +86,8 @@ class SimulatedTransport:
         return
 
 
-class DeferredExchanges:
-    """Exchanges of `overlap=true` without threads: the pull happens when it is waited for."""
-
-    def start(self, push: Callable[[], None], pull: Callable[[], None]) -> WaitForExchange:
-        def wait(timeout_s: float) -> float:
-            start = time.perf_counter()
-            pull()
-            return time.perf_counter() - start
-
-        push()
-        return wait
-
-    def close(self) -> None:
-        return
-
-
 class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
-    """Runners of all workers on one simulated server."""
+    """Runners of all workers on one simulated server, and the weights that each has pulled."""
 
     def __init__(
         self,
@@ -163,19 +95,47 @@ class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
         make: Callable[[WorkerContext, Connect], ParameterServerRunner],
         groups: WorkerGroups = (),
     ) -> None:
-        servers = self._servers = SimulatedServers(backend.workers)
+        self.store = ParameterStore(use_shared_memory=False)
+        self.handles = [0] * backend.workers
+        """Number of each worker's next push, as the coordinator knows it."""
+        self.pinned: dict[int, tuple[int, torch.Tensor]] = {}
+        """Weights, and their version, that each worker has pulled but not yet read."""
+        self._snapshot: tuple[int, torch.Tensor] | None = None
         phase = PhaseContext(servers=ONE_SERVER, groups=groups)
-        super().__init__(backend, lambda context: make(context, servers.connect), phase)
+        super().__init__(backend, lambda context: make(context, self.connect), phase)
         self._steps = [TrainStep(_NO_LEASE, -1) for _ in self.runners]
         for runner, kept in zip(self.runners, backend.residuals, strict=True):
             runner.import_local_state(Section(kept))
 
-    @property
-    def version(self) -> int:
-        return self._servers.version
+    def connect(
+        self,
+        spec: ParameterServer,
+        context: WorkerContext,
+        layout: FlatLayout,
+        compressors: Sequence[Compressor],
+    ) -> Connected:
+        compressor = compressors[0] if compressors else None
+        return Connected(
+            transports=(SimulatedTransport(self, context.rank, compressor),),
+            send_buffer=layout.new_buffer(),
+            report=CommReport(backend="simulated", reason=""),
+            exchanges=DeferredExchanges() if spec.overlap else None,
+        )
+
+    def load(self, state: ShardState) -> None:
+        self.store.load(state)
+        self.version, self._snapshot = 0, None
 
     def pull(self, worker: int) -> None:
-        self._servers.pin(worker)
+        """Fixes the weights that the worker's next pull returns; copied once per version."""
+        if self._snapshot is None or self._snapshot[0] != self.version:
+            weights = self.store.weights.clone()
+            coder = self.store.weight_coder
+            if coder is not None:
+                values = weights.view(self.store.slices[0].parameter.dtype)
+                coder.decode(coder.encode(values), values)
+            self._snapshot = (self.version, weights)
+        self.pinned[worker] = self._snapshot
 
     def compute(self, worker: int, lease: Lease) -> StepOutcome:
         step = self._next_step(worker, lease)
@@ -183,13 +143,13 @@ class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
         return self.forward_backward(worker, step)
 
     def push(self, worker: int, lease: Lease, handle: int) -> None:
-        self._servers.handles[worker] = handle
+        self.handles[worker] = handle
         self.runners[worker].finish_step(self._steps[worker])
 
     def push_group(
         self, members: Sequence[int], leases: Sequence[Lease], handle: int
     ) -> list[StepOutcome]:
-        self._servers.handles[members[0]] = handle
+        self.handles[members[0]] = handle
         for worker, lease in zip(members, leases, strict=True):
             self._next_step(worker, lease)
         self.call(members, lambda worker, runner: runner.begin_step(self._steps[worker]))
@@ -205,10 +165,14 @@ class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
         return step
 
     def grad_sq_norm(self, order: ApplyUpdate) -> float:
-        return self._servers.store.sum_up(order)
+        return self.store.sum_up(order)
 
     def apply(self, order: ApplyUpdate, factor: float) -> None:
-        self._servers.apply(order, factor)
+        # Summed again even if its norm was computed: other updates may have used the buffer.
+        self.store.gather_gradient(order)
+        self.store.step(order, factor)
+        self.store.release_gradients(order)
+        self.version += 1
 
     def export(self) -> None:
         super().export()

@@ -57,7 +57,6 @@ class ShardState:
 class StoredSlice:
     """A slice of a parameter, or several adjacent ones, as a parameter of the optimizer."""
 
-    name: str
     offset: int
     nbytes: int
     parameter: torch.nn.Parameter
@@ -124,10 +123,10 @@ class ParameterStore:
         self._spare, self._copies = [], []
         self.slices = []
         members: list[list[torch.nn.Parameter]] = [[] for _ in state.options]
-        for name, offset, nbytes, dtype, group, shape in state.slices:
+        for _, offset, nbytes, dtype, group, shape in state.slices:
             view = self.weights[offset : offset + nbytes].view(dtype_from_name(dtype))
             parameter = torch.nn.Parameter(view.view(shape))
-            self.slices.append(StoredSlice(name, offset, nbytes, parameter, group))
+            self.slices.append(StoredSlice(offset, nbytes, parameter, group))
             members[group].append(parameter)
         self.optimizer = optimizer_from_reference(state.optimizer, state.options, members)
         if self.optimizer is not None:
@@ -153,7 +152,7 @@ class ParameterStore:
             pieces = list(run)
             lo, hi = pieces[0].offset, pieces[-1].offset + pieces[-1].nbytes
             weights = torch.nn.Parameter(self.weights[lo:hi].view(dtype))
-            rows.append(StoredSlice("", lo, hi - lo, weights, group))
+            rows.append(StoredSlice(lo, hi - lo, weights, group))
             places = [(p.parameter, (p.offset - lo) // dtype.itemsize) for p in pieces]
             segments.append(FlatSegment(weights, places, group))
         self._flat = FlatOptimizer.from_optimizer(self.optimizer, segments)

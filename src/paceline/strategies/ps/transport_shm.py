@@ -8,8 +8,6 @@ during every attempt to copy them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from paceline.comm.shm.parameters import (
@@ -30,9 +28,14 @@ from paceline.strategies.ps.messages import (
     data_from_wire,
     data_to_wire,
 )
-from paceline.strategies.ps.store import ParameterStore, PendingGradient
-from paceline.strategies.ps.transport import Pulled, TransportKind
-from paceline.strategies.ps.transport_tcp import EndpointCounters, TcpEndpoint, TcpTransport
+from paceline.strategies.ps.store import PendingGradient
+from paceline.strategies.ps.transport import (
+    EndpointCounters,
+    Pulled,
+    TcpEndpoint,
+    TcpTransport,
+    TransportKind,
+)
 
 
 class SharedMemoryTransport(TcpTransport):
@@ -102,14 +105,8 @@ class SharedMemoryEndpoint(TcpEndpoint):
     The caller holds the lock of the store in all methods except `receive`.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        mailbox: GradientMailbox,
-        store: ParameterStore,
-        lock: AbstractContextManager[object],
-    ) -> None:
-        super().__init__(channel, store, lock)
+    def __init__(self, tcp: TcpEndpoint, mailbox: GradientMailbox) -> None:
+        super().__init__(tcp.channel, tcp.store, tcp.lock)
         self.mailbox = mailbox
         self._gradients = 0
         self._counted = self._totals()
@@ -117,13 +114,13 @@ class SharedMemoryEndpoint(TcpEndpoint):
     def receive(self, push: PushHeader, body_bytes: int) -> PendingGradient:
         if not isinstance(push, PushShared):
             return super().receive(push, body_bytes)
-        with self._lock:
+        with self.lock:
             gradient = self._pending(push)
             if push.in_place:
                 return gradient
-            shared = self._store.shared_weights
+            shared = self.store.shared_weights
             assert shared is not None
-            copy = self._store.borrow_buffer().copy_(gradient.buffer)
+            copy = self.store.borrow_buffer().copy_(gradient.buffer)
             self.mailbox.consumed = push.handle
             shared.notify()
             return PendingGradient(copy, gradient.missing, gradient.options)
@@ -156,10 +153,7 @@ class SharedMemoryEndpoint(TcpEndpoint):
 
 
 def accept_memory(
-    offer: OfferMemory,
-    channel: Channel,
-    store: ParameterStore,
-    lock: AbstractContextManager[object],
+    offer: OfferMemory, tcp: TcpEndpoint
 ) -> tuple[SharedMemoryEndpoint | None, MemoryReply]:
     """Opens a worker's mailbox; the reply says where the weights are, or why it declines.
 
@@ -173,10 +167,10 @@ def accept_memory(
         )
     except OSError as error:
         return None, MemoryReply(descriptor=None, reason=f"{error.strerror} at a worker's memory")
-    store.allocate(offer.hi - offer.lo)
-    shared = store.shared_weights
+    tcp.store.allocate(offer.hi - offer.lo)
+    shared = tcp.store.shared_weights
     if shared is None:
         reason = "no room for a server's weights in shared memory"
         return None, MemoryReply(descriptor=None, reason=reason)
-    endpoint = SharedMemoryEndpoint(channel, mailbox, store, lock)
-    return endpoint, MemoryReply(descriptor=shared.descriptor(), reason="")
+    reply = MemoryReply(descriptor=shared.descriptor(), reason="")
+    return SharedMemoryEndpoint(tcp, mailbox), reply

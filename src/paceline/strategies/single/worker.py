@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from paceline.specs.strategy import Strategy
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
-from paceline.strategies.single.spec import Single
 from paceline.telemetry.phase_clock import OPTIMIZER
 
 
 class SingleRunner(Runner):
-    def __init__(self, spec: Single, context: WorkerContext) -> None:
+    """Also runs other strategies that equal `single` on one worker."""
+
+    def __init__(self, spec: Strategy, context: WorkerContext) -> None:
         super().__init__(context)
 
     def finish_step(self, work: TrainStep) -> None:

@@ -50,17 +50,13 @@ class SliceSpec:
 class SlicedModel:
     """Changes made to a model, and how to undo them."""
 
+    wire: TensorParallelGroup
     cuts: dict[str, SliceSpec] = field(default_factory=dict)
     """Slices by name of the parameter."""
     shapes: dict[Tensor, torch.Size] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
-    wire: TensorParallelGroup | None = None
     fast_attention: bool = False
     """True if torch's fast path of attention was enabled; it is disabled meanwhile."""
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.wire.bytes_sent if self.wire is not None else 0
 
     def undo(self) -> None:
         """Restores the layers; their weights are allocated but not initialized."""
@@ -143,10 +139,10 @@ def _view(x: Tensor) -> Tensor:
 
 def slice_model(model: nn.Module, part: int, parts: int, group: CollectiveGroup) -> SlicedModel:
     """Slices all supported layers in place: parameters keep their identity, not their shape."""
-    done = SlicedModel()
+    wire = TensorParallelGroup(group, part)
+    done = SlicedModel(wire)
     if parts == 1:
         return done
-    wire = done.wire = TensorParallelGroup(group, part)
     uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     for _, module, parameters in callable_layers(model):
@@ -239,9 +235,17 @@ def _plan_attention(
         mask = _join_masks(attn_mask, key_padding_mask, q.dtype)
         dropout = module.dropout if module.training else 0.0
         causal = is_causal and mask is None
+        attended = weights_out = None
         with _drawing_apart(dropout, wire.part):
-            mixed, attended = _attend(q, k, v, mask, dropout, causal, need_weights)
-        weights_out = None
+            if need_weights:
+                scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+                attended = (scores if mask is None else scores + mask).softmax(-1)
+                attended = F.dropout(attended, dropout)
+                mixed = attended @ v
+            else:
+                mixed = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+                )
         if attended is not None and average_attn_weights:
             weights_out = wire.add(attended.sum(-3)) / module.num_heads
         elif attended is not None:
@@ -271,25 +275,6 @@ def _drawing_apart(dropout: float, part: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + part)
         yield
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if not need_weights:
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-        )
-        return mixed, None
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    attended = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-    return attended @ v, attended
 
 
 def _by_heads(x: Tensor, heads: int, width: int) -> Tensor:

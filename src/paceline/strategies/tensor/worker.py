@@ -26,7 +26,6 @@ from paceline.strategies.runner import (
     LossOf,
     TrainStep,
     WorkerContext,
-    layer_peer_errors,
     peer_errors,
 )
 from paceline.strategies.tensor.sliced_layers import SliceSpec, slice_model
@@ -60,7 +59,7 @@ class TensorRunner(ModelParallelRunner):
     def forward_backward(self, work: TrainStep, batch: Batch | None, loss_of: LossOf) -> StepStats:
         if batch is not None and self._parts > 1:
             self._compare(batch)
-        with layer_peer_errors(f"inside step {work.step}"):
+        with peer_errors(f"an exchange inside step {work.step} failed", inside_layers=True):
             measured = super().forward_backward(work, batch, loss_of)
         return measured if self._computes_loss else StepStats(0, 0, 0.0, 0)
 
@@ -89,7 +88,7 @@ class TensorRunner(ModelParallelRunner):
         self.replica.apply_gradients()
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        with layer_peer_errors("of an evaluation"):
+        with peer_errors("an exchange of an evaluation failed", inside_layers=True):
             output = super().predict(inputs)
         return output if self._computes_loss else None
 
@@ -139,7 +138,7 @@ class TensorRunner(ModelParallelRunner):
 
     @property
     def bytes_sent(self) -> int:
-        return self._sent + self._sliced.bytes_sent
+        return self._sent + self._sliced.wire.bytes_sent
 
     def model_part(self) -> dict[str, object]:
         held = sum(p.nbytes for p in self.replica.model.parameters())
