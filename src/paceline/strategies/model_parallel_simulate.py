@@ -30,11 +30,7 @@ class ModelParallelSimulation(LockstepSimulation[ModelParallelT]):
             for c, link in zip(simulator.fleet.compute, simulator.fleet.links, strict=True)
         ]
         hosts = simulator.fleet.hosts[::parts]
-        self._replica_exchange_s = (
-            allreduce_s(simulator.pool, hosts, simulator.work.bytes / parts)
-            if len(hosts) > 1
-            else 0.0
-        )
+        self._replica_exchange_s = allreduce_s(simulator.pool, hosts, simulator.work.bytes / parts)
 
     @property
     def micro_batches(self) -> int:

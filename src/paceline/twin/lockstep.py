@@ -14,6 +14,7 @@ from typing import Generic
 
 import numpy as np
 
+from paceline.plan.cost_model import allreduce_s
 from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats, split_batch
 from paceline.specs.strategy import WorkerGroups
 from paceline.twin.machines import Floats
@@ -28,22 +29,13 @@ MAX_CACHED_SPLITS = 64
 class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     """All workers of a planned strategy at once."""
 
-    def __init__(
-        self,
-        spec: StrategyT,
-        simulator: Simulator,
-        groups: WorkerGroups,
-        *,
-        exchange_s: float = 0.0,
-        exchange_bytes: float = 0.0,
-    ) -> None:
+    def __init__(self, spec: StrategyT, simulator: Simulator, groups: WorkerGroups) -> None:
         self.spec = spec
         self.simulator = simulator
         self.workers = simulator.plan.workers
-        self.exchange_s = exchange_s
+        self.exchange_bytes = self.bytes_per_exchange() if self.workers > 1 else 0.0
+        self.exchange_s = allreduce_s(simulator.pool, simulator.fleet.hosts, self.exchange_bytes)
         """Duration of one exchange among all workers."""
-        self.exchange_bytes = exchange_bytes
-        """Bytes that each worker contributes to it."""
         self.free = np.zeros(self.workers)
         """Time at which each worker can start its next step."""
         self._plans: deque[PlannedSteps] = deque()
@@ -56,6 +48,10 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         self._reset_report()
 
     # ---- for strategies -----------------------------------------------------------------------
+
+    def bytes_per_exchange(self) -> float:
+        """Bytes that each worker contributes to an exchange among all workers."""
+        return 0.0
 
     def compute_step(self, shares: Floats, epoch: float) -> tuple[Floats, Floats]:
         """Returns when each worker has its gradient, and how long it computed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
+import os
 import secrets
 import socket
 import statistics
@@ -163,8 +164,6 @@ def _sum_in_memory(rank: int, results: Any, name: str, count: int) -> None:
 
 
 def _sum_together(rank: int, results: Any, store: str, nbytes: int) -> None:
-    import os
-
     import torch
     import torch.distributed as dist
 

@@ -96,18 +96,17 @@ class RunnerUpdates(WeightUpdates, Generic[RunnerT]):
         self._samples[worker] += step.lease.samples
         return backend.outcome(worker, step.measured)
 
-    def set_lr(self, worker: int, lease: Lease) -> None:
-        self.backend.set_lr(lease, self.runners[worker].replica.optimizer)
-
     def sync(self) -> None:
         """Settles all runners as a quiesce does, and copies the result to the backend's model."""
         self.call_all(lambda _, runner: runner.sync_weights(self.version))
         self.call_all(lambda worker, runner: runner.average_buffers(self._samples[worker]))
         self._samples = [0] * len(self.runners)
-        source, target = self.runners[0].replica.model, self.backend.replica.model
+        theirs, ours = self.runners[0].replica.model, self.backend.replica.model
         with torch.no_grad():
-            for ours, theirs in zip(_tensors(target), _tensors(source), strict=True):
-                ours.copy_(theirs)
+            for weights, current in zip(ours.parameters(), theirs.parameters(), strict=True):
+                weights.copy_(current)
+            for buffer, newest in zip(ours.buffers(), theirs.buffers(), strict=True):
+                buffer.copy_(newest)
 
     def export(self) -> None:
         self.sync()
@@ -138,7 +137,7 @@ class LocalReplicas(RunnerUpdates[Runner]):
         self.call_all(lambda worker, runner: runner.begin_step(steps[worker]))
         outcomes = []
         for worker, step in enumerate(steps):
-            self.set_lr(worker, step.lease)
+            self.backend.set_lr(step.lease, self.runners[worker].replica.optimizer)
             outcomes.append(self.forward_backward(worker, step))
         self.backend.set_lr(leases[0])
         self.call_all(lambda worker, runner: runner.finish_step(steps[worker]))
@@ -154,10 +153,6 @@ class LocalReplicas(RunnerUpdates[Runner]):
         """Runners average by themselves in `step`; at a quiesce they average what is left."""
         self.call_all(lambda _, runner: runner.sync_weights(0))
         self._bytes_sent = self.runners[0].bytes_sent
-
-
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 class _NoCoordinator:

@@ -127,10 +127,6 @@ def resolve(name: str) -> str | None:
         return None
 
 
-def read_clock() -> Answer:
-    return {"time": time.time()}
-
-
 # ---- routes ----------------------------------------------------------------------------------
 
 
@@ -364,7 +360,7 @@ def time_steps(job: Answer, share: int) -> Answer:
 
 COMMANDS: dict[str, Callable[..., Answer]] = {
     "facts": machine_facts,
-    "clock": read_clock,
+    "clock": lambda: {"time": time.time()},
     "routes": find_routes,
     "ports": find_ports,
     "listen": listen,

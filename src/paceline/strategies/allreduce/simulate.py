@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from paceline.plan.cost_model import allreduce_s, exposed_s, exposed_without_layers_s, fill_buckets
@@ -10,7 +11,6 @@ from paceline.strategies.allreduce.cost import exchange_bytes
 from paceline.strategies.allreduce.spec import AllReduce
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats
-from paceline.twin.simulator import Simulator
 from paceline.twin.updates import WeightUpdates
 
 if TYPE_CHECKING:
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 
 class AllReduceSimulation(LockstepSimulation[AllReduce]):
-    def __init__(self, spec: AllReduce, simulator: Simulator, groups: WorkerGroups) -> None:
-        pool, hosts = simulator.pool, simulator.fleet.hosts
-        nbytes = exchange_bytes(spec, simulator.work) if simulator.plan.workers > 1 else 0.0
-        exchange_s = allreduce_s(pool, hosts, nbytes)
-        super().__init__(spec, simulator, groups, exchange_s=exchange_s, exchange_bytes=nbytes)
-        self._buckets: list[tuple[float, float]] = []
+    def bytes_per_exchange(self) -> float:
+        return exchange_bytes(self.spec, self.simulator.work)
+
+    @cached_property
+    def _buckets(self) -> list[tuple[float, float]]:
         """Fraction of the compute time when a bucket is ready, and seconds of its exchange."""
-        if self.workers > 1:
-            self._buckets = [
-                (b.ready, allreduce_s(pool, hosts, b.share * nbytes))
-                for b in fill_buckets(simulator.work, spec.bucket_bytes)
-            ]
+        pool, hosts = self.simulator.pool, self.simulator.fleet.hosts
+        return [
+            (b.ready, allreduce_s(pool, hosts, b.share * self.exchange_bytes))
+            for b in fill_buckets(self.simulator.work, self.spec.bucket_bytes)
+        ]
 
     @staticmethod
     def updates(spec: AllReduce, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
@@ -39,7 +38,7 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
 
     def finish_step(self, ends: Floats, busy: Floats) -> None:
         longest = float(busy.max())
-        if self._buckets:
+        if self.workers > 1 and self._buckets:
             exposed = exposed_s(longest, self._buckets)
         else:
             exposed = exposed_without_layers_s(

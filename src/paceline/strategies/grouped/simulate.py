@@ -91,8 +91,6 @@ class GroupedSimulation(PushPullSimulation):
 
     def _broadcast_s(self, members: tuple[int, ...]) -> float:
         """The leader broadcasts the weights to its group: half of an all-reduce."""
-        if len(members) < 2:
-            return 0.0
         hosts = [self.fleet.hosts[w] for w in members]
         return allreduce_s(self.simulator.pool, hosts, self.rules.pull_bytes) / 2
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.plan.cost_model import allreduce_s
 from paceline.specs.strategy import LocalSteps, WorkerGroups
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats
-from paceline.twin.simulator import Simulator
 from paceline.twin.timeline import Callback
 from paceline.twin.updates import WeightUpdates
 
@@ -17,11 +15,10 @@ if TYPE_CHECKING:
 
 
 class LocalStepsSimulation(LockstepSimulation[LocalSteps]):
-    def __init__(self, spec: LocalSteps, simulator: Simulator, groups: WorkerGroups) -> None:
-        nbytes = float(simulator.work.bytes) if simulator.plan.workers > 1 else 0.0
-        exchange_s = allreduce_s(simulator.pool, simulator.fleet.hosts, nbytes)
-        super().__init__(spec, simulator, groups, exchange_s=exchange_s, exchange_bytes=nbytes)
-        self._steps_since_sync = 0
+    _steps_since_sync = 0
+
+    def bytes_per_exchange(self) -> float:
+        return float(self.simulator.work.bytes)
 
     @staticmethod
     def updates(spec: LocalSteps, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:

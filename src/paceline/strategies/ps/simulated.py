@@ -158,7 +158,7 @@ class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
         return outcomes
 
     def _next_step(self, worker: int, lease: Lease) -> TrainStep:
-        self.set_lr(worker, lease)
+        self.backend.set_lr(lease, self.runners[worker].replica.optimizer)
         self.backend.set_lr(lease)
         step = TrainStep(lease, self._steps[worker].step + 1, self.version)
         self._steps[worker] = step

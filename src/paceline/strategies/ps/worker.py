@@ -48,7 +48,6 @@ class ParameterServerRunner(Runner):
                 f"{type(optimizer).__name__} is defined in the script itself; "
                 "move it to a separate module, so that servers can import it"
             )
-        self._names = [name for name, _ in self.replica.trained]
         self._parameters = [p for _, p in self.replica.trained]
         self._traits = optimizer_traits(optimizer)
         self._layout = FlatLayout(
@@ -256,8 +255,8 @@ class ParameterServerRunner(Runner):
                 view.zero_()  # Do not send an earlier step's gradient again.
             elif parameter.grad.is_sparse:
                 raise UsageError(
-                    f"parameter {self._names[index]} has a sparse gradient, which ps does not "
-                    "support; use Embedding(sparse=False)"
+                    f"parameter {self.replica.trained[index][0]} has a sparse gradient, which ps "
+                    "does not support; use Embedding(sparse=False)"
                 )
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
@@ -292,7 +291,7 @@ class ParameterServerRunner(Runner):
                 view.copy_(parameter)
         slices, parts = [], []
         for index, piece in enumerate(shard.slices):
-            parameter, name = self._parameters[piece.parameter], self._names[piece.parameter]
+            name, parameter = self.replica.trained[piece.parameter]
             whole = piece.stop - piece.start == parameter.numel()
             shape = tuple(parameter.shape) if whole else (piece.stop - piece.start,)
             dtype, offset = str(parameter.dtype).removeprefix("torch."), piece.offset - shard.lo

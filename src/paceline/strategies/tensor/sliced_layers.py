@@ -286,11 +286,8 @@ def _join_masks(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype)
     """Joins masks to one that is added to the scores of the local heads."""
     if padding is not None:
         padding = padding[:, None, None, :]
-    added = [_as_added(given, dtype) for given in (mask, padding) if given is not None]
-    return sum(added[1:], added[0]) if added else None
-
-
-def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    given = [each for each in (mask, padding) if each is not None]
+    for index, each in enumerate(given):
+        if each.dtype == torch.bool:
+            given[index] = torch.zeros_like(each, dtype=dtype).masked_fill_(each, float("-inf"))
+    return sum(given[1:], given[0]) if given else None
