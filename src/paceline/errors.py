@@ -4,8 +4,6 @@ The message of an error is one line with the problem, the rule and the remedy. `
 exit status of the command line: 2 for a usage error, 1 for a failed run.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

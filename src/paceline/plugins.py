@@ -1,7 +1,5 @@
 """User modules that every process of a run imports, because they register strategies or codecs."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

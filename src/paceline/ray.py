@@ -4,8 +4,6 @@ Ray allocates the slots and reports lost actors; everything else works as on any
 Requires the extra `paceline[ray]`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

@@ -8,8 +8,6 @@ over those of a `--config` file; both are checked by the settings class, so its 
 are stated once. Commands that take a `Job` accept `--config`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """`paceline data convert|show`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ Commands are named as "module:function" and imported only when they are used, so
 fast. Exit status: 0 done; 1 failed or diverged; 2 usage error, in one line; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

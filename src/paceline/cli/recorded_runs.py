@@ -1,7 +1,5 @@
 """Commands on recorded runs: `paceline evaluate`, `report`, `dashboard`, `profile`, `export`."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

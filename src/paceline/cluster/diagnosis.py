@@ -3,8 +3,6 @@
 The rules do no I/O, so they can be tested in isolation.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass

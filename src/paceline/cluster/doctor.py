@@ -5,8 +5,6 @@ examination, because measurements between two machines need both. The result is 
 `diagnosis.py` derives the problems from it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

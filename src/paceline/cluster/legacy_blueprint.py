@@ -6,8 +6,6 @@ reported. Passwords are skipped and never stored; errors and repair messages nev
 that could be a password.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn

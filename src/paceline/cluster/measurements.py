@@ -1,7 +1,5 @@
 """Writes the results of an examination into the pool and as JSON."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Files are validated strictly and written atomically. Errors give the line, the k
 the rule. They never quote a file that cannot be parsed, because blueprints may contain passwords.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

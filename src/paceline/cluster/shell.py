@@ -5,8 +5,6 @@ over stdin ahead of the program's own input. So nothing needs to be installed on
 argument ever passes through a shell.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ A password is requested once, used for one connection and discarded: it is never
 logged, and is sent only over SSH.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The interface of all codecs, the checks of their input, and payloads as bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ A compressor's residual covers one flat buffer (a bucket, or a server's shard). 
 Other codec state belongs to the buffer and is exported as `codec/<buffer>/<key>`.
 """
 
-from __future__ import annotations
-
 import math
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence

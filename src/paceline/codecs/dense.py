@@ -1,7 +1,5 @@
 """Codecs that send every element in fewer bits: fp16, bf16, int8, onebit."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """PowerSGD: matrices as products of two low-rank factors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

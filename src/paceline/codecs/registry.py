@@ -1,7 +1,5 @@
 """One record per codec: its spec, and where its coder is; coders are imported on first use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.codecs.spec import Bf16, Codec, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK

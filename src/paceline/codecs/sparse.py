@@ -1,7 +1,5 @@
 """Codecs that send a few elements with full precision: topk, threshold."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ the same numbers in another order and differs in the last bits. So does another 
 memory of one machine, or torch), which is chosen once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ DistributedDataParallel, average with equal weights although shares may differ i
 residuals inside the hook, where checkpoints cannot save them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 

@@ -4,8 +4,6 @@ An element-wise optimizer lets a parameter be split between any two elements; ot
 begin and end between parameters. The caller decides which (`strategies/optimizer_traits.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Index of the runs below a folder: a summary of each, and the runs that a page is showing."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Follows one run and aggregates its events for the dashboard page."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections import Counter, defaultdict

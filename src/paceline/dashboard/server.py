@@ -3,8 +3,6 @@
 Few clients, small responses. The page is one document with its style, scripts and the list of runs.
 """
 
-from __future__ import annotations
-
 import gzip
 import hmac
 import ipaddress

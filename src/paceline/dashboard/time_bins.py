@@ -1,7 +1,5 @@
 """Time series in a bounded number of bins; pairs of bins are merged as a run grows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

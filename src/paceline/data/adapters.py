@@ -1,7 +1,5 @@
 """Adapters for the user's own data: tensors, NumPy arrays or a map-style torch Dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, cast

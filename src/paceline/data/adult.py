@@ -1,7 +1,5 @@
 """The census dataset "Adult": 6 numeric and 8 categorical columns; label: income above 50K."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -18,8 +18,6 @@ Columns are converted to arrays without copies where possible and without a loop
 Nulls are an error unless `fill` is given. Strings are not supported.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any

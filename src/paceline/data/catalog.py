@@ -7,8 +7,6 @@ file; the dataset then carries a note. Recompressed archives (`cifar-10-binary.t
 identified by the files inside them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@ A record has 3,073 bytes: a label, then 1,024 red, 1,024 green and 1,024 blue, r
 files of such records can be read by URL, in byte ranges.
 """
 
-from __future__ import annotations
-
 import lzma
 import tarfile
 import zlib

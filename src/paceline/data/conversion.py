@@ -5,8 +5,6 @@ the files and contains the scaling, the names, the shape and the classes, so tha
 sufficient to train on it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

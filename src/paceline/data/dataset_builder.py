@@ -9,8 +9,6 @@
 `auto` selects `sample` if all rows fit into half of the memory limit, else `row_group`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ C. Kaynak, UCI Machine Learning Repository, 1998, CC BY 4.0), with the values an
 scikit-learn's `load_digits`. `digits.license.txt` is its notice.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ NumPy's generators are sequential and may change between releases. Here every va
 hash of its key, so any process can compute it for any row.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

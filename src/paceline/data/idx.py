@@ -8,8 +8,6 @@ Other IDX files can be read by URL, in byte ranges. Labels are in a file with `l
 of `images-idx3` in its name. A compressed file is one block.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

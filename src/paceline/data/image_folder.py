@@ -5,8 +5,6 @@ given `shape`; a shape with one channel converts them to gray. Rows are ordered 
 directory and file name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 

@@ -1,7 +1,5 @@
 """Datasets in memory: rows of numbers or images, and windows of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from dataclasses import dataclass
 

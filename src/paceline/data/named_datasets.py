@@ -6,8 +6,6 @@ same for every seed, so that results of different seeds are comparable. Digits, 
 published test set, is split 1297 / 200 / 300 in the same way.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -6,8 +6,6 @@ standard variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL),
 user's SSH keys, and hdfs uses HADOOP_CONF_DIR if it is set.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import time

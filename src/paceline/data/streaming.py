@@ -3,8 +3,6 @@
 Decoded blocks may be cached, so that the next epoch does not read them again.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Plain text as character codes, for models that predict the next character; held in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

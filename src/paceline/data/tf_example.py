@@ -7,8 +7,6 @@ rows. Field numbers: https://github.com/tensorflow/tensorflow/blob/master/tensor
 feature.proto and example.proto.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

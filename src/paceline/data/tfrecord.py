@@ -6,8 +6,6 @@ A file is split into blocks of complete records. Their offsets are found in one 
 an index in the cache directory. A compressed file (gzip, zlib) is one block.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -5,8 +5,6 @@ Forward pass, loss, backward pass and metrics are computed by Keras, so models w
 updates the weights when the step has returned.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

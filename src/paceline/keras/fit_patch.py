@@ -4,8 +4,6 @@ Every worker runs the whole script, independently until `fit`. There all workers
 weights, train together, and have the same model when it returns. Only worker 0 writes files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Builds a Job from a compiled Keras model, and loads the Keras model of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

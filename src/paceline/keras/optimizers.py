@@ -6,8 +6,6 @@ Keras's, so that they can be converted in both directions. Does not import Keras
 not need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 A matrix is resumable and interleaved; failures are kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

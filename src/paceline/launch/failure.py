@@ -1,7 +1,5 @@
 """Failures of a run's processes: which of them is the cause, and how it is reported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

@@ -4,8 +4,6 @@ Nothing that a worker says becomes a path as it is: its own events go by the nam
 have, files by names that are known.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Prepares machines for a script: connects, probes, and copies the project and environment."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import sys

@@ -4,8 +4,6 @@ Runs in the supervisor's event loop. Messages are accepted only from peers that 
 they have the run's token; a peer that does not follow the format is disconnected.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ machines, reached over SSH or through an engine that runs there already. Run fol
 codes are the supervisor's and so the same with each.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Live monitoring of a run: process metrics, verdicts, and the metrics endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Matrix files: models x data x strategies x batches x workers x seeds."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from importlib import resources

@@ -1,7 +1,5 @@
 """Runs a job from start to end: check, start, supervise, summarize. The Python entry point."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Options of a run that concern neither the job nor the strategy, and their defaults here."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -4,8 +4,6 @@ The first failure ends the run, as Ctrl-C does: every machine stops its processe
 no longer reachable does so when its watchdog receives no heartbeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import signal

@@ -4,8 +4,6 @@ Sets the variables of both torch (MASTER_ADDR, RANK, ...) and TensorFlow (TF_CON
 has a rank, including servers and evaluators, because all run the same script.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

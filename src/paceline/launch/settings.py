@@ -1,7 +1,5 @@
 """Settings of a run: how to run a job, as opposed to what to train. Each field is an option."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

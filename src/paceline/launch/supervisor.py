@@ -4,8 +4,6 @@ The first failure ends the run: the process that caused it is named, all others 
 seconds, and no process remains, whether the run is done, failed or interrupted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import signal

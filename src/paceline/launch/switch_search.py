@@ -4,8 +4,6 @@ The run keeps a checkpoint of every epoch; a probe of a switch point starts from
 there, so that it costs only its asynchronous tail. What is done already is not run again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping

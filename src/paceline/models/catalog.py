@@ -1,7 +1,5 @@
 """Catalog of built-in models: names, accepted inputs and factories. Does not import torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Densely connected networks with bottlenecks and compression (DenseNet-BC)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ normalization uses torch's default momentum and epsilon. The last pooling is glo
 image size is supported; on 32x32 it equals the example's 8x8 pooling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

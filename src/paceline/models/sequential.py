@@ -3,8 +3,6 @@
 Weights are drawn from torch's global generator, in the order of the layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

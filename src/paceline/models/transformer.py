@@ -1,7 +1,5 @@
 """A small causal transformer over characters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

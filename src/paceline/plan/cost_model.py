@@ -4,8 +4,6 @@ The formulas are documented in docs/cost-model.md. The twin simulates them step 
 and queues; the planner sums them up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Time, energy and price of training on given hosts with one strategy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Explains a plan: the choice, the runners-up, and why each host was excluded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Interface of a strategy's cost facet: the expected time of a step on given hosts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

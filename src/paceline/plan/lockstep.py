@@ -1,7 +1,5 @@
 """Step time of strategies in which all workers advance together."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 import numpy as np

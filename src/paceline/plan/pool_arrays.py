@@ -1,7 +1,5 @@
 """A pool as arrays, one entry per host, computed once per job."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Step time of strategies in which workers push gradients to servers and pull weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ runs of the same model: the compute time of a machine relative to the cost model
 time of a strategy. Both are medians, so that a single outlier does not dominate.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Search for the hosts and the strategy that minimize an objective under limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

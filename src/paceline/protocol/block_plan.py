@@ -7,8 +7,6 @@ whole file, if files are not split); an idle worker takes the next one. When all
 assigned, an idle worker takes over the end of another worker's queue.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

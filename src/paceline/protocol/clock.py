@@ -5,8 +5,6 @@ All counts are equal at the start of a training interval (`begin`), because all 
 for each other. When no worker is active, `flush` releases what is still held back.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ train, the pace of the active strategy turns reports into further work; `RunSequ
 run between training intervals.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ The client proves itself first: a server sends no proof to an unauthenticated pe
 the proof prevents a proof from being sent back to the side that made it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import struct

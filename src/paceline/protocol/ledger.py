@@ -1,7 +1,5 @@
 """The sample ledger: every position of an epoch is leased and acknowledged exactly once."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Membership: the last known status of each worker, and detection of stuck workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WAITING_PHASES = frozenset({"comm_exposed", "wait"})

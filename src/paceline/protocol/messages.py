@@ -4,8 +4,6 @@
 unknown kind, or missing or unknown fields, raise WireError.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from itertools import accumulate

@@ -5,8 +5,6 @@ workers' reports into further work. The coordinator controls the time in between
 `pace.py` chooses one: `PlannedPace` here, or `PushPace` of `paceline.protocol.push_pace`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from itertools import pairwise

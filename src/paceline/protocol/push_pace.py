@@ -1,7 +1,5 @@
 """A pace for parameter servers: each push is answered with an update and the next lease."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

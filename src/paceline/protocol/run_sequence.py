@@ -4,8 +4,6 @@ Between two training intervals the run quiesces, and all workers receive the sam
 evaluate, save, switch, continue. Each `yield` waits for the replies of all workers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Generator, Mapping

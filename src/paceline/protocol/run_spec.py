@@ -1,7 +1,5 @@
 """Settings of a run, and the actions of the coordinator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

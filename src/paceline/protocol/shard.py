@@ -4,8 +4,6 @@ Gradients and orders arrive on different connections and in any order; an order 
 is the next version and all its gradients have arrived.
 """
 
-from __future__ import annotations
-
 from paceline.protocol.messages import ApplyUpdate, record
 
 Handle = tuple[int, int]

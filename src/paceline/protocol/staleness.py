@@ -5,8 +5,6 @@ determines the numbers that describe it: its share of a global batch, and the de
 in global batches.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

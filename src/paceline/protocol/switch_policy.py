@@ -1,7 +1,5 @@
 """Policies that decide on strategy switches, as pure functions of the run's history."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Progress of a run: speed, waiting and loss per worker, in short windows; diverged losses."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

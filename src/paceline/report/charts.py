@@ -4,8 +4,6 @@ Colours of text, grid and background are left to the page, which knows light fro
 escaped: Plotly reads its texts as a kind of HTML, links included.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Content of a report, independent of its format: findings, tables and figures per task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Describes events in one line each: for traces and the dashboard, and for the terminal."""
 
-from __future__ import annotations
-
 from paceline.report.number_format import format_number
 from paceline.telemetry import events as ev
 from paceline.telemetry.run_folder import CollectivesNotice, ProcessOutput, RunNotice

@@ -6,8 +6,6 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 spreadsheets and data frames. TensorBoard event files need the extra `[tensorboard]`.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writes the figures of a report as SVG and PNG with matplotlib (extra `figures`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import unescape
 from pathlib import Path

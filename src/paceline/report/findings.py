@@ -1,7 +1,5 @@
 """Findings: sentences computed from the runs. Differences are tested for significance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.report.comparison import StrategyEntry, mean_metric, spread_of

@@ -1,7 +1,5 @@
 """The HTML report: one self-contained file that works offline; its helpers escape their input."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

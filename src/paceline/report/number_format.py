@@ -1,7 +1,5 @@
 """Number formats shared by the terminal, Markdown and HTML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Operator times of one run by worker, or of two runs compared."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

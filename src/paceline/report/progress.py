@@ -1,7 +1,5 @@
 """Progress of a run or of a matrix: live lines on a terminal, a few plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -4,8 +4,6 @@
 which machines); nothing in them was measured here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs of a report, loaded from their folders in any state, and groups of comparable runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

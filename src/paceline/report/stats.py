@@ -1,7 +1,5 @@
 """Mean and spread over seeds, tests of whether two strategies differ, and rates."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Tables of strategies and runs: the summary, also for the terminal, and those of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

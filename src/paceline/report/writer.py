@@ -1,7 +1,5 @@
 """Writes a report as HTML and Markdown, with its figures and tables as separate files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

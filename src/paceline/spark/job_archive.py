@@ -6,8 +6,6 @@ model consists of the same files and the trained weights. Exported data and run 
 store that the driver and the executors share.
 """
 
-from __future__ import annotations
-
 import atexit
 import inspect
 import json

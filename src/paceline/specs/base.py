@@ -1,7 +1,5 @@
 """Parses and formats spec classes; each class declares one converter per field."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Points in a run: a fraction of it, an epoch or a sample count."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.errors import SpecError

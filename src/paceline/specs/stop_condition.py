@@ -1,7 +1,5 @@
 """`--until "val_acc>=0.97"`: a condition that ends a run early."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ one of them holds those rows in the ledger, and the shares of the others are emp
 distributed over workers is gathered tensor by tensor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

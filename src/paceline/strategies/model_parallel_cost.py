@@ -1,7 +1,5 @@
 """Cost of model-parallel strategies: replicas of the model, each over several hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Simulation of model-parallel strategies: each replica of the model spans several workers."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A class of the user's own may have any name and any formula. It is treated as on
 whole parameters, unless it has an attribute `elementwise` that is true.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Interface of the worker side of a strategy."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence

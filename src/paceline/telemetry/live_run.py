@@ -4,8 +4,6 @@ The state is the metrics of the last minute, totals per process, and verdicts.
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

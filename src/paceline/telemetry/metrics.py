@@ -5,8 +5,6 @@ table, the tables of reports, the dashboard, the Prometheus endpoint and docs/me
 that page with `python -m paceline.telemetry.metrics > docs/metrics.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum

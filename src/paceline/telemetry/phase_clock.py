@@ -1,7 +1,5 @@
 """Clocks that assign the wall time of a process to time categories."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -4,8 +4,6 @@ Counters are totals since some beginning, or levels now; `sampler` takes differe
 kernel does not tell reads as zero or None.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

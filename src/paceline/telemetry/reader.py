@@ -5,8 +5,6 @@ verdicts, reports, traces and calibration; the supervisor feeds one with the eve
 `read_run` combines the two for what is in a folder now.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableSequence

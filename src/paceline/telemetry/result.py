@@ -3,8 +3,6 @@
 Without a result.json, `result_from_events` builds the part that the events of a run contain.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ DIR/logs/worker-K.log       output of a process;     DIR/checkpoints/SAMPLES/   
 DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

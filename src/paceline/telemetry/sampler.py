@@ -4,8 +4,6 @@ It also probes the interpreter's lock twenty times a second: a thread that wakes
 to run, although a core is free for it, waits for Python code that holds the lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import socket

@@ -4,8 +4,6 @@ Both files are contracts. They are read from folders of other versions and from 
 so every key may be missing, and readers check the types of the values they use.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict

@@ -1,7 +1,5 @@
 """Records a worker's steps in memory and writes them as windows."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Single steps, sums of metrics and time categories, taken from events."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Sums of a run's metrics over a window: the input of verdict rules."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

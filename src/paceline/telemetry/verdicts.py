@@ -7,8 +7,6 @@ in the order of this file: a cause comes before the symptoms that it also explai
 nothing if an earlier verdict in `found` explains what it sees.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

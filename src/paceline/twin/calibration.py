@@ -1,7 +1,5 @@
 """Fits a pool to a recorded run: step times per worker, and the cost of an exchange."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of a simulation, and the machines that they select: sources and what-if changes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

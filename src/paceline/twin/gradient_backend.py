@@ -5,8 +5,6 @@ loss, evaluation and checkpoints are those of real workers. Each simulated worke
 state and BatchNorm statistics.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A strategy's `simulate` module subclasses `LockstepSimulation` and defines what 
 gradients of a step (`finish_step`) and, if the model is split, their duration (`compute_step`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from functools import lru_cache

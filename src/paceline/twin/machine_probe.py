@@ -3,8 +3,6 @@
 Contention between workers is not measured but modeled: they share the cores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import multiprocessing

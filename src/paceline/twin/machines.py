@@ -1,7 +1,5 @@
 """Virtual machines of a run: compute times of shares, including slowdowns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

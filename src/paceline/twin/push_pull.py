@@ -1,7 +1,5 @@
 """Simulation of push/pull strategies: workers pull weights, compute and push at their own pace."""
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Runs simulations: validates, simulates and summarizes; writes the same folders as real runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Virtual time: an event queue in which simultaneous events run in the order of scheduling."""
 
-from __future__ import annotations
-
 import gc
 import heapq
 from collections.abc import Callable

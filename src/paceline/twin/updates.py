@@ -1,7 +1,5 @@
 """Weights of a simulated run. The base classes compute nothing; at depth `cost`, time passes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Derives the workload of a job: parameters, operations and samples, counted on the real model."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 

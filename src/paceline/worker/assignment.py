@@ -4,8 +4,6 @@ Arguments and environment of a process can be read by others on the machine; the
 allowed to leak that way.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from multiprocessing import current_process, spawn

@@ -15,8 +15,6 @@ receives the pid after the fork and the exit code when the child ends. Everythin
 environment, the assignment) travels over the child's standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Builds the parts of a job (data, model, loss and optimizer), and evaluates its model."""
 
-from __future__ import annotations
-
 import functools
 import pkgutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ worker. The supervisor then controls the host agent like an SSH host: start prog
 and stdout. When the connection ends, or the supervisor goes quiet, every program is ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

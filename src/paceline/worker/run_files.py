@@ -5,8 +5,6 @@ control connection, before the messages that refer to them: when the coordinator
 `CheckpointWritten`, the checkpoint is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

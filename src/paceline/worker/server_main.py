@@ -1,7 +1,5 @@
 """Entry point of a server process, including its telemetry."""
 
-from __future__ import annotations
-
 import os
 import socket
 

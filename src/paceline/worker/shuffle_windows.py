@@ -1,7 +1,5 @@
 """Shuffle windows of a worker that reads in blocks: the current one and the next ones."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Times a job's training steps on this machine, with the same code as training."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass

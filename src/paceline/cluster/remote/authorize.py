@@ -1,7 +1,5 @@
 """Adds a public key to ~/.ssh/authorized_keys unless present; the file is private to the user."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

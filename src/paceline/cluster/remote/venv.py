@@ -1,7 +1,5 @@
 """Creates a virtual environment from a requirements file, once. Arguments: both paths."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ The futex compares the lower 32 bits of a word, which come first in memory becau
 little-endian.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Launcher for processes on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

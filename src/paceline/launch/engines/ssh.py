@@ -1,7 +1,5 @@
 """Workers on the machines of a pool, over SSH; `localhost` needs none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 

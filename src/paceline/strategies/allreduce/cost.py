@@ -1,7 +1,5 @@
 """Cost of all-reduce: the slowest worker, plus the part of the exchange that is not overlapped."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

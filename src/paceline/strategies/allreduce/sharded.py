@@ -5,8 +5,6 @@ the new weights. `full`: weights and gradients are sharded, too (torch's FSDP); 
 layer are complete only while it computes.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -7,8 +7,6 @@ optimizer's work and memory are divided. The result equals that of full updates 
 element-wise optimizers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """Spec of allreduce: gradients averaged over all workers at every step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Worker side of allreduce: gradients are summed, and all workers apply the same update."""
 
-from __future__ import annotations
-
 from paceline.codecs.compressor import export_residuals, import_residuals
 from paceline.comm.buckets import BackendChoice, GradientExchange, choose_backend, plan_layout
 from paceline.comm.process_group import SharedMemoryGroup

@@ -1,7 +1,5 @@
 """Cost of auto: that of its best candidate."""
 
-from __future__ import annotations
-
 from paceline.plan.facet import CostFacet, StepEstimate
 from paceline.plan.pool_arrays import Ints, PoolArrays
 from paceline.strategies.auto.spec import Auto

@@ -1,7 +1,5 @@
 """The policy of auto: starts with the best candidate, measures, and changes when that pays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Spec of diloco: many local steps, then an outer step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

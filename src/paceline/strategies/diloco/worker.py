@@ -1,7 +1,5 @@
 """Worker side of diloco: local steps, then an outer step on the change of the weights."""
 
-from __future__ import annotations
-
 import torch
 
 from paceline.state import Section

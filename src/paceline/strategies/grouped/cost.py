@@ -1,7 +1,5 @@
 """Cost of groups: an all-reduce inside each group, push and pull between groups."""
 
-from __future__ import annotations
-
 from paceline.plan.facet import CostFacet, StepEstimate
 from paceline.plan.pool_arrays import Ints, PoolArrays
 from paceline.plan.push_pull import PushPullCost, push_pull_step

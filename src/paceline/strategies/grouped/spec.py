@@ -1,7 +1,5 @@
 """Spec of grouped: synchronous inside a group, asynchronous between groups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Worker side of grouped: groups are synchronous inside and share servers asynchronously."""
 
-from __future__ import annotations
-
 import torch
 
 from paceline.errors import UsageError

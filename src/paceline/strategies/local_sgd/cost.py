@@ -1,7 +1,5 @@
 """Cost of strategies whose workers take several local steps between two averages."""
 
-from __future__ import annotations
-
 import math
 
 from paceline.plan.facet import CostFacet, StepEstimate

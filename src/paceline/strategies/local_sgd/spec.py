@@ -1,7 +1,5 @@
 """Spec of local_sgd: local steps, then an average of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

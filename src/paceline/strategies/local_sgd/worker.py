@@ -5,8 +5,6 @@ them, and every quiesce, makes them equal again. Optimizer slots stay local: a c
 worker's own and their average, which is what another strategy continues with.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

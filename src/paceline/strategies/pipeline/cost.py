@@ -1,7 +1,5 @@
 """Cost of pipeline parallelism: where the model is cut, and what a step of the stages takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Selects where to split a model into stages: by name, evenly by parameters, or by a profile."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

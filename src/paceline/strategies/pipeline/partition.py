@@ -1,7 +1,5 @@
 """Division of a sequence of layers into stages, by the cost of each layer on each machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

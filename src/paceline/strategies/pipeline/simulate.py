@@ -1,7 +1,5 @@
 """Simulation of pipeline parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

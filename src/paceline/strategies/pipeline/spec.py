@@ -1,7 +1,5 @@
 """Spec of pipeline: the model in stages, each on its own worker."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Exchange of activations and their gradients between the stages of one replica."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 

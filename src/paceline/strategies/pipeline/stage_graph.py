@@ -5,8 +5,6 @@ named cut are supported, not only a Sequential. Its schedules are not used: they
 micro-batches of equal size, and their errors do not name the missing stage.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, field
 from typing import Any

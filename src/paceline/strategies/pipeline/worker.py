@@ -5,8 +5,6 @@ its stage only. The last stage of a replica holds its samples in the ledger; the
 empty shares and compute on the same rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

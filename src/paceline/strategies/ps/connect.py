@@ -1,7 +1,5 @@
 """Connects a worker to its servers; the only place that chooses shared memory or the network."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Cost of the parameter server."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -18,8 +18,6 @@ memory. The second moment of a share's gradient contains more noise than that of
 denominator of Adam removes the difference, with `m^` as an estimate of the mean gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

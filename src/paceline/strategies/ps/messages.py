@@ -4,8 +4,6 @@ They are written and parsed like the messages of the control connection. `data_t
 copy nested values, because it runs at every push: fields hold plain values and tuples only.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NamedTuple
 
 from paceline.protocol.messages import Message, Plain, message_from_wire

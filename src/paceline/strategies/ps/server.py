@@ -6,8 +6,6 @@ at a `GradientEndpoint` per worker. A thread ends when its worker disconnects; t
 the coordinator does.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

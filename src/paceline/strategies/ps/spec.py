@@ -1,7 +1,5 @@
 """Spec of ps: weights on parameter servers, and the synchronization mode."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -7,8 +7,6 @@ and `L` the curvature. The formula here was fitted to limits computed for moment
 0.98, shares from 1/16 to 1 and delays from 1 to 4; a test compares it with the eigenvalues.
 """
 
-from __future__ import annotations
-
 import math
 
 SHARE_DELAY = 0.58

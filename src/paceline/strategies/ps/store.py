@@ -1,7 +1,5 @@
 """Tensors of one parameter-server shard: weights, optimizer state and gradients not yet applied."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

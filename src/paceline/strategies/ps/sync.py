@@ -1,7 +1,5 @@
 """Synchronization modes: when a worker may continue, and which gradients make an update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

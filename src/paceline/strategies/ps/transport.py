@@ -5,8 +5,6 @@ transport that never blocks lets the same runner work in one process without thr
 typed messages pass a `Channel`, and bodies are optionally compressed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

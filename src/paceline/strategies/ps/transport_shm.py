@@ -6,8 +6,6 @@ remains for the state, for gradients the server must copy at once, and for weigh
 during every attempt to copy them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from paceline.comm.shm.parameters import (

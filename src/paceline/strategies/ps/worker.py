@@ -1,7 +1,5 @@
 """Worker side of the parameter server: pulls weights, computes, pushes gradients."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Cost of training on one worker: compute and update, no communication."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from paceline.plan.facet import CostFacet, StepEstimate

@@ -1,7 +1,5 @@
 """Simulation of training on one worker."""
 
-from __future__ import annotations
-
 from paceline.strategies.single.spec import Single
 from paceline.twin.lockstep import LockstepSimulation
 from paceline.twin.machines import Floats

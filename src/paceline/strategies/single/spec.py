@@ -1,7 +1,5 @@
 """Spec of single: one worker, no communication."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

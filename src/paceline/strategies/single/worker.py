@@ -1,7 +1,5 @@
 """Worker side of single: worker 0 trains; others, in a switch, idle and receive the result."""
 
-from __future__ import annotations
-
 from paceline.specs.strategy import Strategy
 from paceline.strategies.runner import Runner, TrainStep, WorkerContext, step_optimizer
 from paceline.telemetry.phase_clock import OPTIMIZER

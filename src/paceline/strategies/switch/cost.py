@@ -1,7 +1,5 @@
 """Cost of a switch: its phases, weighted by the samples trained under each."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

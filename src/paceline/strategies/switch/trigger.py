@@ -3,8 +3,6 @@
 Their policies are pure functions of the run's history.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cost of tensor parallelism: a slice of every layer per host, and an exchange in every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.plan.cost_model import Workload

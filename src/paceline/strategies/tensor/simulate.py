@@ -1,7 +1,5 @@
 """Simulation of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Spec of tensor: each layer in slices, one per worker."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

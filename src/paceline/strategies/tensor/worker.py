@@ -5,8 +5,6 @@ holds and trains its slice of the weights and computes its part, and all receive
 Other layers, and weights that two layers share, are replicated on every worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
