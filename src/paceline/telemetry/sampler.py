@@ -6,6 +6,7 @@ to run, although a core is free for it, waits for Python code that holds the loc
 
 import contextlib
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -92,7 +93,8 @@ class Sampler(threading.Thread):
         self._gil = [0, 0, 0, 0, 0]
         self._late_s: deque[float] = deque(maxlen=PROMPTEST_OF)
         self._prompt_s = PROMPT_S
-        self._main = threading.main_thread().native_id
+        # The id of the main thread on Linux; after a fork, `native_id` is still the parent's.
+        self._main = os.getpid()
         self._process = read_process()
         self._machine: HostMetrics | None = None
         self._t = now_s()
