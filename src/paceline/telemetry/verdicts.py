@@ -189,10 +189,13 @@ def judge_straggler(window: RunWindow, found: list[Verdict]) -> Iterator[Verdict
 @verdict_rule
 def judge_input(window: RunWindow, found: list[Verdict]) -> Iterator[Verdict]:
     """Steps wait for their batches: for storage, for Python code, or for decoding."""
+    throttled = {verdict.who for verdict in found if verdict.rule == "quota"}
     slow = [
         w
         for w in window.workers
-        if w.share("input") >= INPUT_FRACTION and w.phases["input"] >= MIN_INPUT_S * w.sums.steps
+        if w.who not in throttled
+        and w.share("input") >= INPUT_FRACTION
+        and w.phases["input"] >= MIN_INPUT_S * w.sums.steps
     ]
     if not slow:
         return
