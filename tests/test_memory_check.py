@@ -18,7 +18,7 @@ from paceline.launch.run import train
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.proc_stats import available_memory_bytes
 from paceline.worker.job_builder import checkpoint_activations
-from paceline.worker.process_settings import (
+from paceline.worker.memory_check import (
     check_memory,
     explain_out_of_memory,
     suggest_memory_saving_strategies,
@@ -107,7 +107,7 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     model = torch.nn.Linear(8192, 4096)
     optimizer = torch.optim.Adam(model.parameters())
     check_memory(parse_strategy("allreduce"), model, optimizer, 2)
-    monkeypatch.setattr("paceline.worker.process_settings.available_memory_bytes", lambda: 200e6)
+    monkeypatch.setattr("paceline.worker.memory_check.available_memory_bytes", lambda: 200e6)
     with pytest.raises(UsageError, match=r"allreduce needs about 0\.54 GB .* only 0\.33 GB"):
         check_memory(parse_strategy("allreduce"), model, optimizer, 2)
     check_memory(parse_strategy("pipeline"), model, optimizer, 2)

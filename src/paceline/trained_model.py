@@ -11,10 +11,10 @@ from safetensors.torch import load_model
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.telemetry.run_folder import RunFolder
+from paceline.worker.evaluation import evaluate_shard
 from paceline.worker.job_builder import (
     build_loss,
     build_model,
-    evaluate_shard,
     load_job_data,
     load_test_split,
 )

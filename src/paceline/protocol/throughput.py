@@ -1,6 +1,5 @@
-"""Progress of a run: speed, waiting and loss per worker, in short windows; diverged losses."""
+"""Throughput of a run: speed, waiting and loss per worker, in short windows."""
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -10,8 +9,6 @@ from paceline.protocol.messages import StepStats
 WINDOW_S = 1.0
 KEEP_WINDOWS = 256
 KEEP_OF_PHASE = 8
-EXPLODES_AT = 1000.0
-"""A loss this many times the first one (or 1, if that is larger) counts as diverged."""
 
 
 @dataclass
@@ -96,23 +93,6 @@ class GradientNoiseScale:
         if self._signal is None or self._signal <= 0 or self._noise < 0:
             return None
         return self._noise / self._signal
-
-
-class DivergenceDetector:
-    """Checks the losses of one worker, in real and simulated runs."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-
-    def check(self, loss: float) -> str | None:
-        """Returns the reason why training has diverged, or None if it has not."""
-        if not math.isfinite(loss):
-            return "it is not a finite number"
-        if self._first is None:
-            self._first = loss
-        if loss > EXPLODES_AT * max(1.0, self._first):
-            return f"more than {EXPLODES_AT:g} times the first loss"
-        return None
 
 
 class ThroughputMonitor:

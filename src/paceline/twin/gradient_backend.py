@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from paceline.job import Job
+from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import Lease, StepStats
-from paceline.protocol.throughput import DivergenceDetector
 from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.state import (
     Section,
@@ -30,13 +30,13 @@ from paceline.strategies.registry import simulation
 from paceline.strategies.runner import LossOf, Replica, measure
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
 from paceline.worker.batch_loader import BatchLoader
+from paceline.worker.evaluation import evaluate_shard
 from paceline.worker.job_builder import (
     JobData,
     build_loss,
     build_model,
     build_optimizer,
     choose_device,
-    evaluate_shard,
 )
 from paceline.worker.run_files import save_weights
 from paceline.worker.session import RANK_STRIDE

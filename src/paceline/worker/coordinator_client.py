@@ -18,6 +18,7 @@ import torch
 
 from paceline.errors import Diverged, PacelineError, UsageError
 from paceline.protocol.block_plan import take_rows
+from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import (
     CheckpointWritten,
     EnterPhase,
@@ -41,7 +42,6 @@ from paceline.protocol.messages import (
     WorkerFinished,
     split_batch,
 )
-from paceline.protocol.throughput import DivergenceDetector
 from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
 from paceline.strategies.runner import INNER_PREFIX, CommReport, PhaseContext, Runner, TrainStep
@@ -63,7 +63,7 @@ from paceline.worker.process_settings import trim_malloc
 from paceline.worker.run_files import peak_rss_bytes
 
 if TYPE_CHECKING:
-    from paceline.worker.job_builder import EvalShard, Predict
+    from paceline.worker.evaluation import EvalShard, Predict
 from paceline.worker.session import Session
 
 REPORT_S = 0.5

@@ -6,23 +6,14 @@
 
 Run by `paceline launch loop.py --strategy S --workers N`; started as an ordinary script, `prepare`
 changes nothing. The loader's batch size is the global batch: each worker gets its share of it.
-
-An import hook serves Keras scripts: `fit` is replaced right after Keras is imported, before the
-script can use it, and a stub takes TensorFlow's place if it is not installed. The adapters are
-named by their import paths, as runners are: most scripts need none.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +28,7 @@ from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT, PREPARE
 from paceline.worker.assignment import Assignment
 from paceline.worker.batch_loader import EpochOrder
 from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
+from paceline.worker.import_hooks import install_import_hook
 from paceline.worker.session import Session
 
 _session: Session | None = None
@@ -46,10 +38,6 @@ _loader: LeasedLoader | None = None
 
 SEED = 0
 """Seed of the sample order. The loader's own sampler is ignored."""
-
-ADAPTER = "paceline.keras.fit_patch"
-STUB_ADAPTER = "paceline.keras.tensorflow_stub"
-STUB = "tensorflow"
 
 
 def prepare(
@@ -183,7 +171,7 @@ def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s
     assert assignment.script is not None
     session = _session = Session(assignment, control, wait_s)
     session.stages.enter(PREPARE)
-    sys.meta_path.insert(0, _ImportHook())
+    install_import_hook()
     sys.argv = [assignment.script, *assignment.script_args]
     sys.path.insert(0, str(Path(assignment.script).parent))
     try:
@@ -198,54 +186,3 @@ def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s
         )
     session.client.finish_custom_loop()
     session.close()
-
-
-class _ImportHook(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name.startswith(f"{STUB}."):
-            is_stub = isinstance(getattr(sys.modules.get(STUB), "__loader__", None), _StubLoader)
-            return ModuleSpec(name, _StubLoader(), is_package=True) if is_stub else None
-        if name not in ("keras", STUB):
-            return None
-        os.environ["KERAS_BACKEND"] = "torch"
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None and spec.loader is not None), None)
-        if name == "keras" and spec is not None:
-            _patch_after_import(spec.loader)
-        if name == STUB and spec is None:
-            return ModuleSpec(name, _StubLoader(), is_package=True)
-        return spec
-
-
-def _patch_after_import(loader: Any) -> None:
-    run = loader.exec_module
-
-    def run_and_patch(module: types.ModuleType) -> None:
-        run(module)
-        importlib.import_module(ADAPTER).patch_fit(module)
-
-    loader.exec_module = run_and_patch
-
-
-class _StubLoader(importlib.abc.Loader):
-    """Creates the stub, or a submodule that is an attribute of it."""
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        package, *inner = spec.name.split(".")
-        if not inner:
-            return importlib.import_module(STUB_ADAPTER).make()  # type: ignore[no-any-return]
-        found: Any = sys.modules[package]
-        for part in inner:
-            found = getattr(found, part)
-        if not isinstance(found, types.ModuleType):
-            raise ModuleNotFoundError(f"{spec.name} is not a module", name=spec.name)
-        # A separate module, so that the original keeps its name and its spec.
-        alias = types.ModuleType(spec.name)
-        vars(alias).update(__getattr__=partial(getattr, found), __dir__=partial(dir, found))
-        return alias
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        return

@@ -1,8 +1,7 @@
-"""Builds the parts of a job (data, model, loss and optimizer), and evaluates its model."""
+"""Builds the parts of a job: data, model, loss and optimizer."""
 
 import functools
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,8 @@ from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.stores import is_url_or_path
 from paceline.errors import UsageError
 from paceline.job import Job, display_name
-from paceline.protocol.messages import split_batch
 from paceline.specs.optimizer import OptimizerSpec
-from paceline.strategies.runner import LossOf, count_correct
-
-EVAL_BATCH = 256
-
-EvalShard = tuple[int, int]
-"""Index of a part of the rows, and the number of parts."""
-Predict = Callable[[torch.Tensor], torch.Tensor | None]
-"""Returns the model's outputs; None if another worker has them."""
+from paceline.strategies.runner import LossOf
 
 
 @dataclass(frozen=True)
@@ -201,45 +192,3 @@ def build_optimizer(
         raise UsageError(f"optimizer {spec}: {error}") from None
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
-
-
-def evaluate_shard(
-    model: torch.nn.Module,
-    loss_of: LossOf,
-    table: MapDataset,
-    *,
-    share: EvalShard = (0, 1),
-    predict: Predict | None = None,
-    device: torch.device | None = None,
-    alive: Callable[[], None] = lambda: None,
-) -> tuple[float, int | None, int]:
-    """Returns the sum of losses, correct predictions and predictions on a share of the rows.
-
-    `alive` is called before each batch: a long evaluation is not a stuck worker.
-    """
-    if len(table) == 0:
-        raise UsageError("an empty dataset cannot be evaluated")
-    part, parts = share
-    cuts = split_batch(len(table), parts)
-    loss_sum, count = 0.0, 0
-    correct: int | None = 0
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for start in range(cuts[part], cuts[part + 1], EVAL_BATCH):
-                rows = np.arange(start, min(start + EVAL_BATCH, cuts[part + 1]), dtype=np.int64)
-                alive()
-                inputs, targets = table.batch(rows)
-                if device is not None:
-                    inputs, targets = inputs.to(device), targets.to(device)
-                output = model(inputs) if predict is None else predict(inputs)
-                if output is None:
-                    continue
-                right, made = count_correct(output, targets)
-                loss_sum += float(loss_of(output, targets)) * made
-                correct = None if right is None or correct is None else correct + right
-                count += made
-    finally:
-        model.train(was_training)
-    return loss_sum, correct, count

@@ -17,7 +17,7 @@ from paceline.comm.wire import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
 from paceline.protocol.messages import ProcessFailing
 from paceline.worker.assignment import Assignment, pack_assignment, read_assignment
-from paceline.worker.process_settings import explain_out_of_memory, pin, tune_malloc
+from paceline.worker.process_settings import pin, tune_malloc
 
 COMMAND = [sys.executable, "-m", "paceline.worker"]
 STACKS_BEGIN = "--- stacks of "
@@ -163,6 +163,8 @@ def _report_failure(
     # Our own errors are complete in one line; the log contains the traceback.
     short, details = str(error), ""
     if not isinstance(error, PacelineError):
+        from paceline.worker.memory_check import explain_out_of_memory
+
         shortage = explain_out_of_memory(error)
         short = shortage or f"{type(error).__name__}: {error}"
         details = "" if shortage else text

@@ -19,17 +19,15 @@ from paceline.telemetry.run_folder import RunFolder, write_json
 from paceline.worker.assignment import Assignment, unpack_live
 from paceline.worker.batch_loader import BatchLoader
 from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
+from paceline.worker.evaluation import EvalShard, Predict, evaluate_shard
 from paceline.worker.job_builder import (
-    EvalShard,
-    Predict,
     build_loss,
     build_model,
     build_optimizer,
     choose_device,
-    evaluate_shard,
     load_job_data,
 )
-from paceline.worker.process_settings import check_memory
+from paceline.worker.memory_check import check_memory
 from paceline.worker.session import Session
 
 PROBE_PASSES = 4
