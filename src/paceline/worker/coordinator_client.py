@@ -61,10 +61,10 @@ from paceline.telemetry.phase_clock import (
 from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.process_settings import trim_malloc
 from paceline.worker.run_files import peak_rss_bytes
+from paceline.worker.session import Session
 
 if TYPE_CHECKING:
     from paceline.worker.evaluation import EvalShard, Predict
-from paceline.worker.session import Session
 
 REPORT_S = 0.5
 
