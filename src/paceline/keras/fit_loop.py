@@ -78,7 +78,15 @@ class FitSession:
         )
         splits = ("val",) if validation is not None else ()
         session.control.send(
-            WorkerReady(session.rank, source.samples, source.batch, epochs, splits, clip=clip)
+            WorkerReady(
+                session.rank,
+                source.samples,
+                source.batch,
+                epochs,
+                splits,
+                clip=clip,
+                exchange=session.probe_exchange(),
+            )
         )
         self._stream = self._client.steps()
 

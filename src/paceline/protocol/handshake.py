@@ -18,7 +18,7 @@ from typing import Literal
 from paceline.errors import WireError
 
 MAGIC = b"PCLN"
-VERSION = 4
+VERSION = 5
 """Version of the wire format: of the handshake, of frames and of the messages in them."""
 HELLO = struct.Struct("<4sB3x32s")
 NONCE_BYTES = 32

@@ -85,6 +85,19 @@ def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None
     return list(accumulate(sizes, initial=0))
 
 
+@record
+class ExchangeProbe:
+    """Seconds of messages and sums among all workers, measured before training."""
+
+    message_s: float
+    """Latency of a small message between two workers."""
+    small_s: float
+    """All-reduce of one value."""
+    gradient_s: float
+    """All-reduce of a whole gradient."""
+    gradient_bytes: int
+
+
 # ---- coordinator to worker -------------------------------------------------------------------
 
 
@@ -173,6 +186,8 @@ class WorkerReady(Message):
     """Blocks of the training data, if workers read in blocks."""
     clip: float | None = None
     """Maximum gradient norm, if the script sets it instead of the job."""
+    exchange: ExchangeProbe | None = None
+    """None if no strategy needs it."""
 
 
 class StepStats(Message):
@@ -391,7 +406,12 @@ class StopServer(Message):
 
 
 KINDS: dict[str, type[Message]] = {c.__name__: c for c in Message.__subclasses__()}
-_NESTED: dict[str, Any] = {"lease": Lease, "measured": StepStats, "layout": BlockLayout}
+_NESTED: dict[str, Any] = {
+    "lease": Lease,
+    "measured": StepStats,
+    "layout": BlockLayout,
+    "exchange": ExchangeProbe,
+}
 
 
 def message_to_wire(message: Message) -> Plain:

@@ -166,6 +166,7 @@ class RunSequence:
             batch=ready.batch,
             schedule=self.plan.schedule,
             speeds=self._probed,
+            exchange=ready.exchange,
             validates="val" in ready.splits,
         )
         try:

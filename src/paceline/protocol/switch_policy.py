@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.errors import SpecError
 from paceline.protocol.history import History
+from paceline.protocol.messages import ExchangeProbe
 from paceline.specs.schedule import Schedule
 
 
@@ -40,6 +41,8 @@ class RunHorizon:
     schedule: Schedule
     speeds: tuple[float, ...] = ()
     """Samples per second of each worker before training; empty if they were not measured."""
+    exchange: ExchangeProbe | None = None
+    """None if it was not measured."""
     validates: bool = True
     """False without validation data."""
 

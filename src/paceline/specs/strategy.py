@@ -46,6 +46,11 @@ class Strategy(Spec):
         return False
 
     @property
+    def needs_exchange_probe(self) -> bool:
+        """True if workers measure an exchange before training, to compare strategies."""
+        return False
+
+    @property
     def balances_speeds(self) -> bool:
         """True if shares of a batch follow the measured speeds of the workers."""
         return False

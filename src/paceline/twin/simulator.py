@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from paceline.cluster.pool import Pool
-from paceline.plan.cost_model import FORWARD_FRACTION, Workload
+from paceline.plan.cost_model import FORWARD_FRACTION, Workload, allreduce_s
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
@@ -25,6 +25,7 @@ from paceline.protocol.messages import (
     EpochEndReply,
     Evaluate,
     Evaluated,
+    ExchangeProbe,
     FinishRun,
     Lease,
     LeaseGranted,
@@ -49,6 +50,7 @@ from paceline.telemetry.events import PHASES, Event
 from paceline.twin.machines import Floats, SimulatedMachines
 from paceline.twin.timeline import Callback, FifoResource, Timeline
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
+from paceline.worker.exchange_probe import MAX_PROBE_NUMEL, ROUNDS
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
@@ -150,10 +152,13 @@ class Simulator:
         for server in range(self.plan.servers):
             self.send(0, ServerReady(server, "virtual", 1), now)
         share = max(1, work.batch // self.plan.workers)
+        exchange, probe_s = self._probe_exchange()
         for worker, cost in enumerate(self.fleet.compute):
             speed = share / max(cost.step_s(share), 1e-12)
-            ready = WorkerReady(worker, work.samples, work.batch, work.epochs, splits, speed)
-            self.send(worker, ready, now)
+            ready = WorkerReady(
+                worker, work.samples, work.batch, work.epochs, splits, speed, exchange=exchange
+            )
+            self.send(worker, ready, now + probe_s)
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
                 self.timeline.schedule(host.fails_at_s, partial(self._die, worker))
@@ -167,6 +172,20 @@ class Simulator:
         finally:
             self.weights.close()
         return self.end
+
+    def _probe_exchange(self) -> tuple[ExchangeProbe | None, float]:
+        """Returns what workers measure before training, and how long that takes."""
+        if not self.plan.strategy.needs_exchange_probe or self.plan.workers == 1:
+            return None, 0.0
+        pool, hosts, nbytes = self.pool, self.fleet.hosts, self.work.bytes
+        latencies = [pool.link_of(host).latency_s for host in hosts]
+        message_s = sum(latencies) / len(latencies)
+        small_s = allreduce_s(pool, hosts, 1.0)
+        probed = min(nbytes, MAX_PROBE_NUMEL * self.work.item_bytes)
+        probed_s = allreduce_s(pool, hosts, probed)
+        gradient_s = small_s + (probed_s - small_s) * nbytes / probed
+        spent_s = ROUNDS * (small_s + probed_s + 2 * message_s)
+        return ExchangeProbe(message_s, small_s, gradient_s, nbytes), spent_s
 
     def _die(self, worker: int, now: float) -> None:
         self.dead.add(worker)

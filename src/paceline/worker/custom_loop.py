@@ -62,7 +62,11 @@ def prepare(
     client = session.client = CoordinatorClient(
         session, session.broadcast_state(), LoopHooks(), samples_per_epoch=len(dataset)
     )
-    session.control.send(WorkerReady(session.rank, len(dataset), batch, epochs, ()))
+    session.control.send(
+        WorkerReady(
+            session.rank, len(dataset), batch, epochs, (), exchange=session.probe_exchange()
+        )
+    )
     global _loader
     leased = _loader = LeasedLoader(loader, client, session)
     _take_over_step(optimizer, leased)

@@ -14,7 +14,7 @@ import torch
 from paceline.comm.process_group import CollectiveGroup, CoordinatorStore
 from paceline.comm.wire import ControlConnection
 from paceline.errors import CheckpointError, PacelineError, StateError, UsageError
-from paceline.protocol.messages import Heartbeat
+from paceline.protocol.messages import ExchangeProbe, Heartbeat
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.state import (
     Section,
@@ -31,6 +31,7 @@ from paceline.telemetry.phase_clock import BACKWARD, COMM, STAGES, PhaseClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
 from paceline.telemetry.sampler import StepCounters
 from paceline.worker.assignment import Assignment
+from paceline.worker.exchange_probe import probe_exchange
 from paceline.worker.run_files import TelemetryReporter, open_run_files
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ class Session:
         except StateError as error:
             raise CheckpointError(str(error)) from None
         return state
+
+    def probe_exchange(self) -> ExchangeProbe | None:
+        """Measures exchanges with the other workers, if the strategy needs to know them."""
+        if not self.strategy.needs_exchange_probe:
+            return None
+        return probe_exchange(self.context.group, self.context.replica.trained)
 
     def write_input(self, facts: dict[str, Any]) -> None:
         self.files.events.write(InputStats(t=round(self.clock.now_s(), 6), **facts))

@@ -98,7 +98,14 @@ def run_worker_job(
         speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
     control.send(
         WorkerReady(
-            session.rank, feed.samples, job.batch, job.epochs, tables.splits, speed, feed.layout
+            session.rank,
+            feed.samples,
+            job.batch,
+            job.epochs,
+            tables.splits,
+            speed,
+            feed.layout,
+            exchange=session.probe_exchange(),
         )
     )
     run_training_loop(job, session, session.client, feed, loss_of, profiler)

@@ -20,15 +20,17 @@ from paceline.cluster.pool import Host, Link, Pool, StepCost
 from paceline.plan.cost_model import Workload
 from paceline.plan.facet import StepEstimate
 from paceline.plan.pool_arrays import PoolArrays
+from paceline.protocol.messages import ExchangeProbe
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import cost
 
-GRADIENT_FLOATS = 200_000
-"""Nominal size of a gradient: only the time that an exchange takes is measured. It fits into one
-bucket, because the measured time is the part that computation does not hide."""
+NOMINAL_GRADIENT_BYTES = 800_000
+"""Used if the exchange was not probed; then only the time that it takes is known."""
 MAX_CV = 2.0
 DOUBLINGS = 20
+CLOSE = 0.03
+"""A probe that explains the time of a step this well is kept: windows differ by as much."""
 BISECTIONS = 10
 """Enough for a thousandth of the range; a decision must not delay the coordinator."""
 _INSTANT = 1e15
@@ -38,7 +40,8 @@ _INSTANT = 1e15
 class LiveCluster:
     """The workers of a run in the form of the planner, described by measurements."""
 
-    def __init__(self, workers: int, batch: int) -> None:
+    def __init__(self, workers: int, batch: int, probe: ExchangeProbe | None = None) -> None:
+        """`probe` describes the links until windows of the run do."""
         fast = _INSTANT / 1e9
         pool = Pool(
             hosts=tuple(
@@ -54,7 +57,7 @@ class LiveCluster:
         work = Workload(
             model="live",
             data="live",
-            shapes=((GRADIENT_FLOATS,),),
+            shapes=(((probe.gradient_bytes if probe else NOMINAL_GRADIENT_BYTES) // 4,),),
             item_bytes=4,
             flops_per_sample=1.0,
             samples=batch,
@@ -66,10 +69,11 @@ class LiveCluster:
         self.batch = batch
         self._arrays = PoolArrays(pool, work)
         self._hosts = np.arange(workers)
+        self._probe = probe or ExchangeProbe(0.0, 0.0, 0.0, 0)
         self.set_speeds((1.0,) * workers)
-        self.set_exchange(0.0)
-        self.set_latency(0.0)
         self.set_cv(0.0)
+        self.set_exchange(self._probe.gradient_s - self._probe.small_s)
+        self.set_latency(self._probe.message_s)
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -80,16 +84,24 @@ class LiveCluster:
         self._arrays.per_sample[:] = [1 / speed for speed in speeds]
 
     def set_exchange(self, seconds: float) -> None:
-        """Sets the seconds of one all-reduce of a gradient, excluding waits for other workers."""
+        """Sets the seconds of one all-reduce of a gradient, without latency and waits."""
         count = len(self._hosts)
         self.exchange_s = seconds
         volume = 2 * (count - 1) / count * self._arrays.work.bytes
         self._arrays.bandwidth[:] = min(_INSTANT, volume / seconds) if seconds > 0 else _INSTANT
 
     def set_latency(self, seconds: float) -> None:
-        """Sets the latency of a message."""
+        """Sets the latency of a message.
+
+        Hops of a collective cost more or less than a message, as they did in the probe.
+        """
         self.latency_s = seconds
         self._arrays.latency[:] = seconds
+        hop_s, count = 0.0, len(self._hosts)
+        if self._probe.message_s > 0:
+            hops = 2 * (count - 1)
+            hop_s = (self._probe.small_s / hops / self._probe.message_s - 1) * seconds
+        self._arrays.pool = self._arrays.pool.model_copy(update={"hop_ms": 1e3 * hop_s})
 
     def set_cv(self, cv: float) -> None:
         """Sets the standard deviation of step times, relative to their mean."""
@@ -101,24 +113,33 @@ class LiveCluster:
         found: StepEstimate = cost(strategy).step(self._arrays, self._hosts, strategy)
         return found
 
-    def measure(self, observed: Sequence[Observation]) -> bool:
-        """Describes the workers by what was observed, the newest first.
+    def measure(self, seen: Observation) -> bool:
+        """Describes the workers by what was observed; returns False if some had no work.
 
-        Returns False if some worker had no work. Speeds and their variation are the newest ones.
-        Exchange and latency are what explains the throughput of the newest observation and, if
-        there is another, that of the next: strategies differ in how much they send and how often.
+        The latency is the probed one unless it is more than the communication that was observed;
+        the exchange is what explains the rest.
         """
-        targets = [
-            (seen.strategy, self._explained_s(seen))
-            for seen in observed[:2]
-            if self.set_machines(seen)
-        ]
-        if not targets or not self.set_machines(observed[0]):
+        if not self.set_machines(seen):
             return False
-        self.set_latency(0.0)
-        self._explain_by_exchange(*targets[0])
-        if len(targets) > 1 and self.exchange_s > 0:
-            self._explain_by_latency(*targets)
+        target_s = self._explained_s(seen)
+        exchange_s, latency_s = self._probe.gradient_s - self._probe.small_s, self._probe.message_s
+        self.set_exchange(exchange_s)
+        self.set_latency(latency_s)
+        if abs(self.estimate(seen.strategy).step_s / target_s - 1) < CLOSE:
+            return True
+
+        def with_latency(latency_s: float) -> float:
+            self.set_latency(latency_s)
+            return self.estimate(seen.strategy).step_s
+
+        def with_exchange(exchange_s: float) -> float:
+            self.set_exchange(exchange_s)
+            return self.estimate(seen.strategy).step_s
+
+        self.set_exchange(0.0)
+        if latency_s and with_latency(latency_s) > target_s:
+            self.set_latency(_bisect(with_latency, target_s, 0.0, latency_s))
+        self.set_exchange(_invert(with_exchange, target_s))
         return True
 
     def set_machines(self, seen: Observation) -> bool:
@@ -144,35 +165,6 @@ class LiveCluster:
         share = sum(w.comm_share if waits else w.mean_comm_share for w in windows) / len(windows)
         busy_s = float(np.max(alone.busy))
         return min(self.batch / mean_rate(windows), alone.step_s + share * busy_s)
-
-    def _explain_by_exchange(self, strategy: Strategy, target_s: float) -> None:
-        """Sets the exchange, at the current latency, to what explains the time of a step."""
-
-        def step_s(exchange_s: float) -> float:
-            self.set_exchange(exchange_s)
-            return self.estimate(strategy).step_s
-
-        self.set_exchange(_invert(step_s, target_s))
-
-    def _explain_by_latency(
-        self, newest: tuple[Strategy, float], other: tuple[Strategy, float]
-    ) -> None:
-        """Moves time from the exchange to the latency if that explains another strategy as well."""
-
-        def other_step_s(latency_s: float) -> float:
-            self.set_latency(latency_s)
-            self._explain_by_exchange(*newest)
-            return self.estimate(other[0]).step_s
-
-        def latency_only_s(latency_s: float) -> float:
-            self.set_exchange(0.0)
-            self.set_latency(latency_s)
-            return self.estimate(newest[0]).step_s
-
-        without = other_step_s(0.0)
-        most = _invert(latency_only_s, newest[1])
-        sign = 1.0 if other_step_s(most) > without else -1.0
-        other_step_s(_bisect(lambda x: sign * other_step_s(x), sign * other[1], 0.0, most))
 
 
 class Observation(NamedTuple):

@@ -74,7 +74,8 @@ class AutoPolicy(SwitchPolicy):
         return self._choose(history, cluster, corrections)
 
     def _cluster(self) -> LiveCluster:
-        cluster = LiveCluster(self._horizon.workers, self._horizon.batch)
+        horizon = self._horizon
+        cluster = LiveCluster(horizon.workers, horizon.batch, horizon.exchange)
         cluster.set_cv(START_CV)
         return cluster
 
@@ -91,16 +92,20 @@ class AutoPolicy(SwitchPolicy):
             return self._start(first, "the first candidate, as speeds were not measured", {})
         cluster = self._cluster()
         cluster.set_speeds(speeds)
-        # How long an exchange takes is not known yet: it can make any other candidate a bad start.
-        exact = {phase: spec for phase, spec in self._candidates.items() if spec.exact}
-        found = predict_goodput(cluster, exact or self._candidates, {})
-        first = next(iter(found))
+        found = predict_goodput(cluster, self._candidates, {})
+        exact = [phase for phase in found if self._candidates[phase].exact] or list(found)
+        first = max(exact, key=lambda phase: found[phase].value)
         best = max(found, key=lambda phase: found[phase].value)
+        # Without a probe, an exchange can make any inexact candidate a bad start.
+        promised = 1 - found[first].value / found[best].value
+        if self._horizon.exchange is None or promised < PREDICTED_MARGIN:
+            best = first
         spread = max(speeds) / min(speeds)
-        other = f", {found[first].value:.0f} with {self._phases[first]}" if best != first else ""
+        second = max((p for p in found if p != best), key=lambda p: found[p].value, default=best)
         why = (
-            f"{found[best].value:.0f} samples/s expected{other} "
-            f"(workers differ in speed by x{spread:.2f})"
+            f"{found[best].value:.0f} samples/s expected, {found[second].value:.0f} with "
+            f"{self._phases[second]} (workers differ in speed by x{spread:.2f}, "
+            f"an exchange takes {1e3 * cluster.exchange_s:.3g} ms)"
         )
         return self._start(best, why, self._figures(found))
 
@@ -125,7 +130,7 @@ class AutoPolicy(SwitchPolicy):
             if phase != history.phase and len(earlier) == WINDOWS:
                 observed[phase] = Observation(self._phases[phase], earlier)
         newest = sorted(observed.values(), key=lambda o: -o.windows[-1].ended)
-        if not cluster.measure(newest):
+        if not cluster.measure(newest[0]):
             return None
         corrections: dict[int, float] = {}
         for phase, seen in observed.items():

@@ -66,6 +66,10 @@ class Auto(Strategy):
     def needs_worker_speeds(self) -> bool:
         return True
 
+    @property
+    def needs_exchange_probe(self) -> bool:
+        return True
+
     def servers_for(self, workers: int) -> int:
         if workers < 2:
             return 0

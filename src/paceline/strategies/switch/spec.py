@@ -72,6 +72,10 @@ class Switch(Strategy):
     def needs_worker_speeds(self) -> bool:
         return any(part.needs_worker_speeds for part in self.parts)
 
+    @property
+    def needs_exchange_probe(self) -> bool:
+        return self.when is not None and self.when.compares_goodput
+
     def servers_for(self, workers: int) -> int:
         return max(part.servers_for(workers) for part in self.parts)
 

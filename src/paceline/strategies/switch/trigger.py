@@ -34,6 +34,8 @@ class SwitchTrigger(Spec):
     positional: ClassVar[bool] = True
     max_phases: ClassVar[int | None] = 2
     """Maximum number of strategies; None for any number."""
+    compares_goodput: ClassVar[bool] = False
+    """True if it needs to know how long an exchange takes."""
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
         """Returns the policy of a run. Raises SpecError if the run does not support it."""
@@ -175,6 +177,7 @@ class OnGain(SwitchTrigger):
     """Switches when it pays, and back when loss or speed regress; `auto` with two candidates."""
 
     name: ClassVar[str] = "auto"
+    compares_goodput: ClassVar[bool] = True
 
     def make_policy(self, horizon: RunHorizon, phases: tuple[Strategy, ...]) -> SwitchPolicy:
         self.check_length(horizon)
