@@ -76,6 +76,7 @@ def machines(
     periods: dict[int, tuple[float, float, float]] | None = None,
     mbit_s: float = 1000.0,
     latency_ms: float = 0.1,
+    slow_link: tuple[SlowPeriod, ...] = (),
     per_sample_s: float = 0.01,
     shape: str = "lognormal",
 ) -> Pool:
@@ -97,7 +98,7 @@ def machines(
     return Pool(
         name=f"{count} machines",
         hosts=tuple(hosts),
-        link=Link(mbit_s=mbit_s, latency_ms=latency_ms),
+        link=Link(mbit_s=mbit_s, latency_ms=latency_ms, slow=slow_link),
         jitter=Jitter(shape=shape, cv=cv),  # type: ignore[arg-type]
     )
 
@@ -156,6 +157,19 @@ def scenarios() -> list[Scenario]:
             "20-ms",
             "four machines, 100 Mbit/s and 20 ms",
             machines(4, cv=0.1, mbit_s=100, latency_ms=20, per_sample_s=0.002),
+            "mnist:6000",
+            mlp,
+        ),
+        Scenario(
+            "halved-link",
+            "four machines, 400 Mbit/s, half of it after a third of the run",
+            machines(
+                4,
+                cv=0.1,
+                mbit_s=400,
+                per_sample_s=0.002,
+                slow_link=(SlowPeriod(from_s=10.0, factor=2.0),),
+            ),
             "mnist:6000",
             mlp,
         ),

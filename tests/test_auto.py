@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import SpecError
 from paceline.job import Job
 from paceline.launch.run import train
+from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import History
-from paceline.protocol.messages import ExchangeProbe
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.schedule import parse_schedule
@@ -453,3 +454,34 @@ def test_a_real_run_with_one_worker_is_single(tmp_path: Path) -> None:
     assert (result["status"], result["servers"]) == ("done", 0)
     alone = train(job, "single", workers=1, out=tmp_path / "single")
     assert result["test_loss"] == alone["test_loss"]
+
+
+def test_a_run_recalls_what_an_earlier_one_measured(tmp_path: Path) -> None:
+    job = Job(model="mlp-128", data="digits", epochs=1, batch=64, seed=1)
+    earlier = train(job, "auto(allreduce, ps)", workers=2, out=tmp_path / "first")
+    # A run of this length may end before its first decision: add one as a longer run has it.
+    rows = [*earlier["decisions"], {"figures": {"corrections": {"ps": 0.5, "allreduce": 1.0}}}]
+    done = json.dumps({**earlier, "decisions": rows})
+    (tmp_path / "first" / "result.json").write_text(done)
+    again = train(job, "auto(allreduce, ps)", workers=2, out=tmp_path / "again")
+    assert "corrected by an earlier run for 2 candidates" in again["decisions"][0]["reason"]
+    other = train(
+        Job(model="mlp-128", data="digits", epochs=1, batch=32, seed=1),
+        "auto(allreduce, ps)",
+        workers=2,
+        out=tmp_path / "other",
+    )
+    assert "earlier run" not in other["decisions"][0]["reason"]
+
+
+def test_recalled_corrections_change_the_start() -> None:
+    probe = ExchangeProbe(message_s=0.0, small_s=0.0, gradient_s=0.0, gradient_bytes=800_000)
+    facts: dict[str, Any] = {"speeds": (100.0,) * 4, "exchange": probe}
+    auto = parse_strategy("auto(allreduce, local_sgd(h=4))")
+    first = make_switch_policy(auto, horizon(**facts)).decide(History())
+    assert first is not None
+    assert first.phase == 0
+    recalled = {"allreduce": 0.3}
+    second = make_switch_policy(auto, horizon(**facts, recalled=recalled)).decide(History())
+    assert second is not None
+    assert second.phase == 1

@@ -6,6 +6,7 @@ speed of zero, raise an error that names the line. Passwords are not allowed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,15 +29,40 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
 
 
+class SlowPeriod(_Strict):
+    """Period of a simulated run in which a machine or link is `factor` times slower."""
+
+    from_s: float = Field(default=0.0, ge=0)
+    to_s: float = Field(default=float("inf"), gt=0)
+    factor: float = Field(gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> SlowPeriod:
+        if self.from_s >= self.to_s:
+            raise ValueError(f"from_s {self.from_s:g} must be less than to_s {self.to_s:g}")
+        return self
+
+
+def slowness_at(periods: tuple[SlowPeriod, ...], now: float) -> float:
+    """Returns the product of the factors of all periods that contain this time."""
+    return math.prod(p.factor for p in periods if p.from_s <= now < p.to_s)
+
+
 class Link(_Strict):
     """Network link of a machine, the same in both directions."""
 
     mbit_s: float = Field(default=1000.0, gt=0)
     latency_ms: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    slow: tuple[SlowPeriod, ...] = ()
+    """Periods in which it has a fraction of its bandwidth, in simulations."""
 
     @property
     def bytes_per_s(self) -> float:
         return self.mbit_s * 1e6 / 8
+
+    def slowness(self, now: float) -> float:
+        """Returns the factor by which sending takes longer at this time."""
+        return slowness_at(self.slow, now)
 
     @property
     def latency_s(self) -> float:
@@ -54,20 +80,6 @@ class Jitter(_Strict):
         limit = {"lognormal": 2.0, "uniform": 0.57, "exponential": 1.0}[self.shape]
         if self.cv > limit:
             raise ValueError(f"cv {self.cv:g} must be at most {limit:g} for {self.shape}")
-        return self
-
-
-class SlowPeriod(_Strict):
-    """Period of the run in which a machine computes `factor` times slower."""
-
-    from_s: float = Field(default=0.0, ge=0)
-    to_s: float = Field(default=float("inf"), gt=0)
-    factor: float = Field(gt=0, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _check_order(self) -> SlowPeriod:
-        if self.from_s >= self.to_s:
-            raise ValueError(f"from_s {self.from_s:g} must be less than to_s {self.to_s:g}")
         return self
 
 

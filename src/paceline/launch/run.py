@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import platform
 import time
@@ -18,6 +19,7 @@ from paceline.errors import Diverged, PacelineError, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.recall import recall_corrections
 from paceline.launch.remote_launcher import RemoteLauncher
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
@@ -266,6 +268,10 @@ def _run(
         },
     }
     write_json(folder.config, config)
+    # The runs of a comparison are independent of each other.
+    if plan.strategy.needs_exchange_probe and "task" not in options.labels:
+        recalled = recall_corrections(options.out, config)
+        plan = dataclasses.replace(plan, recalled=recalled)
     event_log = EventLog(folder.events("run"), options.on_event)
     event_log.started(strategy=str(plan.strategy), workers=options.workers, servers=plan.servers)
     template = {

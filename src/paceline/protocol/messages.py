@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from paceline.errors import WireError
 from paceline.protocol.block_plan import BlockLayout, RowRanges
+from paceline.protocol.exchange_probe import ExchangeProbe
 
 Plain = dict[str, Any]
 T = TypeVar("T")
@@ -83,19 +84,6 @@ def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None
         for i in by_remainder[:left]:
             sizes[i] += 1
     return list(accumulate(sizes, initial=0))
-
-
-@record
-class ExchangeProbe:
-    """Seconds of messages and sums among all workers, measured before training."""
-
-    message_s: float
-    """Latency of a small message between two workers."""
-    small_s: float
-    """All-reduce of one value."""
-    gradient_s: float
-    """All-reduce of a whole gradient."""
-    gradient_bytes: int
 
 
 # ---- coordinator to worker -------------------------------------------------------------------
@@ -182,6 +170,8 @@ class WorkerReady(Message):
     """Splits that the job can evaluate (val, test); custom training loops evaluate themselves."""
     speed: float = 0.0
     """Samples per second in a short probe; 0 if no strategy needs it."""
+    cv: float = 0.0
+    """Standard deviation of the probe's passes, relative to their mean."""
     layout: BlockLayout | None = None
     """Blocks of the training data, if workers read in blocks."""
     clip: float | None = None

@@ -149,7 +149,7 @@ class RunSequence:
         facts = yield  # all workers and servers are ready
         ready: WorkerReady = facts[0]
         for other in facts[1:]:
-            if dataclasses.replace(other, worker=0, speed=ready.speed) != ready:
+            if dataclasses.replace(other, worker=0, speed=ready.speed, cv=ready.cv) != ready:
                 raise RunStopped(
                     "failed",
                     f"worker {other.worker} has {other.samples} samples in batches of "
@@ -166,7 +166,9 @@ class RunSequence:
             batch=ready.batch,
             schedule=self.plan.schedule,
             speeds=self._probed,
+            cv=math.sqrt(sum(f.cv**2 for f in facts) / len(facts)),
             exchange=ready.exchange,
+            recalled=self.plan.recalled,
             validates="val" in ready.splits,
         )
         try:

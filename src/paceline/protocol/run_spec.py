@@ -1,7 +1,7 @@
 """Settings of a run, and the actions of the coordinator."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.protocol.history import History
@@ -28,6 +28,8 @@ class RunSpec:
     schedule: Schedule = field(default_factory=Constant)
     custom_loop: bool = False
     save_model: bool = True
+    recalled: Mapping[str, float] = field(default_factory=dict)
+    """Measured by predicted throughput of strategies in an earlier run of the same job."""
 
     @property
     def servers(self) -> int:

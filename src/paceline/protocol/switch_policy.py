@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import SpecError
+from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import History
-from paceline.protocol.messages import ExchangeProbe
 from paceline.specs.schedule import Schedule
 
 
@@ -41,8 +41,12 @@ class RunHorizon:
     schedule: Schedule
     speeds: tuple[float, ...] = ()
     """Samples per second of each worker before training; empty if they were not measured."""
+    cv: float = 0.0
+    """Variation of a worker's step times before training, relative to their mean."""
     exchange: ExchangeProbe | None = None
     """None if it was not measured."""
+    recalled: Mapping[str, float] = field(default_factory=dict)
+    """Measured by predicted throughput of strategies in an earlier run of the same job."""
     validates: bool = True
     """False without validation data."""
 

@@ -27,8 +27,7 @@ class ModelParallelSimulation(LockstepSimulation[ModelParallelT]):
             StageHost(c.fixed_s, c.per_sample_s, math.inf, link.bytes_per_s, link.latency_s)
             for c, link in zip(simulator.fleet.compute, simulator.fleet.links, strict=True)
         ]
-        hosts = simulator.fleet.hosts[::parts]
-        self._replica_exchange_s = allreduce_s(simulator.pool, hosts, simulator.work.bytes / parts)
+        self._replica_hosts = simulator.fleet.hosts[::parts]
 
     @property
     def micro_batches(self) -> int:
@@ -72,8 +71,11 @@ class ModelParallelSimulation(LockstepSimulation[ModelParallelT]):
         return np.where(samples > 0, np.maximum(equivalent, 1e-9), 0.0)
 
     def finish_step(self, ends: Floats, busy: Floats) -> None:
-        if self._replica_exchange_s:
-            self.wait_for_all(ends, self._replica_exchange_s)
+        simulator, now = self.simulator, float(ends.max())
+        nbytes = simulator.work.bytes / self.parts * simulator.fleet.link_slowness(now)
+        exchange_s = allreduce_s(simulator.pool, self._replica_hosts, nbytes)
+        if exchange_s:
+            self.wait_for_all(ends, exchange_s)
         else:
             self.free = ends
         self.update_weights(self.parts)

@@ -6,7 +6,7 @@ gradients of a step (`finish_step`) and, if the model is split, their duration (
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Generic
 
@@ -32,8 +32,9 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         self.simulator = simulator
         self.workers = simulator.plan.workers
         self.exchange_bytes = self.bytes_per_exchange() if self.workers > 1 else 0.0
-        self.exchange_s = allreduce_s(simulator.pool, simulator.fleet.hosts, self.exchange_bytes)
-        """Duration of one exchange among all workers."""
+        self._allreduce_s = lru_cache(MAX_CACHED_SPLITS)(
+            partial(allreduce_s, simulator.pool, simulator.fleet.hosts)
+        )
         self.free = np.zeros(self.workers)
         """Time at which each worker can start its next step."""
         self._plans: deque[PlannedSteps] = deque()
@@ -59,6 +60,11 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     @abstractmethod
     def finish_step(self, ends: Floats, busy: Floats) -> None:
         """Exchanges and updates; sets `free`. Gradients are ready at `ends`."""
+
+    def exchange_s(self, now: float, nbytes: float | None = None) -> float:
+        """Returns the duration of an exchange; a slow link is one that carries more bytes."""
+        nbytes = self.exchange_bytes if nbytes is None else nbytes
+        return self._allreduce_s(nbytes * self.simulator.fleet.link_slowness(now))
 
     def wait_for_all(self, arrived: Floats, exchange_s: float) -> None:
         """A collective that starts when the last worker arrives; sets `free`."""

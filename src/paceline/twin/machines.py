@@ -1,12 +1,11 @@
 """Virtual machines of a run: compute times of shares, including slowdowns."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.pool import Jitter, Pool
+from paceline.cluster.pool import Jitter, Pool, slowness_at
 from paceline.plan.cost_model import Workload, step_time_on
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
@@ -85,6 +84,7 @@ class SimulatedMachines:
     ) -> None:
         self.hosts = pool.slots[: plan.workers]
         self.links = [pool.link_of(h) for h in self.hosts]
+        self._varying_links = any(link.slow for link in self.links)
         self.latency = [link.latency_s for link in self.links]
         self.compute = [step_time_on(h, work, pool) for h in self.hosts]
         self._fixed = np.array([c.fixed_s for c in self.compute])
@@ -145,6 +145,10 @@ class SimulatedMachines:
             ends[w] = begins[w] + slowness.wall_s(float(ends[w] - begins[w]), float(seconds[w]))
         return ends
 
+    def draw_factors(self, passes: int) -> Floats:
+        """Returns random factors of this many steps of every worker."""
+        return np.array([self._draws.all() for _ in range(passes)])
+
     def delays(self, epoch: float) -> Floats | None:
         """Returns the injected delay of each worker's exchange, or None without any delay."""
         late = [t for t in self._slowdowns if t.delay_s and t.is_active(epoch)]
@@ -161,8 +165,13 @@ class SimulatedMachines:
         return ActiveSlowdown.of(self._slowdowns, worker, epoch).delay_s
 
     def _slowness(self, worker: int, now: float) -> float:
-        periods = self.hosts[worker].slow
-        return math.prod(p.factor for p in periods if p.from_s <= now < p.to_s)
+        return slowness_at(self.hosts[worker].slow, now)
+
+    def link_slowness(self, now: float) -> float:
+        """Returns the factor by which a transfer among all workers takes longer at this time."""
+        if not self._varying_links:
+            return 1.0
+        return max(link.slowness(now) for link in self.links)
 
 
 def share_evenly(begins: Floats, seconds: Floats, cores: int) -> Floats:

@@ -372,6 +372,7 @@ class PushPullSimulation(StrategySimulation):
         """Returns when a message has been sent; processes on one host need no network."""
         if self._one_host:
             return now
+        nbytes *= self.fleet.link_slowness(now)
         through = lane.reserve(now, nbytes / self._server_bytes_per_s)
         own = now + nbytes / self._link_bytes_per_s[worker]
         return through if through > own else own

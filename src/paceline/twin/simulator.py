@@ -17,6 +17,7 @@ import numpy as np
 from paceline.cluster.pool import Pool
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload, allreduce_s
 from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
     CheckpointWritten,
@@ -25,7 +26,6 @@ from paceline.protocol.messages import (
     EpochEndReply,
     Evaluate,
     Evaluated,
-    ExchangeProbe,
     FinishRun,
     Lease,
     LeaseGranted,
@@ -50,7 +50,7 @@ from paceline.telemetry.events import PHASES, Event
 from paceline.twin.machines import Floats, SimulatedMachines
 from paceline.twin.timeline import Callback, FifoResource, Timeline
 from paceline.twin.updates import StepOutcome, WeightsBackend, WeightUpdates
-from paceline.worker.exchange_probe import MAX_PROBE_NUMEL, ROUNDS
+from paceline.worker.probes import MAX_PROBE_NUMEL, PROBE_PASSES, ROUNDS, probed_samples
 
 if TYPE_CHECKING:
     from paceline.twin.gradient_backend import GradientBackend
@@ -152,11 +152,19 @@ class Simulator:
         for server in range(self.plan.servers):
             self.send(0, ServerReady(server, "virtual", 1), now)
         share = max(1, work.batch // self.plan.workers)
-        exchange, probe_s = self._probe_exchange()
+        exchange, exchange_s = self._probe_exchange()
+        strategy, factors = self.plan.strategy, None
+        if strategy.needs_exchange_probe and strategy.needs_worker_speeds:
+            factors = self.fleet.draw_factors(PROBE_PASSES - 1)
         for worker, cost in enumerate(self.fleet.compute):
-            speed = share / max(cost.step_s(share), 1e-12)
+            speed, cv, probe_s = share / max(cost.step_s(share), 1e-12), 0.0, exchange_s
+            if factors is not None:
+                # The first pass warms up, as the first step of any other run does.
+                mine = factors[:, worker]
+                cv = float(mine.std(ddof=1) / mine.mean())
+                probe_s += float(mine.sum()) * cost.step_s(probed_samples(share))
             ready = WorkerReady(
-                worker, work.samples, work.batch, work.epochs, splits, speed, exchange=exchange
+                worker, work.samples, work.batch, work.epochs, splits, speed, cv, exchange=exchange
             )
             self.send(worker, ready, now + probe_s)
         for worker, host in enumerate(self.fleet.hosts):

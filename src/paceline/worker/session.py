@@ -14,7 +14,8 @@ import torch
 from paceline.comm.process_group import CollectiveGroup, CoordinatorStore
 from paceline.comm.wire import ControlConnection
 from paceline.errors import CheckpointError, PacelineError, StateError, UsageError
-from paceline.protocol.messages import ExchangeProbe, Heartbeat
+from paceline.protocol.exchange_probe import ExchangeProbe
+from paceline.protocol.messages import Heartbeat
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.state import (
     Section,
@@ -31,7 +32,7 @@ from paceline.telemetry.phase_clock import BACKWARD, COMM, STAGES, PhaseClock
 from paceline.telemetry.proc_stats import allowed_cores, quota_cores
 from paceline.telemetry.sampler import StepCounters
 from paceline.worker.assignment import Assignment
-from paceline.worker.exchange_probe import probe_exchange
+from paceline.worker.probes import probe_exchange
 from paceline.worker.run_files import TelemetryReporter, open_run_files
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.comm.wire import ControlConnection
 from paceline.job import Job
-from paceline.protocol.messages import EpochEnd, Lease, WorkerReady
+from paceline.protocol.messages import EpochEnd, WorkerReady
 from paceline.strategies.runner import LossOf, Replica
 from paceline.telemetry.events import ProfileWritten
 from paceline.telemetry.phase_clock import EVAL, INPUT, OTHER, PREPARE, READ
@@ -28,9 +27,9 @@ from paceline.worker.job_builder import (
     load_job_data,
 )
 from paceline.worker.memory_check import check_memory
+from paceline.worker.probes import probe_speed
 from paceline.worker.session import Session
 
-PROBE_PASSES = 4
 MAX_STEPS = 200
 """Maximum number of profiled steps, because the profiler keeps every call in memory."""
 MAX_OPERATORS = 300
@@ -91,11 +90,12 @@ def run_worker_job(
     )
     session.client = CoordinatorClient(session, state, hooks, samples_per_epoch=feed.samples)
     del state  # Its tensors are the model's: strategies that split it free what they can.
-    speed = 0.0
+    speed, cv = 0.0, 0.0
     if session.strategy.needs_worker_speeds:
         # At its slowest: the groups are fixed for the whole run.
         slow = session.slowdown.max_factor if session.slowdown is not None else 1.0
-        speed = probe_speed(model, loss_of, feed, job.batch // session.size or 1) / slow
+        speed, cv = probe_speed(model, loss_of, feed, job.batch // session.size or 1)
+        speed /= slow
     control.send(
         WorkerReady(
             session.rank,
@@ -104,6 +104,7 @@ def run_worker_job(
             job.epochs,
             tables.splits,
             speed,
+            cv,
             feed.layout,
             exchange=session.probe_exchange(),
         )
@@ -145,22 +146,6 @@ def run_training_loop(
             clock.enter(OTHER)
         client.begin(work)
         client.finish(work, client.runner.forward_backward(work, batch, loss_of))
-
-
-def probe_speed(model: torch.nn.Module, loss_of: LossOf, feed: BatchLoader, samples: int) -> float:
-    """Samples per second of a few passes on a copy; the model and its generator do not change."""
-    generator = torch.get_rng_state()
-    copied = copy.deepcopy(model).train()
-    count = min(samples, feed.samples)
-    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
-    times_s = []
-    for _ in range(PROBE_PASSES):
-        began = time.perf_counter()
-        loss_of(copied(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        times_s.append(time.perf_counter() - began)
-    torch.set_rng_state(generator)
-    # The first pass allocates and warms up; the fastest one is the speed of the machine.
-    return count / min(times_s)
 
 
 class EpochProfiler:

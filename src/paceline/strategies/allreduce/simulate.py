@@ -5,7 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from paceline.plan.cost_model import allreduce_s, exposed_s, exposed_without_layers_s, fill_buckets
+from paceline.plan.cost_model import (
+    BucketTiming,
+    exposed_s,
+    exposed_without_layers_s,
+    fill_buckets,
+)
 from paceline.specs.strategy import WorkerGroups
 from paceline.strategies.allreduce.cost import exchange_bytes
 from paceline.strategies.allreduce.spec import AllReduce
@@ -22,13 +27,8 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
         return exchange_bytes(self.spec, self.simulator.work)
 
     @cached_property
-    def _buckets(self) -> list[tuple[float, float]]:
-        """Fraction of the compute time when a bucket is ready, and seconds of its exchange."""
-        pool, hosts = self.simulator.pool, self.simulator.fleet.hosts
-        return [
-            (b.ready, allreduce_s(pool, hosts, b.share * self.exchange_bytes))
-            for b in fill_buckets(self.simulator.work, self.spec.bucket_bytes)
-        ]
+    def _buckets(self) -> list[BucketTiming]:
+        return fill_buckets(self.simulator.work, self.spec.bucket_bytes)
 
     @staticmethod
     def updates(spec: AllReduce, backend: GradientBackend, groups: WorkerGroups) -> WeightUpdates:
@@ -37,12 +37,18 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
         return ExactUpdate(backend, codec=spec.codec, bucket_bytes=int(spec.bucket_bytes))
 
     def finish_step(self, ends: Floats, busy: Floats) -> None:
-        longest = float(busy.max())
+        longest, now = float(busy.max()), float(ends.max())
         if self.workers > 1 and self._buckets:
-            exposed = exposed_s(longest, self._buckets)
+            exposed = exposed_s(
+                longest,
+                [
+                    (b.ready, self.exchange_s(now, b.share * self.exchange_bytes))
+                    for b in self._buckets
+                ],
+            )
         else:
             exposed = exposed_without_layers_s(
-                self.exchange_s, longest, self.exchange_bytes, self.spec.bucket_bytes
+                self.exchange_s(now), longest, self.exchange_bytes, self.spec.bucket_bytes
             )
         self.wait_for_all(ends, exposed)
         self.update_weights()

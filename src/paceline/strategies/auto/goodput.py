@@ -20,7 +20,7 @@ from paceline.cluster.pool import Host, Link, Pool, StepCost
 from paceline.plan.cost_model import Workload
 from paceline.plan.facet import StepEstimate
 from paceline.plan.pool_arrays import PoolArrays
-from paceline.protocol.messages import ExchangeProbe
+from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import cost

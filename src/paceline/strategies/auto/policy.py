@@ -11,6 +11,7 @@ from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPo
 from paceline.protocol.throughput import WINDOW_S, ThroughputWindow
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.goodput import (
+    MAX_CV,
     Goodput,
     LiveCluster,
     Observation,
@@ -26,8 +27,6 @@ PREDICTED_MARGIN = 0.10
 """Gain that a candidate that has not run must promise: nine of ten predictions are closer."""
 MEASURED_MARGIN = 0.03
 """Gain that a candidate that has run must promise: the usual difference between two windows."""
-START_CV = 0.05
-"""Variation of step times that is assumed before any measurement, as for a pool."""
 RETRY_LR = 0.5
 """A candidate that made the loss rise is tried again at this fraction of the learning rate."""
 
@@ -55,6 +54,11 @@ class AutoPolicy(SwitchPolicy):
         self._horizon = horizon
         self._candidates = candidates
         self._phases = phases
+        self._recalled = {
+            phase: factor
+            for phase, spec in candidates.items()
+            if (factor := horizon.recalled.get(str(spec))) is not None
+        }
 
     # ---- decisions ----------------------------------------------------------------------------
 
@@ -65,18 +69,23 @@ class AutoPolicy(SwitchPolicy):
         if failure is not None:
             return failure
         windows = history.throughput.latest(history.phase, WINDOWS)
-        if len(windows) < WINDOWS or len(self._candidates) < 2:
+        if not windows or len(self._candidates) < 2:
+            return None
+        # One window suffices to confirm what the probes promised.
+        foreseen = self._foreseen(history) if len(windows) < WINDOWS else None
+        if len(windows) < WINDOWS and foreseen is None:
             return None
         cluster = self._cluster()
         corrections = self._measure(history, cluster, windows)
         if corrections is None:
             return None
-        return self._choose(history, cluster, corrections)
+        decision = self._choose(history, cluster, corrections)
+        return decision if foreseen in (None, decision and decision.phase) else None
 
     def _cluster(self) -> LiveCluster:
         horizon = self._horizon
         cluster = LiveCluster(horizon.workers, horizon.batch, horizon.exchange)
-        cluster.set_cv(START_CV)
+        cluster.set_cv(min(MAX_CV, horizon.cv))
         return cluster
 
     def _choose_start(self) -> SwitchDecision:
@@ -90,24 +99,53 @@ class AutoPolicy(SwitchPolicy):
             return self._start(first, "the only candidate", {})
         if not speeds or not all(speed > 0 for speed in speeds):
             return self._start(first, "the first candidate, as speeds were not measured", {})
-        cluster = self._cluster()
-        cluster.set_speeds(speeds)
-        found = predict_goodput(cluster, self._candidates, {})
-        exact = [phase for phase in found if self._candidates[phase].exact] or list(found)
-        first = max(exact, key=lambda phase: found[phase].value)
-        best = max(found, key=lambda phase: found[phase].value)
-        # Without a probe, an exchange can make any inexact candidate a bad start.
-        promised = 1 - found[first].value / found[best].value
-        if self._horizon.exchange is None or promised < PREDICTED_MARGIN:
-            best = first
-        spread = max(speeds) / min(speeds)
+        found = self._predict_from_probes()
+        best = self._best_start(found)
         second = max((p for p in found if p != best), key=lambda p: found[p].value, default=best)
         why = (
             f"{found[best].value:.0f} samples/s expected, {found[second].value:.0f} with "
-            f"{self._phases[second]} (workers differ in speed by x{spread:.2f}, "
-            f"an exchange takes {1e3 * cluster.exchange_s:.3g} ms)"
+            f"{self._phases[second]} (workers differ in speed by x{max(speeds) / min(speeds):.2f}"
         )
+        if self._recalled:
+            why += f", corrected by an earlier run for {len(self._recalled)} candidates"
+        if self._horizon.exchange is not None:
+            why += f", an exchange takes {1e3 * self._horizon.exchange.gradient_s:.3g} ms"
+        why += ")"
         return self._start(best, why, self._figures(found))
+
+    def _predict_from_probes(self) -> dict[int, Goodput]:
+        cluster = self._cluster()
+        cluster.set_speeds(self._horizon.speeds)
+        return predict_goodput(cluster, self._candidates, self._recalled)
+
+    def _best_start(self, found: Mapping[int, Goodput]) -> int:
+        """Returns the best synchronous candidate, an exact one unless another is clearly better.
+
+        Stale gradients do the most harm in the first steps, so asynchronous candidates come later.
+        Without a probe, an exchange can make any inexact candidate a bad start.
+        """
+        workers = self._horizon.workers
+        waiting = [p for p in found if self._candidates[p].lag_bound(workers) == 0.0] or list(found)
+        exact = [p for p in waiting if self._candidates[p].exact] or waiting
+        first = max(exact, key=lambda p: found[p].value)
+        if self._horizon.exchange is None:
+            return first
+        best = max(waiting, key=lambda p: found[p].value)
+        return best if self._gain(found, first, best) >= MEASURED_MARGIN else first
+
+    @staticmethod
+    def _gain(found: Mapping[int, Goodput], now: int, other: int) -> float:
+        return 1 - found[now].value / found[other].value
+
+    def _foreseen(self, history: History) -> int | None:
+        """Returns the candidate that the probes promised to be better than the first one."""
+        if history.switches or self._horizon.exchange is None or not all(self._horizon.speeds):
+            return None
+        if not self._horizon.speeds or self._first is not None:
+            return None
+        found = self._predict_from_probes()
+        best = max(found, key=lambda p: found[p].value)
+        return best if self._gain(found, history.phase, best) >= PREDICTED_MARGIN else None
 
     def _start(self, phase: int, why: str, figures: Mapping[str, Any]) -> SwitchDecision:
         left_out = [str(p) for i, p in enumerate(self._phases) if i not in self._candidates]
@@ -155,9 +193,10 @@ class AutoPolicy(SwitchPolicy):
             return None
         best = max(found, key=lambda phase: (found[phase].value, phase == now))
         # Every change raises the bar, so that a run on a noisy cluster does not keep changing.
-        margin = MEASURED_MARGIN if best in corrections else PREDICTED_MARGIN
+        measured = best in corrections or best in self._recalled
+        margin = MEASURED_MARGIN if measured else PREDICTED_MARGIN
         margin *= 1 + len(history.switches)
-        gain = 1 - found[now].value / found[best].value
+        gain = self._gain(found, now, best)
         figures = {
             **self._figures(found),
             "gain": round(gain, 4),
@@ -165,6 +204,7 @@ class AutoPolicy(SwitchPolicy):
             "latency_s": round(cluster.latency_s, 6),
             "cv": round(cluster.cv, 4),
             "progress": self._progress(history.samples),
+            "corrections": {str(self._phases[p]): round(f, 4) for p, f in corrections.items()},
         }
         speed = f"auto: {self._phases[now]} makes {found[now].value:.0f} samples/s"
         if best == now:
@@ -201,7 +241,7 @@ class AutoPolicy(SwitchPolicy):
             phase: by_name.get(spec.name, known.get(now, 1.0))
             for phase, spec in self._candidates.items()
         }
-        return shared | dict(known)
+        return shared | self._recalled | dict(known)
 
     def _was(self, history: History, phase: int) -> bool:
         return str(self._phases[phase]) == history.switches[-1].before

@@ -115,7 +115,7 @@ class GroupedSimulation(PushPullSimulation):
         simulator, leader = self.simulator, step.members[0]
         nbytes = simulator.work.bytes
         hosts = [self.fleet.hosts[w] for w in step.members]
-        exchange_s = allreduce_s(simulator.pool, hosts, nbytes)
+        exchange_s = allreduce_s(simulator.pool, hosts, nbytes * simulator.fleet.link_slowness(now))
         summed = now + exchange_s
         push_bytes = self.rules.push_bytes
         sent = self.transfer(self.inbound, leader, summed + self.push_own_s, push_bytes)

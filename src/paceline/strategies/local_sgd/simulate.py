@@ -33,7 +33,7 @@ class LocalStepsSimulation(LockstepSimulation[LocalSteps]):
         if self._is_due():
             self._steps_since_sync = 0
             self.simulator.updates.average_replicas()
-            self.wait_for_all(self.free, self.exchange_s)
+            self.wait_for_all(self.free, self.exchange_s(float(self.free.max())))
 
     def _is_due(self) -> bool:
         if self.spec.syncs_by_drift:
@@ -46,5 +46,5 @@ class LocalStepsSimulation(LockstepSimulation[LocalSteps]):
             self._steps_since_sync = 0
             self.simulator.updates.average_replicas()
             self.count_exchange()
-            now += self.exchange_s
+            now += self.exchange_s(now)
         then(now)

@@ -1,5 +1,7 @@
-"""Measures messages and sums among the workers before training, to compare strategies."""
+"""Short measurements before training: the speed of a worker, and exchanges among all of them."""
 
+import copy
+import statistics
 import time
 from collections.abc import Callable
 
@@ -8,13 +10,48 @@ import torch
 from paceline.comm.buckets import NamedParameters, bucket_numel
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce, aligned_size
-from paceline.protocol.messages import ExchangeProbe
+from paceline.protocol.exchange_probe import ExchangeProbe
+from paceline.protocol.messages import Lease
+from paceline.strategies.runner import LossOf
+from paceline.worker.batch_loader import BatchLoader
 
 ROUNDS = 3
 """The first round warms up; the fastest one counts, because noise only adds time."""
 MAX_PROBE_NUMEL = 1 << 16
 """Longer gradients are extrapolated, so that the probe is short on slow links, too."""
+PROBE_PASSES = 5
+"""The first one warms up."""
+PROBE_SHARE = 4
+"""A pass takes this fraction of a worker's share of a batch: slow workers are slow here, too."""
+MIN_PROBE_SAMPLES = 8
 PING, PONG = 7001, 7002
+
+
+def probe_speed(
+    model: torch.nn.Module, loss_of: LossOf, feed: BatchLoader, samples: int
+) -> tuple[float, float]:
+    """Returns samples per second and the variation of a few passes on a copy.
+
+    The model and its generator do not change.
+    """
+    generator = torch.get_rng_state()
+    copied = copy.deepcopy(model).train()
+    count = min(probed_samples(samples), feed.samples)
+    inputs, targets = feed.batch(Lease(0, 0, 0, count, 0, count))
+    times_s = []
+    for _ in range(PROBE_PASSES):
+        began = time.perf_counter()
+        loss_of(copied(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        times_s.append(time.perf_counter() - began)
+    torch.set_rng_state(generator)
+    # The first pass allocates and warms up; the fastest one is the speed of the machine.
+    steady_s = times_s[1:]
+    return count / min(times_s), statistics.stdev(steady_s) / statistics.fmean(steady_s)
+
+
+def probed_samples(share: int) -> int:
+    """Returns how many samples of a share a pass of the probe takes."""
+    return max(share // PROBE_SHARE, min(share, MIN_PROBE_SAMPLES))
 
 
 def probe_exchange(group: CollectiveGroup, parameters: NamedParameters) -> ExchangeProbe | None:
