@@ -1,5 +1,6 @@
 """Step time of strategies in which workers push gradients to servers and pull weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +49,34 @@ def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepE
         # All pulls of a round arrive at the servers at the same time.
         slowest = slowest_s(cycle, arrays.cv[hosts]) + (count - 1) * max(push, pull) / lane
         rate = work.batch / slowest
-    max_pushes_per_s = min(lane / max(push, pull, 1.0), 1 / max(apply_s, 1e-12))
-    if pool.control_ms:
-        max_pushes_per_s = min(max_pushes_per_s, 1e3 / pool.control_ms / size)
-    rate = min(rate, max_pushes_per_s * share * size)
+    stations = [push / lane, pull / lane, apply_s, pool.control_ms / 1e3 * size]
+    mean_cycle = count / float((1 / cycle).sum())
+    pushes = queued_rate(mean_cycle, stations, max(1, round(count / size)))
+    rate = min(rate, pushes * share * size)
     step_s = work.batch / rate
     busy = (
         compute * (step_s / cycle) * np.minimum(1.0, rate / max(rate, float((share / cycle).sum())))
     )
     return StepEstimate(step_s, busy, cost.staleness, efficiency=cost.efficiency)
+
+
+def queued_rate(cycle_s: float, stations: Sequence[float], customers: int) -> float:
+    """Returns pushes per second of workers that queue for servers, links and coordinator.
+
+    Mean value analysis of a closed queueing network (Reiser and Lavenberg, 1980) with constant
+    service times: who arrives finds what is queued with one worker less, and of the one in service
+    half is left. `cycle_s` is the cycle of a worker that never queues.
+    """
+    think_s = max(0.0, cycle_s - sum(stations))
+    queues, busy = [0.0] * len(stations), [0.0] * len(stations)
+    rate = 0.0
+    for number in range(1, customers + 1):
+        stays = [
+            s * (1 + queue - used / 2)
+            for s, queue, used in zip(stations, queues, busy, strict=True)
+        ]
+        rate = number / (think_s + sum(stays))
+        rate = min(rate, 1 / max(max(stations), 1e-12))
+        queues = [rate * stay for stay in stays]
+        busy = [rate * s for s in stations]
+    return rate
