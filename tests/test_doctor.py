@@ -228,14 +228,17 @@ def test_figures_go_into_the_pool() -> None:
         "fixed_s": 1e-3,
         "per_sample_s": 2e-5,
         "update_s": 1e-4,
+        "startup_s": 2.5,
     }
+    found.of("h1").gpu_gflops = [1900.0, 1800.0]
     found.machines[2] = MachineExamination(
         host=Host(host="h3", cores=3), error=HostError("h3", "x", "y")
     )
     pool = update_pool(found)
     first = pool.hosts[0]
     assert (first.cores, first.memory_gb, first.gflops) == (4, 8.0, 21.0)
-    assert first.gpus == (Gpu(count=2, model="RTX 2060", memory_gb=6.0),)
+    assert first.gpus == (Gpu(count=2, model="RTX 2060", memory_gb=6.0, gflops=1800.0),)
+    assert first.startup_s == 2.5
     assert first.link is not None
     assert (first.link.mbit_s, first.link.latency_ms) == (1000.0, 0.1)
     assert first.measured["mlp-128"].per_sample_s == 2e-5

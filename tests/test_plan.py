@@ -102,7 +102,7 @@ def test_choices_are_within_five_percent_of_brute_force() -> None:
 
 @pytest.mark.slow
 def test_choices_are_within_five_percent_of_brute_force_on_200_pools() -> None:
-    assert compare_with_brute_force(range(200), 10) < 0.05
+    assert compare_with_brute_force(range(200), 8) < 0.05
 
 
 def test_limits_are_kept() -> None:
@@ -194,7 +194,8 @@ def test_estimates_agree_with_the_twin(strategy: str, slow: float) -> None:
         pool = pool.model_copy(update={"hosts": pool.hosts[:1]})
     machines = PoolArrays(pool, WORK)
     chosen = np.arange(len(pool.hosts))
-    added = estimate(machines, chosen, parse_strategy(strategy)).seconds
+    found = estimate(machines, chosen, parse_strategy(strategy))
+    added = found.train_s + found.evaluation_s  # a simulated run has no startup
     spec = parse_strategy(strategy)
     plan = RunSpec(strategy=spec, workers=len(pool.slots))
     simulator = Simulator(plan, pool, WORK, WeightsBackend())

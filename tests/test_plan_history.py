@@ -50,7 +50,7 @@ STILL = Jitter(shape="uniform", cv=0.0)
 def make_pool(*costs: float, link: Link | None = None) -> Pool:
     """A machine for each cost of a sample, all links alike."""
     hosts = tuple(
-        Host(host=f"h{i}", measured={"m": StepCost(per_sample_s=cost)}, jitter=STILL)
+        Host(host=f"h{i}", measured={"m": StepCost(per_sample_s=cost)}, jitter=STILL, startup_s=0)
         for i, cost in enumerate(costs)
     )
     return Pool(hosts=hosts, link=link or Link(mbit_s=float("inf"), latency_ms=0.0))

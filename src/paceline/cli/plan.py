@@ -35,6 +35,10 @@ class PlanOptions:
     """Longest acceptable duration of the run."""
     budget: Annotated[float | None, Field(gt=0), Option(metavar="PRICE")] = None
     """Highest acceptable cost of the run, in the pool's currency."""
+    like: Annotated[tuple[Path, ...], Option(metavar="RUN")] = ()
+    """Run folder of an earlier run of this job, for the time to --until val_acc>=X. Repeatable."""
+    learn: Annotated[int | None, Field(ge=1), Option(metavar="SEEDS")] = None
+    """Train the job here with this many seeds first, for the time to --until val_acc>=X."""
     json: bool = False
     """Print the whole plan as JSON."""
     out: Annotated[Path | None, Option(short="o", metavar="DIR")] = None
@@ -51,6 +55,7 @@ def plan(job: JobFile = None, /, *, options: PlanOptions, fields: Job) -> None:
     pool = read_pool(options.pool)
     reference = refer_to_options(job, fields, workers=1)
     machines, earlier = calibrate_pool(options.pool, pool, reference)
+    set_goal(machines, options, reference)
     plain = plan_to_json(machines, search(machines, objective), objective)
     plain["corrected_by"] = earlier
     if options.out is not None:
@@ -81,21 +86,37 @@ def show_plan(plain: dict[str, Any]) -> None:
     names = chosen["machines"]
     hosts = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     low, high = chosen["seconds_interval"]
+    goal = plain["accuracy"]
+    until = f" until val_acc>={goal['target']:g}" if goal else ""
     print(f"plan: {plain['why']}")
     print(
         f"machines: {hosts}; strategy {chosen['strategy']}; "
-        f"expected {format_number(chosen['seconds'])} s "
-        f"({format_number(low)} to {format_number(high)} s)"
+        f"expected {format_number(chosen['seconds'])} s{until} ({format_number(low)} to "
+        + ("never)" if high is None else f"{format_number(high)} s)")
     )
+    parts = ("startup", "train", "evaluation", "checkpoint")
+    print("of which: " + ", ".join(f"{p} {format_number(chosen[f'{p}_s'])} s" for p in parts))
+    if goal:
+        runs = "1 run" if goal["runs"] == 1 else f"{goal['runs']} runs"
+        print(f"accuracy: reached after {format_number(goal['epochs'])} epochs in {runs}")
+    elif chosen["efficiency"] < 1:
+        print(
+            f"accuracy: a sample is worth {chosen['efficiency']:.2f} of a synchronous one; expect "
+            f"less accuracy, or train x{1 / chosen['efficiency']:.2f} epochs, as times for "
+            "comparison assume"
+        )
+    if plain["guesses"]:
+        print(f"guessed: {', '.join(plain['guesses'])}")
     rows = [
         {
             "strategy": row["strategy"],
             "machines": str(len(row["machines"])),
-            "seconds": format_number(row["seconds"]),
-            "kJ": format_number(row["joules"] / 1000),
-            "price": format_number(row["price"]),
+            "seconds": _number(row["seconds"]),
+            "kJ": _number(row["joules"], 1e-3),
+            "price": _number(row["price"]),
             "samples/s": format_number(row["samples_per_s"]),
             "staleness": format_number(row["staleness"]),
+            "progress": f"{row['efficiency']:.2f}",
         }
         for row in [chosen, *plain["runners_up"]]
     ]
@@ -106,6 +127,69 @@ def show_plan(plain: dict[str, Any]) -> None:
     if runs:
         some = "an earlier run" if runs == 1 else f"{runs} earlier runs"
         print(f"corrected by {some} of this model on this pool")
+
+
+def _number(value: float | None, factor: float = 1.0) -> str:
+    return "never" if value is None else format_number(value * factor)
+
+
+def set_goal(machines: PoolArrays, options: PlanOptions, reference: JobRef) -> None:
+    """Sets the accuracy to plan for, if the job has one and its learning curve is known.
+
+    Raises UsageError if earlier runs never reached it, or a curve is given without a target.
+    """
+    from paceline.plan.learning_curve import AccuracyGoal, LearningCurve, read_run
+    from paceline.plan.run_log import history_path, logged_curves, read_history
+
+    work = machines.work
+    until = reference.resolve().until_spec
+    if until is None or until.metric != "val_acc" or until.sign not in (">=", ">"):
+        if options.like or options.learn:
+            raise UsageError("--like and --learn require a target; add --until 'val_acc>=0.95'")
+        return
+    curves = [read_run(path) for path in options.like]
+    if options.learn:
+        curves += learn_curves(reference, options.learn)
+    curves = curves or logged_curves(read_history(history_path(options.pool)), work)
+    if not curves:
+        print(
+            f"paceline: the time to {until} is unknown, so all epochs are planned; use --learn "
+            "SEEDS, or --like with an earlier run of this job",
+            file=sys.stderr,
+        )
+        return
+    goal = AccuracyGoal(until.value, LearningCurve(tuple(curves), work.evaluated.get("val", 1)))
+    if goal.curve.best < until.value:
+        raise UsageError(
+            f"--until {until}: earlier runs of this job reached {goal.curve.best:.4g} at most; "
+            "choose a lower target"
+        )
+    machines.goal = goal
+
+
+def learn_curves(reference: JobRef, seeds: int) -> list[Any]:
+    """Trains the job in the simulator, as one machine, and returns the curve of each seed."""
+    import tempfile
+
+    from paceline.cluster.pool import equal_machines
+    from paceline.plan.learning_curve import curve_points
+    from paceline.strategies.registry import BASELINE, parse_strategy
+    from paceline.twin.run import TwinOptions, run_twin
+
+    job = reference.resolve()
+    curves = []
+    for seed in range(job.seed, job.seed + seeds):
+        began = time.perf_counter()
+        changes = {"seed": seed, "until": None, "checkpoint_every": "never"}
+        with tempfile.TemporaryDirectory() as folder:
+            twin = TwinOptions(out=Path(folder) / "run", pool=equal_machines(1))
+            result = run_twin(job.model_copy(update=changes), parse_strategy(BASELINE), twin)
+        curves.append(curve_points(result["history"]))
+        left = seeds - len(curves)
+        took = time.perf_counter() - began
+        more = f", about {left * took:.1f} s to go" if left else ""
+        print(f"paceline: trained seed {seed} in {took:.1f} s{more}", file=sys.stderr)
+    return curves
 
 
 def write_plan(plain: dict[str, Any], out: Path) -> None:
@@ -233,6 +317,7 @@ class PoolPlan:
 
     def remember(self, out: Path, seats: list[Host], result: Mapping[str, Any]) -> None:
         """Prints prediction and measurement, and records the run for later plans."""
+        from paceline.plan.learning_curve import curve_points
         from paceline.plan.run_log import (
             LoggedRun,
             WorkerTiming,
@@ -262,6 +347,10 @@ class PoolPlan:
             step_s=actual["actual_step_s"],
             predicted_step_s=actual["step_s"],
             started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            data=self.machines.work.data,
+            epochs=self.machines.work.epochs,
+            startup_s=sum(result["stages"][s] or 0.0 for s in ("start", "read", "prepare")),
+            curve=tuple(curve_points(result["history"])),
         )
         path = history_path(self.path)
         try:

@@ -64,6 +64,8 @@ class MachineExamination:
     listening: dict[int, int | None] = field(default_factory=dict)
     """The bound port for each requested port (0: any), or None if it is in use."""
     gflops: float | None = None
+    gpu_gflops: list[float] = field(default_factory=list)
+    """Rate of each GPU that torch finds."""
     steps: Mapping[str, Any] | None = None
 
     @property
@@ -287,6 +289,7 @@ async def _measure_speed(machine: _ReachableMachine, options: ExaminationOptions
     request = {"do": "flops", "seconds": options.flops_s}
     answer = await machine.probe.ask(request, STEPS_TIMEOUT_S)  # importing torch can be slow
     machine.found.gflops = answer["gflops"]
+    machine.found.gpu_gflops = answer["gpus"]
 
 
 async def _time_steps(machine: _ReachableMachine, options: ExaminationOptions, share: int) -> None:

@@ -27,8 +27,15 @@ def _update(found: Examination, machine: MachineExamination) -> Host:
     gpus = [gpu for gpu in facts["gpus"] if "error" not in gpu]
     if gpus:
         counted = Counter((gpu["model"], gpu["memory_bytes"]) for gpu in gpus)
+        # torch and nvidia-smi may order GPUs differently, so rates belong to single models only.
+        rate = round(min(machine.gpu_gflops), 2) if machine.gpu_gflops else None
         changes["gpus"] = tuple(
-            Gpu(count=count, model=model, memory_gb=size and round(size / GIBI, 1))
+            Gpu(
+                count=count,
+                model=model,
+                memory_gb=size and round(size / GIBI, 1),
+                gflops=rate if len(counted) == 1 else None,
+            )
             for (model, size), count in counted.items()
         )
     if machine.gflops:
@@ -40,6 +47,7 @@ def _update(found: Examination, machine: MachineExamination) -> Host:
     if "per_sample_s" in steps:
         cost = StepCost(**{key: steps[key] for key in ("fixed_s", "per_sample_s", "update_s")})
         changes["measured"] = {**machine.host.measured, steps["model"]: cost}
+        changes["startup_s"] = round(steps["startup_s"], 2)
     return machine.host.model_copy(update=changes)
 
 
@@ -75,6 +83,7 @@ def examination_to_json(found: Examination, problems: list[Problem]) -> dict[str
                 "clock_offset_s": machine.clock_offset_s,
                 "clock_error_s": machine.clock_error_s,
                 "gflops": machine.gflops,
+                "gpu_gflops": machine.gpu_gflops,
                 "steps": machine.steps,
                 **machine.facts,
             }

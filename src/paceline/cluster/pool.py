@@ -106,6 +106,8 @@ class Gpu(_Strict):
     count: int = Field(default=1, ge=1)
     model: str | None = None
     memory_gb: float | None = Field(default=None, gt=0)
+    gflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Measured rate of one GPU; estimated from the model if it is missing."""
 
 
 class Host(_Strict):
@@ -131,6 +133,8 @@ class Host(_Strict):
     """Relative speed: a machine with 2 computes twice as fast as one with 1."""
     gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Sustained training rate, for models without an entry in `measured`."""
+    startup_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Seconds until a worker on this machine can train: imports, data, model."""
     measured: dict[str, StepCost] = Field(default_factory=dict)
     """Step costs by model name; `any` applies to all models without an entry."""
     link: Link | None = None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cluster.gpu_rates import estimate_gpu
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.codecs.spec import Codec
 
@@ -42,6 +43,10 @@ class Workload:
     """Fraction of a step's operations done when the gradient of each shape is ready, if known."""
     input_bytes_per_sample: tuple[float, ...] = ()
     """Bytes per sample that enter the layer of each shape, if known."""
+    checkpoints: int = 0
+    """Checkpoints that the run writes."""
+    uses_gpus: bool = True
+    """Whether workers compute on the GPUs of machines that have them."""
 
     @property
     def parameters(self) -> int:
@@ -67,13 +72,19 @@ def with_measured_gradient_size(work: Workload, host: Host) -> Workload:
     )
 
 
+def gpu_gflops(host: Host) -> float:
+    """Returns the rate of all GPUs of a host, which work in lockstep: one worker on each."""
+    return host.gpu_count * min(g.gflops or estimate_gpu(g.model).gflops for g in host.gpus)
+
+
 def step_time_on(host: Host, work: Workload, pool: Pool) -> StepCost:
     """Returns the measured step time, or an estimate from floating-point operations."""
     measured = find_measured(host, work.model)
     if measured is None:
+        gflops = gpu_gflops(host) if host.gpus and work.uses_gpus else host.gflops
         measured = StepCost(
             fixed_s=FIXED_S,
-            per_sample_s=max(work.flops_per_sample, 1.0) / (host.gflops * 1e9),
+            per_sample_s=max(work.flops_per_sample, 1.0) / (gflops * 1e9),
             update_s=work.bytes / (pool.apply_gb_s * 1e9),
         )
     seconds = ("fixed_s", "per_sample_s", "update_s")

@@ -1,10 +1,11 @@
 """Explains a plan: the choice, the runners-up, and why each host was excluded."""
 
+import math
 from typing import Any
 
 import numpy as np
 
-from paceline.plan.estimate import Estimate, estimate
+from paceline.plan.estimate import Estimate, estimate, find_guesses
 from paceline.plan.pool_arrays import PoolArrays
 from paceline.plan.search import Objective, SearchResult
 from paceline.strategies.registry import cost, parse_strategy
@@ -23,8 +24,10 @@ def plan_to_json(
         "objective": dict(objective.weights),
         "deadline_s": objective.deadline_s,
         "budget": objective.budget,
+        "accuracy": goal_to_json(machines),
         "chosen": estimate_to_json(machines, result.chosen),
         "why": explain_choice(machines, result, objective),
+        "guesses": find_guesses(machines, np.array(result.chosen.machines)),
         "runners_up": [estimate_to_json(machines, e) for e in result.runners_up],
         "left_out": excluded_hosts(machines, result.chosen, objective),
         "frontier": [estimate_to_json(machines, e) for e in result.frontier],
@@ -35,8 +38,22 @@ def plan_to_json(
 
 
 def estimate_to_json(machines: PoolArrays, one: Estimate) -> dict[str, Any]:
+    """Returns the estimate with names of machines; null where a goal is not reached."""
+    values = {
+        name: None if isinstance(value, float) and math.isinf(value) else value
+        for name, value in vars(one).items()
+    }
+    interval = [None if math.isinf(bound) else bound for bound in one.seconds_interval]
     names = [machines.hosts[i].host for i in one.machines]
-    return {**vars(one), "machines": names, "seconds_interval": list(one.seconds_interval)}
+    return {**values, "machines": names, "seconds_interval": interval}
+
+
+def goal_to_json(machines: PoolArrays) -> dict[str, Any] | None:
+    goal = machines.goal
+    if goal is None:
+        return None
+    epochs = goal.curve.samples_to(goal.target) / machines.work.samples
+    return {"target": goal.target, "runs": len(goal.curve.runs), "epochs": epochs}
 
 
 def explain_choice(machines: PoolArrays, result: SearchResult, objective: Objective) -> str:
@@ -74,9 +91,11 @@ def explain_choice(machines: PoolArrays, result: SearchResult, objective: Object
 
 
 def _amount(one: Estimate, metric: str) -> str:
+    """Formats the quantity that plans are ranked by: that of equal progress."""
+    value = one.value(metric)
     if metric == "time":
-        return f"{one.seconds:,.4g} s"
-    return f"{one.joules / 1000:,.4g} kJ" if metric == "energy" else f"{one.price:,.4g}"
+        return f"{value:,.4g} s"
+    return f"{value / 1000:,.4g} kJ" if metric == "energy" else f"{value:,.4g}"
 
 
 def excluded_hosts(

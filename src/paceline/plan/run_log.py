@@ -19,6 +19,7 @@ from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.errors import SpecError, UsageError
 from paceline.plan.cost_model import Workload, step_time_on
 from paceline.plan.estimate import correction_key, estimate
+from paceline.plan.learning_curve import Points
 from paceline.plan.pool_arrays import Correction, PoolArrays
 from paceline.strategies.registry import parse_strategy
 
@@ -50,6 +51,11 @@ class LoggedRun:
     step_s: float
     predicted_step_s: float
     started: str
+    data: str | None = None
+    epochs: int | None = None
+    startup_s: float | None = None
+    curve: tuple[tuple[int, float], ...] = ()
+    """Samples and validation accuracy after each epoch."""
 
 
 def history_path(pool: Path) -> Path:
@@ -66,7 +72,9 @@ def read_history(path: Path) -> list[LoggedRun]:
         try:
             plain = json.loads(line)
             work = tuple(WorkerTiming(**part) for part in plain.pop("work"))
-            record = LoggedRun(**{**plain, "machines": tuple(plain["machines"]), "work": work})
+            curve = tuple((int(samples), float(acc)) for samples, acc in plain.get("curve", ()))
+            tuples = {"machines": tuple(plain["machines"]), "work": work, "curve": curve}
+            record = LoggedRun(**{**plain, **tuples})
             if not all(w.samples > 0 and w.busy_s > 0 for w in work) or not record.step_s > 0:
                 raise ValueError("times and samples must be greater than 0")
             records.append(record)
@@ -87,12 +95,34 @@ def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun])
     same_model = [r for r in records if r.model == work.model]
     hosts = tuple(_correct(host, pool, work, same_model) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
+    groups: dict[tuple[str, frozenset[str] | None], list[LoggedRun]] = {}
+    for record in same_model:
+        kind = _kind(record)
+        for names in (None, frozenset(record.machines)):
+            if kind is not None:
+                groups.setdefault((kind, names), []).append(record)
     machines.corrections = {
-        kind: correction
-        for kind in {_kind(r) for r in same_model}
-        if kind is not None and (correction := _compare(machines, kind, same_model)) is not None
+        key: correction
+        for key, group in groups.items()
+        if (correction := _compare(machines, group)) is not None
     }
+    startups = [r.startup_s for r in same_model if r.startup_s is not None][-MAX_RUNS:]
+    if startups:
+        machines.startup_s = statistics.median(startups)
     return machines
+
+
+def logged_curves(records: Sequence[LoggedRun], work: Workload) -> list[Points]:
+    """Returns the learning curves of the last runs of the same job by exact strategies."""
+    same = (work.model, work.data, work.batch, work.epochs)
+    return [
+        record.curve
+        for record in records
+        if record.curve
+        and (record.model, record.data, record.batch, record.epochs) == same
+        and _kind(record) is not None
+        and parse_strategy(record.strategy).exact
+    ][-MAX_RUNS:]
 
 
 def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> Host:
@@ -111,12 +141,12 @@ def _correct(host: Host, pool: Pool, work: Workload, records: Sequence[LoggedRun
     return host.model_copy(update={"measured": {**host.measured, work.model: cost}})
 
 
-def _compare(machines: PoolArrays, kind: str, records: Sequence[LoggedRun]) -> Correction | None:
+def _compare(machines: PoolArrays, records: Sequence[LoggedRun]) -> Correction | None:
     """Compares measured step times with those predicted for the corrected machines."""
     places = {host.host: place for place, host in enumerate(machines.hosts)}
     ratios = []
     for record in records:
-        if _kind(record) != kind or not set(record.machines) <= set(places):
+        if not set(record.machines) <= set(places):
             continue
         arrays = PoolArrays(machines.pool, dataclasses.replace(machines.work, batch=record.batch))
         chosen = np.array(sorted(places[name] for name in record.machines))
@@ -152,6 +182,6 @@ def describe_prediction_error(
     total = 100 * (actual["actual_seconds"] / predicted["seconds"] - 1)
     return (
         f"predicted {predicted['step_s']:.4g} s per step, actual {actual['actual_step_s']:.4g} s "
-        f"({step:+.1f}%); predicted {predicted['seconds']:.4g} s of training and evaluation, "
+        f"({step:+.1f}%); predicted {predicted['seconds']:.4g} s in total, "
         f"actual {actual['actual_seconds']:.4g} s ({total:+.1f}%)"
     )

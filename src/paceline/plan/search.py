@@ -1,5 +1,6 @@
 """Search for the hosts and the strategy that minimize an objective under limits."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from itertools import accumulate, combinations
 import numpy as np
 
 from paceline.cluster.pool import Host, Pool
-from paceline.errors import UsageError
+from paceline.errors import SpecError, UsageError
 from paceline.plan.estimate import Estimate, estimate
 from paceline.plan.facet import CostFacet
 from paceline.plan.pool_arrays import Ints, PoolArrays
@@ -256,7 +257,13 @@ def choose_server_hosts(machines: PoolArrays, chosen: Sequence[int], servers: in
 
 
 def _possible(spec: Strategy, size: int, batch: int) -> bool:
-    return 2 <= size <= batch and spec.servers_for(size) <= size
+    if not 2 <= size <= batch or spec.servers_for(size) > size:
+        return False
+    try:
+        spec.check_workers(size)
+    except SpecError:
+        return False
+    return True
 
 
 def _orders(machines: PoolArrays, usable: Ints) -> Iterator[Ints]:
@@ -336,6 +343,8 @@ def _frontier(tried: Collection[Estimate]) -> list[Estimate]:
     """Returns the Pareto-optimal estimates, fastest first."""
     kept: list[Estimate] = []
     for one in sorted(tried, key=lambda e: (e.seconds, e.joules, e.price)):
-        if not any(k.joules <= one.joules and k.price <= one.price for k in kept):
+        if math.isfinite(one.seconds) and not any(
+            k.joules <= one.joules and k.price <= one.price for k in kept
+        ):
             kept.append(one)
     return kept

@@ -100,7 +100,7 @@ def make_result(
             (t["peak_rss_bytes"] for t in totals.values() if t["peak_rss_bytes"] is not None),
             default=None,
         ),
-        "predicted": prediction_and_actual(config, totals, history.samples, train_s),
+        "predicted": prediction_and_actual(config, outcome.seconds, history.samples, train_s),
         "virtual": virtual,
         "labels": config.get("labels", {}),
         "versions": config["versions"],
@@ -108,18 +108,17 @@ def make_result(
 
 
 def prediction_and_actual(
-    config: RunConfig, totals: WorkerTotals, samples: int, train_s: float
+    config: RunConfig, seconds: float, samples: int, train_s: float
 ) -> dict[str, object] | None:
     """Returns the plan's prediction next to the measured values; None without a prediction."""
     expected = config.get("predicted")
     if expected is None:
         return None
     batch = config["job"]["batch"]
-    stages = totals[0]["stages"] if 0 in totals else None
     return {
         **expected,
         "actual_step_s": round(train_s * batch / samples, 9) if samples and train_s > 0 else None,
-        "actual_seconds": round(stages["train"] + stages["evaluate"], 6) if stages else None,
+        "actual_seconds": round(seconds, 6),
     }
 
 

@@ -73,4 +73,11 @@ def count_workload(job: Job, tables: JobData) -> Workload:
         # An unused parameter never has a gradient; its bucket waits until the end.
         gradient_ready=tuple(min(1.0, flops_before.get(p, total) / total) for p in trained),
         input_bytes_per_sample=tuple(input_bytes.get(p, 0.0) for p in trained),
+        checkpoints=_count_checkpoints(job, len(tables.train)),
+        uses_gpus=job.device != "cpu",
     )
+
+
+def _count_checkpoints(job: Job, samples: int) -> int:
+    every = job.checkpoint_point
+    return 0 if every is None else samples * job.epochs // every.resolve(samples, job.epochs)

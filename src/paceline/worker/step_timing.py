@@ -78,7 +78,10 @@ def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
     """The same by a job's fields, as plain data; "failed" is why it cannot run here, if so."""
     try:
         job = refer_to_job(None, fields).resolve()
-        times = time_steps(job, load_job_data(job), share)
+        began = time.perf_counter()
+        tables = load_job_data(job)
+        read_s = time.perf_counter() - began
+        times = time_steps(job, tables, share)
     except PacelineError as error:
         return {"failed": str(error)}
     return {
@@ -86,6 +89,7 @@ def time_job(fields: dict[str, Any], share: int) -> dict[str, Any]:
         "fixed_s": times.fixed_s,
         "per_sample_s": times.per_sample_s,
         "update_s": times.update_s,
+        "read_s": read_s,
     }
 
 

@@ -29,6 +29,7 @@ PINGS = 20
 CONNECT_S = 3.0
 MEASURE_S = 5.0
 """Timeout of any exchange between two probes."""
+IMPORT_S = 60.0
 
 
 def main() -> None:
@@ -329,20 +330,33 @@ def send_bytes(connection: socket.socket, total: int) -> float:
 
 
 def measure_flops(seconds: float) -> Answer:
-    """Measures GFLOP/s of a float32 matrix product on all cores, with torch or numpy."""
+    """Measures GFLOP/s of a float32 matrix product on all cores, and on each GPU of torch."""
     library = try_import("torch") or try_import("numpy")
     if library is None:
-        return {"gflops": None, "kernel": None}
-    size = 512
-    a, b = (library.ones((size, size), dtype=library.float32) for _ in range(2))
+        return {"gflops": None, "kernel": None, "gpus": []}
+    gpus = library.cuda.device_count() if hasattr(library, "cuda") else 0
+    return {
+        "gflops": matmul_gflops(library, 512, seconds),
+        "kernel": library.__name__,
+        "gpus": [matmul_gflops(library, 4096, seconds, "cuda:%d" % i) for i in range(gpus)],
+    }
+
+
+def matmul_gflops(library: Any, size: int, seconds: float, device: str | None = None) -> float:
+    """Measures one device; a GPU needs a larger product than a CPU to be busy."""
+    where = {} if device is None else {"device": device}
+    a, b = (library.ones((size, size), dtype=library.float32, **where) for _ in range(2))
+    wait = library.cuda.synchronize if device is not None else lambda: None
     library.matmul(a, b)
+    wait()
     best, deadline = 0.0, time.monotonic() + seconds
     while time.monotonic() < deadline:
         began = time.monotonic()
         for _ in range(4):
             library.matmul(a, b)
+        wait()
         best = max(best, 4 * 2 * size**3 / (time.monotonic() - began))
-    return {"gflops": best / 1e9, "kernel": library.__name__}
+    return best / 1e9
 
 
 def time_steps(job: Answer, share: int) -> Answer:
@@ -353,9 +367,17 @@ def time_steps(job: Answer, share: int) -> Answer:
         return {"missing": str(error)}
     try:
         answer: Answer = timing.time_job(job, share)
-        return answer
+        return {**answer, "startup_s": measure_imports() + answer.get("read_s", 0.0)}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def measure_imports() -> float:
+    """Measures how long a new process needs until it has imported what a worker imports."""
+    began = time.monotonic()
+    program = [sys.executable, "-c", "import paceline.worker.step_timing"]
+    subprocess.run(program, check=True, timeout=IMPORT_S, stdin=subprocess.DEVNULL)
+    return time.monotonic() - began
 
 
 COMMANDS: dict[str, Callable[..., Answer]] = {

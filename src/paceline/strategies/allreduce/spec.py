@@ -75,7 +75,7 @@ RECORD = StrategyRecord(
     },
     simulate="paceline.strategies.allreduce.simulate:AllReduceSimulation",
     cost="paceline.strategies.allreduce.cost:AllReduceCost",
-    candidates=("allreduce", "allreduce(balance=auto)"),
+    candidates=("allreduce", "allreduce(balance=auto)", "allreduce(codec=int8)"),
     examples=("allreduce", "allreduce(balance=auto)"),
     memory_saving=("allreduce(shard=optimizer)", "allreduce(shard=full)"),
 )

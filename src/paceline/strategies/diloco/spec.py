@@ -40,4 +40,5 @@ RECORD = StrategyRecord(
     simulate="paceline.strategies.local_sgd.simulate:LocalStepsSimulation",
     cost="paceline.strategies.local_sgd.cost:LocalStepsCost",
     examples=("diloco(h=4)",),
+    candidates=("diloco",),
 )

@@ -79,4 +79,5 @@ RECORD = StrategyRecord(
     simulate="paceline.strategies.grouped.simulate:GroupedSimulation",
     cost="paceline.strategies.grouped.cost:GroupedCost",
     examples=("grouped(size=2)",),
+    candidates=("grouped(size=2)",),
 )

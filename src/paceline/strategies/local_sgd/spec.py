@@ -49,6 +49,6 @@ RECORD = StrategyRecord(
     worker="paceline.strategies.local_sgd.worker:LocalSgdRunner",
     simulate="paceline.strategies.local_sgd.simulate:LocalStepsSimulation",
     cost="paceline.strategies.local_sgd.cost:LocalStepsCost",
-    candidates=("local_sgd(h=8)",),
+    candidates=("local_sgd(h=4)", "local_sgd(h=16)"),
     examples=("local_sgd(h=3)",),
 )

@@ -112,7 +112,7 @@ RECORD = StrategyRecord(
     worker="paceline.strategies.ps.worker:ParameterServerRunner",
     simulate="paceline.strategies.ps.simulate:ParameterServerSimulation",
     cost="paceline.strategies.ps.cost:ParameterServerCost",
-    candidates=("ps", "ps(servers=8)"),
+    candidates=("ps", "ps(servers=8)", "ps(sync=ssp(3))"),
     examples=(
         "ps",
         "ps(sync=bsp)",

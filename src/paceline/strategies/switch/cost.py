@@ -37,6 +37,7 @@ class SwitchCost(CostFacet[Switch]):
             busy=np.sum([f * p.busy for f, p in weighted], axis=0),
             staleness=sum(f * p.staleness for f, p in weighted),
             doubt=doubt,
+            efficiency=sum(f * p.efficiency for f, p in weighted),
         )
 
     def fits(self, arrays: PoolArrays, hosts: Ints, spec: Switch) -> bool:

@@ -132,6 +132,7 @@ RECORD = StrategyRecord(
     spec=Switch,
     policy="paceline.strategies.switch.spec:make_policy",
     cost="paceline.strategies.switch.cost:SwitchCost",
+    candidates=("switch(allreduce, ps, at=50%)", "switch(ps, allreduce, at=50%)"),
     examples=(
         "switch(allreduce, ps, at=50%)",
         "switch(ps, allreduce, at=samples(13))",
