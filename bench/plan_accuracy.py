@@ -2,14 +2,16 @@
 """Predicted next to actual time to an accuracy, in the scenarios of `bench/regret.py`.
 
     python bench/plan_accuracy.py predict --data-dir DIR
-    python bench/regret.py --data-dir DIR
-    python bench/plan_accuracy.py compare
+    python bench/plan_accuracy.py run --data-dir DIR
+    python bench/plan_accuracy.py compare [--actual bench/results/regret.jsonl]
 
-`predict` trains every scenario with all-reduce and other seeds than `regret.py` ("the job has run
-before"), and writes down what the planner then expects of every strategy, from one and from three
-earlier runs. `compare` reads the actual runs. The target is the validation accuracy that the
-earlier runs ended at, minus the standard error of one validation; actual times are those of the
-mean curve over seeds, as in `regret.py`. Startup is not part of a simulated run, and is set to 0.
+`predict` trains every scenario with all-reduce ("the job has run before"), and writes down what the
+planner then expects of every strategy: from each of these runs alone, and from all of them. `run`
+then runs every strategy with a seed that nothing has used. `compare` prints errors against these
+runs, or against those of `regret.py`, which use other seeds as well. The target is the validation
+accuracy that the earlier runs ended at, minus the standard error of one validation; actual times
+are those of the mean curve over seeds, as in `regret.py`. Startup is not part of a simulated run,
+and is set to 0.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ STRATEGIES = (
     "auto",
 )
 EARLIER_SEEDS = (11, 12, 13)
+FRESH_SEED = 21
 RESULTS = Path("bench/results")
 
 
@@ -75,7 +78,7 @@ def predict_scenario(scenario: Scenario, work: Workload, earlier: list[Row]) -> 
                 "kind": "predicted",
                 "scenario": scenario.name,
                 "strategy": text,
-                "earlier_runs": len(earlier),
+                "earlier": [r["seed"] for r in earlier],
                 "target": target,
                 "seconds": found.seconds,
                 "low": low,
@@ -103,8 +106,8 @@ def predict(out: Path, data_dir: Path | None) -> None:
     for scenario in scenarios():
         earlier = [r for r in rows if r["scenario"] == scenario.name and r["status"] == "done"]
         work = workload_of_job(make_job(scenario, EARLIER_SEEDS[0], data_dir))
-        for count in (1, len(EARLIER_SEEDS)):
-            predictions += predict_scenario(scenario, work, earlier[:count])
+        for some in (*([one] for one in earlier), earlier):
+            predictions += predict_scenario(scenario, work, some)
     out.write_text("".join(json.dumps(r) + "\n" for r in (*rows, *predictions)))
 
 
@@ -118,14 +121,24 @@ def compare(out: Path, actual: Path) -> None:
         if row["kind"] == "predicted" and key in runs:
             seconds = time_to(mean_curve(runs[key]), row["target"])
             compared.append({**row, "actual": seconds})
-    for count in (1, len(EARLIER_SEEDS)):
-        print(f"\nearlier runs: {count}\n")
-        print_table([r for r in compared if r["earlier_runs"] == count])
+    for title, count in (("one earlier run, each in turn", 1), ("three earlier runs", 3)):
+        print(f"\n{title}\n")
+        print_table([r for r in compared if len(r["earlier"]) == count])
+
+
+def run_fresh(path: Path, data_dir: Path | None) -> None:
+    known = {(r["scenario"], r["strategy"]) for r in read_rows(path)}
+    for text in STRATEGIES:
+        for scenario in scenarios():
+            if (scenario.name, text) not in known:
+                row = run(scenario, text, FRESH_SEED, data_dir)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| strategy | scenarios | not reached (expected) | median error | worst | held |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| strategy | predictions | not reached (expected) | median error | bias | held | open |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for text in (*STRATEGIES, "all"):
         some = [r for r in rows if text in (r["strategy"], "all")]
         if some:
@@ -133,31 +146,37 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
-    """The error of a prediction is infinite if only one of prediction and run reaches the target."""
+    """Errors, infinite if only one of prediction and run reaches the target; and intervals."""
     errors = []
     for row in rows:
-        both = math.isinf(row["seconds"]) and math.isinf(row["actual"])
-        errors.append(0.0 if both else abs(row["seconds"] / row["actual"] - 1))
-    errors = [math.inf if e == 1.0 or math.isnan(e) else e for e in errors]
+        missed = math.isinf(row["actual"])
+        if math.isinf(row["seconds"]):
+            errors.append(0.0 if missed else math.inf)
+        else:
+            errors.append(-math.inf if missed else row["seconds"] / row["actual"] - 1)
     held = sum(r["low"] <= r["actual"] <= r["high"] for r in rows)
     lost = sum(math.isinf(r["actual"]) for r in rows)
     expected = sum(math.isinf(r["seconds"]) for r in rows)
+    median = statistics.median(map(abs, errors))
     return (
-        f"{len(rows)} | {lost} ({expected}) | {100 * statistics.median(errors):.0f}% | "
-        f"{100 * max(errors):.0f}% | {held} of {len(rows)}"
+        f"{len(rows)} | {lost} ({expected}) | {100 * median:.0f}% | "
+        f"{100 * statistics.median(errors):+.0f}% | {held} of {len(rows)} | "
+        f"{sum(math.isinf(r['high']) for r in rows)}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("command", choices=("predict", "compare"))
+    parser.add_argument("command", choices=("predict", "run", "compare"))
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "plan_accuracy.jsonl")
-    parser.add_argument("--actual", type=Path, default=RESULTS / "regret.jsonl")
+    parser.add_argument("--actual", type=Path, default=RESULTS / "plan_accuracy_runs.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "predict":
         predict(args.out, args.data_dir)
+    elif args.command == "run":
+        run_fresh(args.actual, args.data_dir)
     else:
         compare(args.out, args.actual)
 

@@ -80,12 +80,14 @@ def estimate(arrays: PoolArrays, hosts: Ints, strategy: Strategy) -> Estimate:
     least, samples, most = _samples(arrays, step.efficiency)
     share = samples / total
     rate = work.batch / step_s
-    train_s = total / rate * share
+    train_s = samples / rate
     slowest = FORWARD_FRACTION / len(hosts) * float(arrays.per_sample[hosts].max())
-    evaluation_s = slowest * work.evaluated.get("val", 0) * work.epochs * share
-    if arrays.goal is None:
-        evaluation_s += slowest * work.evaluated.get("test", 0)
-    checkpoint_s = work.checkpoints * _checkpoint_s(work) * share
+    validation_s = slowest * work.evaluated.get("val", 0) * work.epochs
+    last_s = slowest * work.evaluated.get("test", 0) if arrays.goal is None else 0.0
+    evaluation_s = _part(validation_s, share) + last_s
+    checkpoints_s = work.checkpoints * _checkpoint_s(work)
+    checkpoint_s = _part(checkpoints_s, share)
+    each_s = (validation_s + checkpoints_s) / total
     seconds = startup_s + train_s + evaluation_s + checkpoint_s
     busy_fraction = np.clip(step.busy / step_s, 0.0, 1.0)
     watts = arrays.idle_w[hosts] + busy_fraction * (arrays.busy_w[hosts] - arrays.idle_w[hosts])
@@ -98,14 +100,16 @@ def estimate(arrays: PoolArrays, hosts: Ints, strategy: Strategy) -> Estimate:
         doubt = math.hypot(correction.relative_error, step.doubt)
     guesses_startup = arrays.startup_s is None and bool(arrays.guesses_startup[hosts].any())
     startup_doubt = STARTUP_DOUBT if guesses_startup else 0.0
-    running_s = seconds - startup_s
 
-    def bound(samples_bound: float, sign: int) -> float:
-        if not math.isfinite(seconds) or not math.isfinite(samples_bound):
-            return samples_bound if sign > 0 else startup_s + running_s
-        curve_doubt = abs(samples_bound / samples - 1)
-        off_s = math.hypot(math.hypot(curve_doubt, doubt) * running_s, startup_doubt * startup_s)
-        return max(0.0, seconds + sign * off_s)
+    def bound(limit: float, sign: int) -> float:
+        """Returns a bound of the interval, given that of the samples."""
+        if math.isinf(limit):
+            return limit
+        middle = samples if math.isfinite(samples) else limit
+        running_s = middle * (each_s + 1 / rate)
+        part = math.hypot(limit / middle - 1, doubt)
+        off_s = math.hypot(part * running_s, startup_doubt * startup_s)
+        return max(0.0, startup_s + running_s + last_s + sign * off_s)
 
     return Estimate(
         strategy=str(strategy),
@@ -118,8 +122,8 @@ def estimate(arrays: PoolArrays, hosts: Ints, strategy: Strategy) -> Estimate:
         train_s=train_s,
         evaluation_s=evaluation_s,
         checkpoint_s=checkpoint_s,
-        joules=float(watts.sum()) * seconds,
-        price=float(arrays.price[hosts].sum()) * seconds / 3600,
+        joules=_part(float(watts.sum()), seconds),
+        price=_part(float(arrays.price[hosts].sum()) / 3600, seconds),
         staleness=step.staleness,
         efficiency=step.efficiency,
         to_goal=arrays.goal is not None,
@@ -144,6 +148,10 @@ def _samples(arrays: PoolArrays, efficiency: float) -> tuple[float, float, float
         expected if expected <= total else math.inf,
         most if most <= total else math.inf,
     )
+
+
+def _part(seconds: float, share: float) -> float:
+    return seconds * share if seconds else 0.0  # the share may be infinite
 
 
 def _checkpoint_s(work: Workload) -> float:

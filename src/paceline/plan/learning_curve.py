@@ -16,6 +16,12 @@ Points = tuple[tuple[int, float], ...]
 
 Z_90 = NormalDist().inv_cdf(0.95)
 """Half-width of a 90% interval, in standard deviations."""
+SEED_FRACTION = 0.54
+"""Standard deviation between seeds relative to the standard error of one validation.
+
+The median of 25 simulated jobs with three seeds each, which ranged from 0.27 to 1.9. It is below 1
+because the runs share their validation data.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,11 @@ class LearningCurve:
         """Returns the standard deviation of one run's accuracy around the mean near `target`.
 
         It is taken from the validations next to the one that reaches the target. One run does not
-        show it: then it is assumed to be the standard error of one validation.
+        show it: then it is assumed from the standard error of one validation.
         """
-        sampling = math.sqrt(max(0.0, target * (1 - target)) / self.validation_samples)
         if len(self.runs) < 2:
-            return sampling
+            sampling = math.sqrt(max(0.0, target * (1 - target)) / self.validation_samples)
+            return SEED_FRACTION * sampling
         reached = [place for place, (_, a) in enumerate(self.mean) if a >= target]
         place = reached[0] if reached else len(self.mean) - 1
         columns = list(zip(*self.runs, strict=False))[max(0, place - 1) : place + 2]

@@ -8,6 +8,7 @@ import numpy as np
 from paceline.plan.facet import StepEstimate
 from paceline.plan.lockstep import all_reduce_s, slowest_s
 from paceline.plan.pool_arrays import Ints, PoolArrays
+from paceline.specs.strategy import WorkerGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,8 @@ class PushPullCost:
     push_bytes: float
     pull_bytes: float
     servers: int
-    group_size: int = 1
-    """Workers that sum their gradients before one of them pushes."""
+    groups: WorkerGroups = ()
+    """Workers that sum their gradients before one of them pushes; empty if each pushes its own."""
     in_rounds: bool = False
     """All workers wait for the slowest one before the next pull."""
     staleness: float
@@ -28,7 +29,7 @@ class PushPullCost:
 def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepEstimate:
     """Each worker advances at its own pace, unless servers, links or coordinator are saturated."""
     pool, work, count = arrays.pool, arrays.work, len(hosts)
-    push, pull, size = cost.push_bytes, cost.pull_bytes, cost.group_size
+    push, pull, size = cost.push_bytes, cost.pull_bytes, count / (len(cost.groups) or count)
     share = work.batch / count
     servers = min(cost.servers, count)
     best = np.sort(arrays.bandwidth[hosts])[::-1][:servers]
@@ -41,9 +42,11 @@ def push_pull_step(arrays: PoolArrays, hosts: Ints, cost: PushPullCost) -> StepE
     )
     trips = 4 * arrays.latency[hosts] + pool.control_ms / 1e3
     cycle = compute + endpoint + wire + apply_s + trips
-    if size > 1:
-        cycle = cycle + all_reduce_s(arrays, hosts[:size], work.bytes) * 1.5
-        cycle = np.full(count, slowest_s(cycle, arrays.cv[hosts]))
+    for group in map(list, cost.groups):
+        members = hosts[group]
+        # The members wait for each other only; the sum and the weights are passed on.
+        cycle[group] = slowest_s(cycle[group], arrays.cv[members])
+        cycle[group] += all_reduce_s(arrays, members, work.bytes) * 1.5
     rate = float((share / cycle).sum())
     if cost.in_rounds:
         # All pulls of a round arrive at the servers at the same time.

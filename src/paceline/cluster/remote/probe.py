@@ -338,7 +338,7 @@ def measure_flops(seconds: float) -> Answer:
     return {
         "gflops": matmul_gflops(library, 512, seconds),
         "kernel": library.__name__,
-        "gpus": [matmul_gflops(library, 4096, seconds, "cuda:%d" % i) for i in range(gpus)],
+        "gpus": [matmul_gflops(library, 4096, seconds, f"cuda:{i}") for i in range(gpus)],
     }
 
 

@@ -9,8 +9,7 @@ from paceline.strategies.grouped.spec import Grouped
 class GroupedCost(CostFacet[Grouped]):
     def step(self, arrays: PoolArrays, hosts: Ints, spec: Grouped) -> StepEstimate:
         count = len(hosts)
-        size = min(spec.size, count)
-        groups = -(-count // size)
+        groups = spec.worker_groups(count, tuple(1 / arrays.per_sample[hosts]))
         nbytes = float(arrays.work.bytes)
         return push_pull_step(
             arrays,
@@ -19,7 +18,7 @@ class GroupedCost(CostFacet[Grouped]):
                 push_bytes=nbytes,
                 pull_bytes=nbytes,
                 servers=spec.servers_for(count),
-                group_size=size,
-                staleness=float(groups - 1),
+                groups=groups,
+                staleness=float(len(groups) - 1),
             ),
         )
