@@ -374,6 +374,39 @@ def test_plan_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
         assert len(wrong.stderr.strip().splitlines()) == 1
 
 
+def test_time_to_an_accuracy_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(draw_pool(random.Random(0), 3).to_yaml())
+    common = ("plan", "--pool", pool, "--epochs", "3", "--until", "val_acc>=0.8")
+    unknown = run_cli(*common)
+    assert unknown.code == 0, unknown.stderr
+    assert "the time to val_acc>=0.8 is unknown" in unknown.stderr
+    learned = run_cli(*common, "--learn", "2", "--json")
+    assert learned.code == 0, learned.stderr
+    plain = json.loads(learned.stdout)
+    assert plain["accuracy"]["runs"] == 2
+    assert 0 < plain["accuracy"]["epochs"] < 3
+    assert "startup" in plain["guesses"]
+    run = tmp_path / "run"
+    trained = run_cli(
+        *("twin", "--cluster", "1", "--strategy", "single", "--epochs", "3", "--out", run)
+    )
+    assert trained.code == 0, trained.stderr
+    like = run_cli(*common, "--like", run)
+    assert like.code == 0, like.stderr
+    assert "until val_acc>=0.8" in like.stdout
+    assert "epochs in 1 run" in like.stdout
+    assert "variation between seeds" in like.stdout
+    for arguments, complaint in [
+        ((*common[:-1], "val_acc>=0.999", "--like", run), "choose a lower target"),
+        ((*common, "--like", tmp_path), "is not a finished run"),
+        ((*common[:5], "--like", run), "--like and --learn require a target"),
+    ]:
+        wrong = run_cli(*arguments)
+        assert wrong.code == 2
+        assert complaint in wrong.stderr
+
+
 def test_a_pipeline_waits_as_the_formula_says() -> None:
     layers = ((100, 100),) * 12
     work = Workload(**{**vars(WORK), "shapes": layers, "gradient_ready": (), "batch": 64})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from paceline.plan.run_log import (
     add_record,
     calibrate_from_log,
     history_path,
+    logged_curves,
     read_history,
 )
 from paceline.plan.search import (
@@ -58,8 +60,6 @@ def make_pool(*costs: float, link: Link | None = None) -> Pool:
 
 def play(truth: Pool, strategy: str, names: tuple[str, ...], batch: int = 100) -> LoggedRun:
     """A run as it would go if the machines were as `truth` says."""
-    import dataclasses
-
     machines = PoolArrays(truth, dataclasses.replace(WORK, batch=batch))
     places = [i for i, h in enumerate(truth.hosts) if h.host in names]
     found = estimate(machines, np.array(places), parse_strategy(strategy))
@@ -122,8 +122,6 @@ def test_exchanging_is_corrected_for_each_strategy_by_itself() -> None:
 
 
 def test_what_a_step_takes_beside_computing_is_learnt_for_one_machine_too() -> None:
-    import dataclasses
-
     pool = make_pool(1e-3, 1e-3)
     record = dataclasses.replace(play(pool, "single", ("h0",)), step_s=0.25)
     machines = calibrate_from_log(pool, WORK, [record])
@@ -132,10 +130,30 @@ def test_what_a_step_takes_beside_computing_is_learnt_for_one_machine_too() -> N
     assert predict(machines, [0, 1], "allreduce") == predict(plain, [0, 1], "allreduce")
 
 
+def test_startup_and_curves_are_learnt_from_runs_of_the_same_job() -> None:
+    pool = make_pool(1e-3, 1e-3)
+    run = play(pool, "allreduce", ("h0", "h1"))
+    curve = ((10_000, 0.5), (20_000, 0.6))
+    same = dataclasses.replace(run, data="d", epochs=2, startup_s=7.0, curve=curve)
+    longer = dataclasses.replace(same, epochs=3)
+    inexact = dataclasses.replace(same, strategy="local_sgd(h=8)")
+    assert logged_curves([run, longer, inexact, same], WORK) == [curve]
+    machines = calibrate_from_log(pool, WORK, [run, same])
+    assert estimate(machines, np.array([0]), parse_strategy("single")).startup_s == 7.0
+
+
+def test_runs_on_the_same_machines_correct_more_than_others() -> None:
+    pool = make_pool(1e-3, 1e-3, 1e-3)
+    run = play(pool, "allreduce", ("h0", "h1"))
+    slow = dataclasses.replace(run, step_s=10 * run.step_s)
+    others = [play(pool, "allreduce", ("h1", "h2"))] * 3
+    machines = calibrate_from_log(pool, WORK, [*others, slow])
+    assert predict(machines, [0, 1], "allreduce") == pytest.approx(slow.step_s)
+    assert predict(machines, [1, 2], "allreduce") == pytest.approx(run.step_s)
+
+
 def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
     said, slow = make_pool(1e-3, 1e-3), make_pool(5e-3, 5e-3)
-    import dataclasses
-
     old = [play(slow, "allreduce", ("h0", "h1"))] * 10
     new = [play(said, "allreduce", ("h0", "h1"))] * MAX_RUNS
     other = dataclasses.replace(old[0], model="another")
@@ -146,8 +164,6 @@ def test_only_runs_of_the_same_model_count_and_only_the_last() -> None:
 
 
 def test_the_interval_follows_past_errors() -> None:
-    import dataclasses
-
     pool = make_pool(1e-3, 1e-3)
     record = play(pool, "allreduce", ("h0", "h1"))
     steady = calibrate_from_log(pool, WORK, [record] * 3)
@@ -168,7 +184,9 @@ def test_the_history_file_is_next_to_the_pool_and_reads_back(tmp_path: Path) -> 
     path = history_path(tmp_path / "my pool.yaml")
     assert path == tmp_path / "my pool.history.jsonl"
     assert read_history(path) == []
-    record = play(make_pool(1e-3, 2e-3), "ps", ("h0", "h1"))
+    record = dataclasses.replace(
+        play(make_pool(1e-3, 2e-3), "ps", ("h0", "h1")), curve=((100, 0.5),), startup_s=2.0
+    )
     add_record(path, record)
     add_record(path, record)
     assert read_history(path) == [record, record]

@@ -113,7 +113,7 @@ def show_plan(plain: dict[str, Any]) -> None:
             "machines": str(len(row["machines"])),
             "seconds": _number(row["seconds"]),
             "kJ": _number(row["joules"], 1e-3),
-            "price": _number(row["price"]),
+            **({"price": _number(row["price"])} if chosen["price"] else {}),
             "samples/s": format_number(row["samples_per_s"]),
             "staleness": format_number(row["staleness"]),
             "progress": f"{row['efficiency']:.2f}",
