@@ -184,6 +184,7 @@ def published_arm(names: str) -> tuple[PoolArrays, np.ndarray]:
         **{
             **vars(WORK),
             "model": "cnn-small",
+            "data": "mnist",
             "shapes": ((347_146,),),
             "samples": 60_000,
             "batch": 64 * len(names),

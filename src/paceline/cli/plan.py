@@ -77,7 +77,7 @@ def calibrate_pool(path: Path, pool: Pool, reference: JobRef) -> tuple[PoolArray
     job.check()
     records = read_history(history_path(path))
     machines = calibrate_from_log(pool, workload_of_job(job), records)
-    return machines, sum(r.model == machines.work.model for r in records)
+    return machines, sum(r.is_of(machines.work) for r in records)
 
 
 def show_plan(plain: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Workload:
     checkpoints: int = 0
     """Checkpoints that the run writes."""
     uses_gpus: bool = True
-    """Whether workers compute on the GPUs of machines that have them."""
+    """Workers compute on the GPUs of machines that have them."""
 
     @property
     def parameters(self) -> int:

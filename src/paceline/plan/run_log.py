@@ -57,6 +57,10 @@ class LoggedRun:
     curve: tuple[tuple[int, float], ...] = ()
     """Samples and validation accuracy after each epoch."""
 
+    def is_of(self, work: Workload) -> bool:
+        """Returns True for a run of the same model; its size depends on the data, if known."""
+        return self.model == work.model and self.data in (None, work.data)
+
 
 def history_path(pool: Path) -> Path:
     """Returns the path of the log, next to the pool file, so that they can be copied together."""
@@ -92,7 +96,7 @@ def add_record(path: Path, record: LoggedRun) -> None:
 
 def calibrate_from_log(pool: Pool, work: Workload, records: Sequence[LoggedRun]) -> PoolArrays:
     """Returns the pool's machines for this job, corrected by past runs of its model."""
-    same_model = [r for r in records if r.model == work.model]
+    same_model = [r for r in records if r.is_of(work)]
     hosts = tuple(_correct(host, pool, work, same_model) for host in pool.hosts)
     machines = PoolArrays(pool.model_copy(update={"hosts": hosts}), work)
     groups: dict[tuple[str, frozenset[str] | None], list[LoggedRun]] = {}
