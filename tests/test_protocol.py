@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -138,9 +139,13 @@ def test_shares_cover_the_batch_in_proportion(count: int, weights: list[int]) ->
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
     cuts = split_batch(count, len(weights), tuple(weights))
-    for weight, lo, hi in zip(weights, cuts, cuts[1:], strict=False):
-        assert abs((hi - lo) - count * weight / sum(weights)) < 1
     assert (cuts[0], cuts[-1]) == (0, count)
+    shares = [(b - a, w) for (a, b), w in zip(itertools.pairwise(cuts), weights, strict=True)]
+    assert all(share >= count * w // sum(weights) for share, w in shares)
+    assert not any(share for share, w in shares if not w)
+    # No other division finishes earlier: each worker would need longer for one sample more.
+    slowest = max(Fraction(share, w) for share, w in shares if w)
+    assert all(Fraction(share + 1, w) >= slowest for share, w in shares if w)
 
 
 # ---- clocks and shard -------------------------------------------------------------------------

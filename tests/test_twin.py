@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,8 @@ from paceline.plan.cost_model import (
     tree_s,
     with_measured_gradient_size,
 )
-from paceline.protocol.messages import Lease
+from paceline.protocol.balance import GUMBEL_SCALE, SpeedBalancer, balance_exponent
+from paceline.protocol.messages import Lease, StepStats, split_batch
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy
@@ -734,3 +736,72 @@ def test_tune_keeps_probes_of_different_clusters_apart(run_cli: RunCli, tmp_path
     assert other.code == 2
     assert "another job" in other.stderr
     assert run_cli(*common, "--twin", 2, "--workers", 5).code == 2
+
+
+# ---- unequal machines -------------------------------------------------------------------------
+
+
+def unequal_speed(speeds: tuple[float, ...], cv: float, *, drift_s: float = 0.0) -> float:
+    """Fraction of the machines' combined speed that balance=auto reaches, on batches of 512.
+
+    With `drift_s`, each machine in turn is half as fast for half of this time.
+    """
+    count, per_sample_s, seconds = len(speeds), 1e-3, 60
+    hosts = []
+    for i, speed in enumerate(speeds):
+        begins = [drift_s * (count * k + i) for k in range(30)] if drift_s else []
+        slow = tuple(SlowPeriod(from_s=at, to_s=at + drift_s / 2, factor=2) for at in begins)
+        cost = {"any": StepCost(per_sample_s=per_sample_s)}
+        hosts.append(Host(host=f"m{i}", speed=speed, slow=slow, measured=cost))
+    samples = int(sum(speeds) / per_sample_s * seconds)
+    work = Workload(
+        **{**vars(WORK), "samples": samples, "batch": 512, "epochs": 1, "evaluated": {}}
+    )
+    world = play("allreduce(balance=auto)", Pool(hosts=tuple(hosts), jitter=Jitter(cv=cv)), work)
+    end = world.timeline.now
+    available = 0.0
+    for host in hosts:
+        slow_s = sum(min(p.to_s, end) - min(p.from_s, end) for p in host.slow)
+        available += (end - slow_s / 2) * host.speed / per_sample_s
+    return samples / available
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 1, 3), (1, 3, 9)])
+@pytest.mark.parametrize("cv", [0.0, 0.05, 0.1])
+def test_balanced_shares_reach_the_combined_speed(speeds: tuple[float, ...], cv: float) -> None:
+    fractions = [speed / sum(speeds) for speed in speeds]
+    entropy = -sum(f * math.log(f) for f in fractions)
+    reachable = 1 / (1 + GUMBEL_SCALE * cv * entropy)
+    assert unequal_speed(speeds, cv) == pytest.approx(reachable, abs=0.02)
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 1, 3), (1, 3, 9)])
+def test_balanced_shares_follow_machines_that_drift(speeds: tuple[float, ...]) -> None:
+    assert unequal_speed(speeds, 0.05, drift_s=20) > 0.9
+
+
+def test_a_worker_without_samples_is_tried_again() -> None:
+    balance = SpeedBalancer(2)
+    balance.update(0, StepStats(64, 64, None, None, busy_s=0.1, steps=1))
+    balance.update(1, StepStats(1, 1, None, None, busy_s=1.0, steps=1))
+    assert split_batch(64, 2, balance.weights()) == [0, 64, 64]
+    for _ in range(60):
+        balance.update(1, StepStats(0, 0, None, None))
+    assert split_batch(64, 2, balance.weights())[1] < 64
+
+
+@pytest.mark.parametrize("cv", [0.05, 0.1, 0.2, 0.4])
+def test_shares_minimize_the_expected_maximum(cv: float) -> None:
+    speeds = torch.tensor([1.0, 3.0, 9.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    sigma = math.sqrt(math.log1p(cv * cv))
+    noise = torch.randn(200_000, 3, generator=generator, dtype=torch.float64)
+    factors = (sigma * noise - sigma**2 / 2).exp()
+
+    def expected_s(power: float) -> float:
+        shares = speeds**power
+        return float((factors * shares / shares.sum() / speeds).amax(1).mean())
+
+    best = min(expected_s(1 + 0.05 * step) for step in range(30))
+    assert expected_s(balance_exponent(cv)) < 1.005 * best
+    assert expected_s(balance_exponent(cv)) < expected_s(1.0)

@@ -69,20 +69,19 @@ class Lease:
 def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
     """Returns offsets 0 = o[0] <= ... <= o[workers] = count that split a batch into shares.
 
-    Equal shares differ by at most one, the larger ones first; weighted shares are rounded by the
-    largest remainder. Shares may be empty.
+    Equal shares differ by at most one, the larger ones first. Weighted shares are rounded down, and
+    each remaining sample goes to the worker that finishes it first, if weights are speeds. Shares
+    may be empty.
     """
     if weights is None:
         small, extra = divmod(count, workers)
         sizes = [small + (i < extra) for i in range(workers)]
     else:
         total = sum(weights)
-        exact = [count * w / total for w in weights]
-        sizes = [int(x) for x in exact]
-        left = count - sum(sizes)
-        by_remainder = sorted(range(workers), key=lambda i: (sizes[i] - exact[i], i))
-        for i in by_remainder[:left]:
-            sizes[i] += 1
+        sizes = [count * w // total for w in weights]
+        for _ in range(count - sum(sizes)):
+            finish = [((sizes[i] + 1) / w, i) for i, w in enumerate(weights) if w]
+            sizes[min(finish)[1]] += 1
     return list(accumulate(sizes, initial=0))
 
 

@@ -7,8 +7,10 @@ workers' reports into further work. The coordinator controls the time in between
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections import deque
 from itertools import pairwise
 
+from paceline.protocol.balance import SpeedBalancer
 from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
@@ -16,7 +18,6 @@ from paceline.protocol.messages import (
     Message,
     PlannedSteps,
     StepsApplied,
-    StepStats,
     record,
     split_batch,
 )
@@ -24,7 +25,11 @@ from paceline.specs.strategy import Strategy, WorkerGroups
 
 PLAN_AHEAD_S = 1.0
 """Planned work is kept this many seconds ahead of the slowest worker: two intervals of reports.
-A change of strategy, or of the workers' shares, waits until it is done."""
+A change of strategy waits until it is done."""
+
+BALANCE_AHEAD_S = 0.25
+"""The same where shares follow measured speeds, because new shares wait too. Workers report at the
+end of a block, half of this; a report and its reply need a few milliseconds."""
 
 FIRST_PLAN_BATCHES = 8
 """Number of batches to plan before the workers' speed is known."""
@@ -93,34 +98,6 @@ class Pace(ABC):
         self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
 
 
-class SpeedBalancer:
-    """Computes shares in proportion to the workers' measured speeds, updated continuously."""
-
-    MEMORY = 0.5
-    """Weight of the previous speed in the moving average."""
-
-    def __init__(self, workers: int, speeds: tuple[float, ...] = ()) -> None:
-        """Creates a balancer; `speeds` from before this phase count until the first report."""
-        known = speeds if len(speeds) == workers else (0.0,) * workers
-        self._speed: list[float | None] = [speed or None for speed in known]
-        self._reported = [False] * workers
-
-    def update(self, worker: int, measured: StepStats) -> None:
-        if measured.samples and measured.busy_s > 0:
-            fresh = measured.samples / measured.busy_s
-            old = self._speed[worker] if self._reported[worker] else None
-            mixed = fresh if old is None else self.MEMORY * old + (1 - self.MEMORY) * fresh
-            self._speed[worker], self._reported[worker] = mixed, True
-
-    def weights(self) -> tuple[int, ...] | None:
-        """Returns the weights; None, for equal shares, until all speeds are known."""
-        known = [s for s in self._speed if s is not None]
-        if len(known) < len(self._speed):
-            return None
-        # At least one part in a thousand: the speed of an empty share could not be measured.
-        return tuple(max(1, round(1000 * s / max(known))) for s in known)
-
-
 class PlannedPace(Pace):
     """Splits every global batch across all workers; blocks of batches are planned ahead."""
 
@@ -130,6 +107,7 @@ class PlannedPace(Pace):
         """Creates a pace; `weights` set the shares of a batch, `balance` uses measured speeds."""
         super().__init__(context)
         self._balance = SpeedBalancer(context.workers, context.speeds) if balance else None
+        self._ahead_s = BALANCE_AHEAD_S if balance else PLAN_AHEAD_S
         self._weights = weights
         self._excluded: set[int] = set()
 
@@ -140,7 +118,7 @@ class PlannedPace(Pace):
         self._at = [start] * self._workers
         self._slowest = start
         self._ahead = FIRST_PLAN_BATCHES * self._batch
-        self._began = (now, start)
+        self._progress = deque([(now, start)])
         self._first_idle = None
         self._planned = start
         self.drained = False
@@ -212,10 +190,15 @@ class PlannedPace(Pace):
         if slowest == self._stop:
             self._set_drained(now)
             return []
-        began, start = self._began
+        # The latest speed: work planned at that of a faster time would last too long.
+        progress = self._progress
+        progress.append((now, slowest))
+        while len(progress) > 2 and progress[1][0] <= now - PLAN_AHEAD_S:
+            progress.popleft()
+        began, start = progress[0]
         if now > began:
             per_s = (slowest - start) / (now - began)
-            self._ahead = max(2 * self._batch, int(per_s * PLAN_AHEAD_S))
+            self._ahead = max(2 * self._batch, int(per_s * self._ahead_s))
         return self._plan()
 
 
