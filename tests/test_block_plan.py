@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.protocol.balance import split_batch
 from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,
@@ -42,7 +43,6 @@ from paceline.protocol.messages import (
     WorkerReady,
     message_from_wire,
     message_to_wire,
-    split_batch,
 )
 from paceline.protocol.pace import Send
 from paceline.protocol.run_spec import EndRun, RunSpec

@@ -24,7 +24,7 @@ from jobs import (
 )
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
-from paceline.protocol.messages import split_batch
+from paceline.protocol.balance import split_batch
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.strategies.registry import parse_strategy, records
 from paceline.telemetry.events import PHASES

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import SpecError, WireError
+from paceline.protocol.balance import split_batch
 from paceline.protocol.clock import (
     AspClock,
     BspClock,
@@ -58,7 +59,6 @@ from paceline.protocol.messages import (
     WorkerReady,
     message_from_wire,
     message_to_wire,
-    split_batch,
 )
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import EmitEvent, EndRun, RunSpec

@@ -35,8 +35,8 @@ from paceline.plan.cost_model import (
     tree_s,
     with_measured_gradient_size,
 )
-from paceline.protocol.balance import GUMBEL_SCALE, SpeedBalancer, balance_exponent
-from paceline.protocol.messages import Lease, StepStats, split_batch
+from paceline.protocol.balance import GUMBEL_SCALE, SpeedBalancer, balance_exponent, split_batch
+from paceline.protocol.messages import Lease, StepStats
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import parse_slowdown
 from paceline.strategies.registry import parse_strategy

@@ -101,6 +101,14 @@ class Job(BaseModel):
     """Clip the gradient to this norm."""
     batch: int = Field(default=128, ge=1)
     """Global batch size, split across all workers."""
+    adapt_batch: Annotated[int | None, Option(metavar="MAX", default="constant batch")] = Field(
+        default=None, ge=2
+    )
+    """Let the global batch grow to MAX by the gradient noise scale; the learning rate follows."""
+    micro_batch: Annotated[int | None, Option(default="a worker's whole share")] = Field(
+        default=None, ge=1
+    )
+    """Samples per forward pass; the gradients of a larger share are accumulated."""
     epochs: int = Field(default=10, ge=1)
     """Number of epochs."""
     seed: int = Field(default=0, ge=0, lt=2**31)

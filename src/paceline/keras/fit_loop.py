@@ -15,7 +15,8 @@ from paceline.errors import UsageError
 from paceline.keras import optimizers
 from paceline.keras.fit_data import FitData
 from paceline.keras.module import KerasModule
-from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady, split_batch
+from paceline.protocol.balance import split_batch
+from paceline.protocol.messages import EpochEnd, Lease, StepStats, WorkerReady
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.runner import Replica
 from paceline.telemetry.phase_clock import BACKWARD, EVAL, FORWARD, INPUT

@@ -25,6 +25,7 @@ from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import Supervisor
 from paceline.options import option_fields, settings_to_plain
+from paceline.protocol.adaptive_batch import BatchRule
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.optimizer import parse_optimizer
@@ -162,6 +163,20 @@ def job_reference(job: Job | JobRef, resolved: Job) -> JobRef | None:
 def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
     """The run settings of a job for the coordinator, in real and simulated runs."""
     point = job.checkpoint_point
+    if job.micro_batch is not None and not all(p.accumulates_gradients for p in strategy.phases):
+        raise UsageError(
+            f"--micro-batch is not supported with {strategy}, which divides the model; remove it"
+        )
+    rule = None
+    if (limit := job.adapt_batch) is not None:
+        if limit <= job.batch:
+            raise UsageError(f"--adapt-batch {limit} must be larger than --batch {job.batch}")
+        if workers < 2 or len(strategy.phases) > 1 or not strategy.measures_noise:
+            raise UsageError(
+                f"--adapt-batch needs the gradient noise scale, which {strategy} with --workers "
+                f"{workers} does not measure; use allreduce and at least 2 workers"
+            )
+        rule = BatchRule(job.batch, limit, "sgd" not in job.optimizer_spec.name)
     return RunSpec(
         strategy=strategy,
         workers=workers,
@@ -171,6 +186,7 @@ def make_plan(job: Job, strategy: Strategy, workers: int) -> RunSpec:
         patience=job.patience,
         checkpoint_epochs=point.epoch if point else None,
         checkpoint_samples=point.samples if point else None,
+        batch_rule=rule,
     )
 
 

@@ -14,6 +14,7 @@ to first order, with the entropy H of the fractions v_i / sum(v).
 """
 
 import math
+from itertools import accumulate
 
 from paceline.protocol.messages import StepStats
 
@@ -96,3 +97,22 @@ def balance_exponent(cv: float) -> float:
     """Returns the power of the speeds to which shares are proportional; 1 without variation."""
     c = GUMBEL_SCALE * cv
     return min(MAX_EXPONENT, 1 / (1 - c)) if c < 1 else MAX_EXPONENT
+
+
+def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
+    """Returns offsets 0 = o[0] <= ... <= o[workers] = count that split a batch into shares.
+
+    Equal shares differ by at most one, the larger ones first. Weighted shares are rounded down, and
+    each remaining sample goes to the worker that finishes it first, if weights are speeds. Shares
+    may be empty.
+    """
+    if weights is None:
+        small, extra = divmod(count, workers)
+        sizes = [small + (i < extra) for i in range(workers)]
+    else:
+        total = sum(weights)
+        sizes = [count * w // total for w in weights]
+        for _ in range(count - sum(sizes)):
+            finish = [((sizes[i] + 1) / w, i) for i, w in enumerate(weights) if w]
+            sizes[min(finish)[1]] += 1
+    return list(accumulate(sizes, initial=0))

@@ -19,8 +19,8 @@ from paceline.protocol.messages import (
     TrainingResumed,
 )
 from paceline.protocol.pace import Pace
-from paceline.protocol.run_sequence import RunSequence, RunStopped
-from paceline.protocol.run_spec import Action
+from paceline.protocol.run_sequence import RunSequence
+from paceline.protocol.run_spec import Action, RunStopped
 from paceline.protocol.switch_policy import SwitchDecision
 
 _TRAINING = (GradientPushed, StepsApplied)

@@ -26,6 +26,8 @@ _ROWS: dict[str, type[ResultRow]] = {
     "switches": SwitchRow,
     "decisions": DecisionRow,
 }
+_DEFAULTS = {"val_rows": 0, "batch": 0, "lr_gain": 1.0}
+"""Numbers that older versions did not store."""
 _COUNTS = ("staleness", "phase_samples")
 
 
@@ -54,6 +56,11 @@ class History:
     val_rows: int = 0
     """Rows of the validation set, once it was evaluated."""
 
+    batch: int = 0
+    """Current global batch; 0 before the workers are ready."""
+    lr_gain: float = 1.0
+    """Factor of the learning rate because of an adapted batch."""
+
     def add_samples(self, samples: int) -> None:
         """Adds samples that were applied by the active strategy."""
         self.samples += samples
@@ -62,14 +69,15 @@ class History:
     def to_plain(self) -> dict[str, Any]:
         """Returns the history as JSON, for checkpoints."""
         plain = {name: getattr(self, name) for name in _NUMBERS}
-        plain |= {"tally": vars(self.tally).copy(), "val_rows": self.val_rows}
+        plain |= {name: getattr(self, name) for name in _DEFAULTS}
+        plain |= {"tally": vars(self.tally).copy()}
         plain |= {name: [row.to_plain() for row in getattr(self, name)] for name in _ROWS}
         return plain | {name: sorted(map(list, getattr(self, name).items())) for name in _COUNTS}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> History:
         values = {name: plain[name] for name in _NUMBERS}
-        values["val_rows"] = plain.get("val_rows", 0)  # Unknown to version 0.1.0.
+        values |= {name: plain.get(name, default) for name, default in _DEFAULTS.items()}
         values["tally"] = TrainTotals(**plain["tally"])
         for name, kind in _ROWS.items():
             values[name] = [from_plain(kind, row) for row in plain.get(name, ())]

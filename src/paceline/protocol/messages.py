@@ -6,7 +6,6 @@ unknown kind, or missing or unknown fields, raise WireError.
 
 import dataclasses
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from paceline.errors import WireError
@@ -66,25 +65,6 @@ class Lease:
         return self.stop - self.start
 
 
-def split_batch(count: int, workers: int, weights: tuple[int, ...] | None = None) -> list[int]:
-    """Returns offsets 0 = o[0] <= ... <= o[workers] = count that split a batch into shares.
-
-    Equal shares differ by at most one, the larger ones first. Weighted shares are rounded down, and
-    each remaining sample goes to the worker that finishes it first, if weights are speeds. Shares
-    may be empty.
-    """
-    if weights is None:
-        small, extra = divmod(count, workers)
-        sizes = [small + (i < extra) for i in range(workers)]
-    else:
-        total = sum(weights)
-        sizes = [count * w // total for w in weights]
-        for _ in range(count - sum(sizes)):
-            finish = [((sizes[i] + 1) / w, i) for i, w in enumerate(weights) if w]
-            sizes[min(finish)[1]] += 1
-    return list(accumulate(sizes, initial=0))
-
-
 # ---- coordinator to worker -------------------------------------------------------------------
 
 
@@ -125,6 +105,7 @@ class EnterPhase(Message):
     """Restore that copy instead of the current state, because the trial failed."""
     best: bool = False
     """Restore the state that `EpochEnd` kept, not that of the last snapshot."""
+    lr_gain: float = 1.0
 
 
 class Quiesce(Message):
@@ -149,6 +130,8 @@ class EpochEnd(Message):
 
     epoch: int
     keep: bool
+    lr_gain: float = 1.0
+    """Factor of the learning rate from now on, because of a larger global batch."""
 
 
 class FinishRun(Message):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from itertools import pairwise
 
-from paceline.protocol.balance import SpeedBalancer
+from paceline.protocol.balance import SpeedBalancer, split_batch
 from paceline.protocol.block_plan import RowRange, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
@@ -19,7 +19,6 @@ from paceline.protocol.messages import (
     PlannedSteps,
     StepsApplied,
     record,
-    split_batch,
 )
 from paceline.specs.strategy import Strategy, WorkerGroups
 
@@ -88,6 +87,10 @@ class Pace(ABC):
     @abstractmethod
     def stop_early(self) -> None:
         """Assigns only the rest of the current global batch, then drains."""
+
+    def set_batch(self, batch: int) -> None:
+        """Changes the global batch, between two epochs."""
+        self._batch = batch
 
     def exclude_worker(self, worker: int) -> None:
         """Excludes a worker from further work, if a slow one blocks the others."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from paceline.protocol.balance import split_batch
 from paceline.protocol.clock import Clock, Push
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry
 from paceline.protocol.messages import (
@@ -14,7 +15,6 @@ from paceline.protocol.messages import (
     LeaseGranted,
     Message,
     ShardSqNorm,
-    split_batch,
 )
 from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send, SendToServers
 from paceline.protocol.staleness import StalenessMeter

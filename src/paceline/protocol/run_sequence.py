@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from paceline.errors import SpecError
+from paceline.protocol.adaptive_batch import BatchAdapter
 from paceline.protocol.block_plan import layout_fingerprint
 from paceline.protocol.history import CoordinatorMemory, History
 from paceline.protocol.ledger import Ledger
@@ -38,6 +39,8 @@ from paceline.protocol.run_spec import (
     PaceFactory,
     PolicyFactory,
     RunSpec,
+    RunStopped,
+    check_position,
 )
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.protocol.throughput import TrainTotals
@@ -61,14 +64,6 @@ MAX_DECISIONS = 500
 """Beyond this many, decisions to stay are no longer recorded."""
 
 _Script = Generator[None, list[Any], None]
-
-
-class RunStopped(Exception):
-    """Ends the run early; raised in its sequence. The arguments are those of `EndRun`."""
-
-    def __init__(self, status: str, error: str, *, usage: bool = False) -> None:
-        super().__init__(error)
-        self.end = EndRun(status, error, usage)
 
 
 class RunSequence:
@@ -107,7 +102,7 @@ class RunSequence:
         self._resumed: dict[int, float] = {}
         self._policy: SwitchPolicy
         self._probed: tuple[float, ...] = ()
-        self._batch = 0
+        self._adapter: BatchAdapter | None = None
         self._decision: SwitchDecision | None = None
         self._rollback_phase: int | None = None
         """The phase whose state the workers keep during a trial switch."""
@@ -158,7 +153,10 @@ class RunSequence:
                 )
         history = self.history
         self._probed = tuple(f.speed for f in facts)
-        self._batch = ready.batch
+        if self.plan.batch_rule is None or not history.batch:
+            history.batch, history.lr_gain = ready.batch, 1.0
+        if self.plan.batch_rule is not None:
+            self._adapter = BatchAdapter(self.plan.batch_rule, history)
         horizon = RunHorizon(
             workers=self.plan.workers,
             samples_per_epoch=ready.samples,
@@ -176,7 +174,7 @@ class RunSequence:
         except SpecError as error:
             raise RunStopped("failed", str(error), usage=True) from None
         position = history.samples - history.epoch * ready.samples
-        self._check_position(ready, position)
+        check_position(history, ready, position, self._layout_before)
         ledger = Ledger(
             ready.samples,
             epoch=history.epoch,
@@ -213,6 +211,7 @@ class RunSequence:
                 yield from self._close_epoch(ready, replies[0].lr)
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
+                self._adapt_batch()
             if self._decision is not None and self._decision.restore:
                 # Immediately, so that the current weights do not become a checkpoint or the result.
                 yield from self._enter(ready, ledger, self._decision)
@@ -225,7 +224,7 @@ class RunSequence:
                 break
             if epoch_ended:
                 replies_to_end: list[EpochEndReply] = yield from self._ask_all_workers(
-                    EpochEnd(history.epoch - 1, self._keep_state()), EpochEndReply
+                    EpochEnd(history.epoch - 1, self._keep_state(), history.lr_gain), EpochEndReply
                 )
                 if len({w.more for w in replies_to_end}) > 1:
                     raise RunStopped(
@@ -241,6 +240,16 @@ class RunSequence:
                 yield from self._enter(ready, ledger, decision)
         yield from self._conclude(ready, ledger)
         yield from self._finish(ready)
+
+    def _adapt_batch(self) -> None:
+        """Sets the batch of the next epoch, where it is adaptive."""
+        if self._adapter is None or self._pace is None:
+            return
+        row = self._adapter.adapt(self.history, self._now, str(self._strategy()))
+        if row is not None:
+            self._pace.set_batch(self.history.batch)
+            self.history.decisions.append(row)
+            self._emit(SwitchDecided(t=self._event_time, row=row))
 
     def _keep_state(self) -> bool:
         """Returns whether workers keep the state of this epoch for the end of the run."""
@@ -261,7 +270,7 @@ class RunSequence:
         began = self._now
         history = self.history
         idle = self._strategy().idle_workers(self.plan.workers) | history.excluded_workers
-        least = WINDOW_BATCHES * self._batch
+        least = WINDOW_BATCHES * history.batch
         history.throughput.begin(self.plan.workers, history.phase, self._now, idle, least)
         self._actions.extend(self._pace.run_to(stop, self._now))
         if not self._pace.drained:
@@ -292,13 +301,15 @@ class RunSequence:
             keep, best = decision.snapshot, decision.best
             restore = decision.restore and (best or self._rollback_phase is not None)
             self._rollback_phase = phase_before if keep else None
-        question = EnterPhase(history.phase, servers, switching, groups, keep, restore, best)
+        question = EnterPhase(
+            *(history.phase, servers, switching, groups, keep, restore, best, history.lr_gain)
+        )
         yield from self._ask_all_workers(question, PhaseEntered)
         self._pace = self._make_pace(
             strategy,
             PaceContext(
                 workers=self.plan.workers,
-                batch=ready.batch,
+                batch=history.batch,
                 ledger=ledger,
                 history=history,
                 clip=self.plan.clip if self.plan.clip is not None else ready.clip,
@@ -372,26 +383,6 @@ class RunSequence:
         # Workers without rows, or that left the reply to another, do not determine the classes.
         right = [p.correct for p in parts if p.count and p.correct is not None]
         return loss, sum(right) / count if right else None
-
-    def _check_position(self, ready: WorkerReady, position: int) -> None:
-        """Raises RunStopped if the data differs from that of the checkpoint."""
-        if not 0 <= position <= ready.samples:
-            raise RunStopped(
-                "failed",
-                f"the checkpoint was saved after {self.history.samples} samples in "
-                f"{self.history.epoch} epochs, which does not match {ready.samples} samples per "
-                "epoch: the data has changed",
-                usage=True,
-            )
-        layout = layout_fingerprint(ready.layout) if ready.layout is not None else None
-        if position and layout != self._layout_before:
-            raise RunStopped(
-                "failed",
-                f"the checkpoint was saved mid-epoch, after {position} samples of it, "
-                "with another division of the data; resume with the same files, --shard, "
-                "--shuffle and --memory",
-                usage=True,
-            )
 
     def _save(self, ledger: Ledger) -> _Script:
         name = f"{self.history.samples:012d}"

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from paceline.protocol.adaptive_batch import BatchRule
+from paceline.protocol.block_plan import layout_fingerprint
 from paceline.protocol.history import History
 from paceline.protocol.messages import WorkerReady
 from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext
@@ -30,6 +32,8 @@ class RunSpec:
     save_model: bool = True
     recalled: Mapping[str, float] = field(default_factory=dict)
     """Measured by predicted throughput of strategies in an earlier run of the same job."""
+    batch_rule: BatchRule | None = None
+    """Adapts the global batch; None if it is constant."""
 
     @property
     def servers(self) -> int:
@@ -51,7 +55,7 @@ class RunSpec:
         if self.checkpoint_samples is not None:
             stops.append(last_saved + self.checkpoint_samples - epoch_start)
         stop = max(min(stops), frontier + 1)
-        return min(ready.samples, -(-stop // ready.batch) * ready.batch)
+        return min(ready.samples, -(-stop // history.batch) * history.batch)
 
     def checkpoint_due(
         self, history: History, epoch_ended: bool, last_saved: int, ending: str | None
@@ -99,3 +103,34 @@ class EndRun:
 Action = OutgoingMessage | EmitEvent | EndRun
 PaceFactory = Callable[[Strategy, PaceContext], Pace]
 PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
+
+
+class RunStopped(Exception):
+    """Ends the run early; raised in its sequence. The arguments are those of `EndRun`."""
+
+    def __init__(self, status: str, error: str, *, usage: bool = False) -> None:
+        super().__init__(error)
+        self.end = EndRun(status, error, usage)
+
+
+def check_position(
+    history: History, ready: WorkerReady, position: int, layout_before: str | None
+) -> None:
+    """Raises RunStopped if the data differs from that of the checkpoint."""
+    if not 0 <= position <= ready.samples:
+        raise RunStopped(
+            "failed",
+            f"the checkpoint was saved after {history.samples} samples in "
+            f"{history.epoch} epochs, which does not match {ready.samples} samples per "
+            "epoch: the data has changed",
+            usage=True,
+        )
+    layout = layout_fingerprint(ready.layout) if ready.layout is not None else None
+    if position and layout != layout_before:
+        raise RunStopped(
+            "failed",
+            f"the checkpoint was saved mid-epoch, after {position} samples of it, "
+            "with another division of the data; resume with the same files, --shard, "
+            "--shuffle and --memory",
+            usage=True,
+        )

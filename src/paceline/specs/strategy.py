@@ -55,6 +55,16 @@ class Strategy(Spec):
         """True if shares of a batch follow the measured speeds of the workers."""
         return False
 
+    @property
+    def measures_noise(self) -> bool:
+        """True if workers measure the gradient noise scale, which adapts the global batch."""
+        return False
+
+    @property
+    def accumulates_gradients(self) -> bool:
+        """True if a worker can compute its share in several parts."""
+        return True
+
     def worker_count(self, requested: int) -> int:
         """Returns the number of workers to start if this many are requested."""
         return requested

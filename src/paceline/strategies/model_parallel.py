@@ -15,7 +15,8 @@ import torch
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import UsageError
-from paceline.protocol.messages import Lease, split_batch
+from paceline.protocol.balance import split_batch
+from paceline.protocol.messages import Lease
 from paceline.specs.strategy import ModelParallel
 from paceline.state import RemoteTensor, Section, checksum, persistent_buffers
 from paceline.strategies.runner import (

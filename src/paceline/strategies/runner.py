@@ -41,6 +41,8 @@ class Replica:
     optimizer: torch.optim.Optimizer
     _: KW_ONLY
     clip: float | None = None
+    micro_batch: int | None = None
+    """Maximum samples per forward pass; None for a whole share."""
     reduce_in_backward: bool = False
     """True for custom training loops, which may read gradients after backward()."""
     exclusive: bool = True
@@ -124,6 +126,9 @@ class Runner(ABC):
     communicates_in_backward = False
     """True if gradients are being sent when backward returns and must not be changed."""
 
+    can_repeat_forward = True
+    """False if a forward pass exchanges data with other workers."""
+
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.replica = context.replica
@@ -147,13 +152,8 @@ class Runner(ABC):
         """Runs forward and backward; without rows there is nothing to compute."""
         if batch is None:
             return StepStats(0, 0, 0.0, 0)
-        inputs, targets = batch
-        self.clock.enter(FORWARD)
-        output = self.replica.model(inputs)
-        loss = loss_of(output, targets)
-        self.clock.enter(BACKWARD)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return measure(work.lease.samples, loss, output, targets)
+        samples, attempts = work.lease.samples, 2 if self.can_repeat_forward else 1
+        return compute_gradients(self.replica, self.clock, batch, loss_of, samples, attempts)
 
     @abstractmethod
     def finish_step(self, work: TrainStep) -> None:
@@ -241,6 +241,94 @@ class Runner(ABC):
 
     def close(self) -> None:
         return
+
+
+def compute_gradients(
+    replica: Replica,
+    clock: PhaseClock,
+    batch: Batch,
+    loss_of: LossOf,
+    samples: int,
+    attempts: int = 2,
+) -> StepStats:
+    """Computes the gradient of the mean loss of a share, in micro-batches if these are limited.
+
+    If a forward pass does not fit in memory, the limit is halved for the rest of the run and the
+    share is computed again, up to this many `attempts`.
+    """
+    inputs, targets = batch
+    count = len(targets)
+    for attempt in range(attempts):
+        size = min(count, replica.micro_batch or count)
+        try:
+            if size < count:
+                return _accumulate_gradients(replica, clock, batch, loss_of, size)
+            clock.enter(FORWARD)
+            output = replica.model(inputs)
+            loss = loss_of(output, targets)
+            break
+        except (MemoryError, RuntimeError) as error:
+            if attempt + 1 == attempts or size == 1 or not is_out_of_memory(error):
+                raise
+            replica.micro_batch = size // 2
+            print(
+                f"out of memory in a forward pass of {size} samples: continues with micro-batches "
+                f"of {size // 2}",
+                flush=True,
+            )
+    clock.enter(BACKWARD)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return measure(samples, loss, output, targets)
+
+
+def _accumulate_gradients(
+    replica: Replica, clock: PhaseClock, batch: Batch, loss_of: LossOf, size: int
+) -> StepStats:
+    """Sums the gradients of micro-batches, weighted by samples, then passes them to all hooks."""
+    parameters = [p for _, p in replica.trained]
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    count = len(batch[1])
+    totals = StepStats(0, 0, 0.0, 0)
+    for inputs, targets in zip(*(torch.split(part, size) for part in batch), strict=True):
+        clock.enter(FORWARD)
+        output = replica.model(inputs)
+        loss = loss_of(output, targets)
+        clock.enter(BACKWARD)
+        weighted = loss * (len(targets) / count)
+        for i, part in enumerate(torch.autograd.grad(weighted, parameters, allow_unused=True)):
+            if part is not None:
+                total = sums[i]
+                sums[i] = part if total is None else total.add_(part)
+        totals = add_stats(totals, measure(len(targets), loss, output, targets))
+    # The gradient of sum(weight * gradient): hooks send a gradient when it is complete.
+    used = [(p, g) for p, g in zip(parameters, sums, strict=True) if g is not None]
+    torch.autograd.backward([p for p, _ in used], [g for _, g in used])
+    return totals
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an allocation failed, on the CPU or on a device."""
+    text = str(error)
+    is_cpu = "DefaultCPUAllocator" in text or "can't allocate memory" in text
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_cpu
+
+
+def add_stats(total: StepStats, measured: StepStats) -> StepStats:
+    """Returns the sum of the statistics of two steps or micro-batches."""
+    loss_sum = None
+    if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
+        loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
+    return StepStats(
+        total.samples + measured.samples,
+        total.predictions + measured.predictions,
+        loss_sum,
+        None if measured.correct is None else (total.correct or 0) + measured.correct,
+        total.busy_s + measured.busy_s,
+        total.comm_s + measured.comm_s,
+        measured.norms or total.norms,
+        total.steps + measured.steps,
+        total.busy_square_s2 + measured.busy_square_s2,
+    )
 
 
 def count_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[int | None, int]:

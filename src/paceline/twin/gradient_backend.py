@@ -155,7 +155,7 @@ class GradientBackend(WeightsBackend):
         seen = lease.epoch * samples + lease.start
         factor = job.schedule_spec.factor(seen, per_epoch=samples, total=samples * job.epochs)
         for group in (optimizer or self.replica.optimizer).param_groups:
-            group["lr"] = job.base_lr * factor
+            group["lr"] = job.base_lr * factor * self.lr_gain
 
     # ---- weights backend ----------------------------------------------------------------------
 

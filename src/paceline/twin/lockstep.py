@@ -13,7 +13,8 @@ from typing import Generic
 import numpy as np
 
 from paceline.plan.cost_model import allreduce_s
-from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats, split_batch
+from paceline.protocol.balance import split_batch
+from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats
 from paceline.specs.strategy import WorkerGroups
 from paceline.twin.machines import Floats
 from paceline.twin.simulator import Simulator, StrategySimulation, StrategyT

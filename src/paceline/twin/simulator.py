@@ -287,6 +287,7 @@ class Simulator:
             path = self.weights.save(message.name, message.coordinator_state) if worker == 0 else ""
             self.send(worker, CheckpointWritten(worker, path), now)
         elif isinstance(message, EpochEnd):
+            self.weights.lr_gain = message.lr_gain
             if message.keep and worker == 0:
                 self.weights.keep()
             self.send(worker, EpochEndReply(worker, True), now)
@@ -304,6 +305,7 @@ class Simulator:
         if len(self._entering) < self.plan.workers:
             return
         self._entering.clear()
+        self.weights.lr_gain = message.lr_gain
         self._diverged_workers.clear()
         strategy = self.plan.strategy.phases[message.phase]
         began = now

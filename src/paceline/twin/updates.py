@@ -83,6 +83,9 @@ class WeightUpdates:
 class WeightsBackend:
     """The model of a simulated run: evaluation, checkpoints, and the updates of each strategy."""
 
+    lr_gain = 1.0
+    """Factor of the learning rate because of an adapted batch."""
+
     def enter(
         self, strategy: Strategy, groups: WorkerGroups, *, keep: bool, restore: bool, best: bool
     ) -> WeightUpdates:

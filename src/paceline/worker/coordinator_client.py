@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import Diverged, PacelineError, UsageError
+from paceline.protocol.balance import split_batch
 from paceline.protocol.block_plan import take_rows
 from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import (
@@ -40,11 +41,17 @@ from paceline.protocol.messages import (
     StepStats,
     TrainingResumed,
     WorkerFinished,
-    split_batch,
 )
 from paceline.state import Section, TrainState, copy_section
 from paceline.strategies.registry import make_runner
-from paceline.strategies.runner import INNER_PREFIX, CommReport, PhaseContext, Runner, TrainStep
+from paceline.strategies.runner import (
+    INNER_PREFIX,
+    CommReport,
+    PhaseContext,
+    Runner,
+    TrainStep,
+    add_stats,
+)
 from paceline.telemetry.phase_clock import (
     BACKWARD,
     COMM,
@@ -127,6 +134,8 @@ class CoordinatorClient:
         self._comm_report: CommReport | None = None
         self._optimizer_path: str | None = None
         self._times_ns = (0, 0)
+        self.lr_gain = 1.0
+        """Factor of the learning rate because of an adapted batch."""
         self._finished = False
         self._between_epochs = False
         self._strategy_text = ""
@@ -155,6 +164,7 @@ class CoordinatorClient:
                 self._recorder.note_staleness(message.staleness)
                 yield TrainStep(message.lease, self.step, message.version)
             elif isinstance(message, EpochEnd):
+                self.lr_gain = message.lr_gain
                 if message.keep:
                     self._keep_state()
                 self._between_epochs = True
@@ -221,7 +231,7 @@ class CoordinatorClient:
         for lease in leases:
             work = TrainStep(lease, self.step)
             yield work
-            total = _add_stats(total, work.measured)
+            total = add_stats(total, work.measured)
             if lease.stop == plan.stop or time.monotonic() >= self._report_due:
                 done = StepsApplied(self._rank, plan.epoch, lease.stop, self.step, total)
                 self._control.send(done)
@@ -278,6 +288,7 @@ class CoordinatorClient:
 
     def _enter(self, message: EnterPhase) -> None:
         began = time.perf_counter()
+        self.lr_gain = message.lr_gain
         self._clock.enter(SWITCH if message.switching else OTHER)
         if self._runner is not None:
             self._state = self._runner.export_state()
@@ -412,20 +423,3 @@ class CoordinatorClient:
             "input": self._hooks.input_stats(),
             "steps": self.step,
         }
-
-
-def _add_stats(total: StepStats, measured: StepStats) -> StepStats:
-    loss_sum = None
-    if total.loss_sum is not None and (measured.loss_sum is not None or not measured.samples):
-        loss_sum = total.loss_sum + (measured.loss_sum or 0.0)
-    return StepStats(
-        total.samples + measured.samples,
-        total.predictions + measured.predictions,
-        loss_sum,
-        None if measured.correct is None else (total.correct or 0) + measured.correct,
-        total.busy_s + measured.busy_s,
-        total.comm_s + measured.comm_s,
-        measured.norms or total.norms,
-        total.steps + measured.steps,
-        total.busy_square_s2 + measured.busy_square_s2,
-    )

@@ -7,7 +7,7 @@ import torch
 
 from paceline.data import MapDataset
 from paceline.errors import UsageError
-from paceline.protocol.messages import split_batch
+from paceline.protocol.balance import split_batch
 from paceline.strategies.runner import LossOf, count_correct
 
 BATCH = 256

@@ -65,6 +65,6 @@ def explain_out_of_memory(error: BaseException) -> str | None:
     wanted = f"{int(found[1]) / 1e9:.2f} GB" if found else "memory"
     return (
         f"out of memory: tried to allocate {wanted} with {available_memory_bytes() / 1e9:.2f} GB "
-        "available; use a smaller batch, --recompute, or a strategy that splits the model, such as "
+        "available; use --micro-batch, --recompute, or a strategy that splits the model, such as "
         "pipeline(recompute=true) or allreduce(shard=full)"
     )

@@ -53,7 +53,9 @@ def run_worker_job(
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
     check_memory(session.strategy, model, optimizer, session.size)
-    session.join_group(Replica(model, optimizer, clip=job.clip), seed=job.seed)
+    session.join_group(
+        Replica(model, optimizer, clip=job.clip, micro_batch=job.micro_batch), seed=job.seed
+    )
     set_worker = getattr(model, "set_worker", None)
     if set_worker is not None:
         set_worker(session.rank)
@@ -133,7 +135,7 @@ def run_training_loop(
         lease = work.lease
         profiler.step_begins(lease.epoch)
         seen = lease.epoch * samples + lease.start
-        lr = base_lr * schedule.factor(seen, per_epoch=samples, total=total)
+        lr = base_lr * schedule.factor(seen, per_epoch=samples, total=total) * client.lr_gain
         for group in replica.optimizer.param_groups:
             group["lr"] = lr
         replica.optimizer.zero_grad(set_to_none=True)

@@ -60,6 +60,14 @@ class AllReduce(Strategy):
         return self.balance == "auto"
 
     @property
+    def measures_noise(self) -> bool:
+        return self.shard == "none" and self.codec is None
+
+    @property
+    def accumulates_gradients(self) -> bool:
+        return self.shard != "full"
+
+    @property
     def needs_worker_speeds(self) -> bool:
         return self.balance == "auto"
 

@@ -41,6 +41,10 @@ class PipelineParallel(ModelParallel):
             )
 
     @property
+    def accumulates_gradients(self) -> bool:
+        return False
+
+    @property
     def cuts(self) -> tuple[str, ...]:
         return () if isinstance(self.cut, str) else self.cut
 

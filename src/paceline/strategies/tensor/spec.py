@@ -16,6 +16,10 @@ class TensorParallel(ModelParallel):
     size: int = spec_field(int_field(1, 1024), 2)
 
     @property
+    def accumulates_gradients(self) -> bool:
+        return False
+
+    @property
     def model_parts(self) -> int:
         return self.size
 

@@ -34,6 +34,8 @@ from paceline.telemetry.phase_clock import COMM, OPTIMIZER
 class TensorRunner(ModelParallelRunner):
     """If a worker dies, the exchange inside a layer fails and the others raise PeerLost."""
 
+    can_repeat_forward = False
+
     def __init__(self, spec: TensorParallel, context: WorkerContext) -> None:
         super().__init__(spec, context)
         size = context.size
