@@ -14,7 +14,9 @@ to first order, with the entropy H of the fractions v_i / sum(v).
 """
 
 import math
+from collections import deque
 from itertools import accumulate
+from statistics import NormalDist, median
 
 from paceline.protocol.messages import StepStats
 
@@ -26,6 +28,10 @@ MEMORY_STEPS = 16
 """Steps in the average of a speed. Its error adds 1 / (2 * steps) to the cost of the variation."""
 CHANGE_SIGMA = 3.0
 """A speed that differs by this many standard deviations has changed and replaces the average."""
+DEVIATIONS = 64
+"""Reports in the estimate of the variation, which is then certain to about a fifth."""
+NORMAL_MEDIAN = NormalDist().inv_cdf(0.75)
+"""Median distance of a standard normal variable from 0."""
 RETRY_FACTOR = 0.95
 """Assumed change of the time per sample of a worker without samples, per report."""
 WEIGHT_UNIT = 1_000_000
@@ -43,8 +49,8 @@ class SpeedBalancer:
         """Compute time per sample."""
         self._steps = [0.0] * workers
         """Steps in the average; 0 for a speed from before this phase."""
-        self._variance = 0.0
-        self._variance_steps = 0.0
+        self._deviations: deque[float] = deque(maxlen=DEVIATIONS)
+        """Latest differences between a report and the average, scaled to one step."""
 
     def update(self, worker: int, measured: StepStats) -> None:
         if not measured.samples:
@@ -53,11 +59,12 @@ class SpeedBalancer:
             return
         steps = max(1, measured.steps)
         fresh = measured.busy_s / measured.samples
-        self._add_variance(steps, measured)
         old, kept = self._seconds[worker], self._steps[worker]
         if old is not None and kept:
-            sigma = math.sqrt(self._variance * (1 / kept + 1 / steps))
-            if abs(math.log(fresh / old)) <= CHANGE_SIGMA * sigma:
+            difference = abs(math.log(fresh / old)) / math.sqrt(1 / kept + 1 / steps)
+            has_changed = difference > CHANGE_SIGMA * self._cv
+            self._deviations.append(difference)
+            if not has_changed:
                 kept = min(kept, max(0.0, MEMORY_STEPS - steps))
                 self._seconds[worker] = (kept * old + steps * fresh) / (kept + steps)
                 self._steps[worker] = kept + steps
@@ -71,24 +78,17 @@ class SpeedBalancer:
         if old is not None:
             self._seconds[worker] = max(min(known), RETRY_FACTOR * old)
 
-    def _add_variance(self, steps: int, measured: StepStats) -> None:
-        """Averages the squared coefficient of variation over all workers, by steps."""
-        if steps < 2:
-            return
-        # The mean comes from the same steps, hence steps - 1.
-        relative = steps * measured.busy_square_s2 / measured.busy_s**2 - 1
-        fresh = max(0.0, relative) * steps / (steps - 1)
-        # As many steps as the averages of all speeds; more, for a variance is less certain.
-        kept = min(self._variance_steps, 4.0 * MEMORY_STEPS * len(self._steps))
-        self._variance = (kept * self._variance + steps * fresh) / (kept + steps)
-        self._variance_steps = kept + steps
+    @property
+    def _cv(self) -> float:
+        """Coefficient of variation of step times, by the median: rare stalls do not count."""
+        return median(self._deviations) / NORMAL_MEDIAN if self._deviations else 0.0
 
     def weights(self) -> tuple[int, ...] | None:
         """Returns the weights; None, for equal shares, until all speeds are known."""
         known = [s for s in self._seconds if s is not None]
         if len(known) < len(self._seconds):
             return None
-        power = balance_exponent(math.sqrt(self._variance))
+        power = balance_exponent(self._cv)
         # Not below a minimum: the speed of an empty share could not be measured.
         return tuple(max(MIN_WEIGHT, round(WEIGHT_UNIT * (min(known) / s) ** power)) for s in known)
 
