@@ -152,14 +152,14 @@ class WorkerReady(Message):
     """Splits that the job can evaluate (val, test); custom training loops evaluate themselves."""
     speed: float = 0.0
     """Samples per second in a short probe; 0 if no strategy needs it."""
-    cv: float = 0.0
-    """Standard deviation of the probe's passes, relative to their mean."""
     layout: BlockLayout | None = None
     """Blocks of the training data, if workers read in blocks."""
     clip: float | None = None
     """Maximum gradient norm, if the script sets it instead of the job."""
     exchange: ExchangeProbe | None = None
     """None if no strategy needs it."""
+    cv: float = 0.0
+    """Standard deviation of the passes of the speed probe, relative to their mean."""
 
 
 class StepStats(Message):

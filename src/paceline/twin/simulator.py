@@ -164,7 +164,14 @@ class Simulator:
                 cv = float(mine.std(ddof=1) / mine.mean())
                 probe_s += float(mine.sum()) * cost.step_s(probed_samples(share))
             ready = WorkerReady(
-                worker, work.samples, work.batch, work.epochs, splits, speed, cv, exchange=exchange
+                worker,
+                work.samples,
+                work.batch,
+                work.epochs,
+                splits,
+                speed,
+                exchange=exchange,
+                cv=cv,
             )
             self.send(worker, ready, now + probe_s)
         for worker, host in enumerate(self.fleet.hosts):

@@ -106,8 +106,8 @@ def run_worker_job(
             job.epochs,
             tables.splits,
             speed,
-            cv,
             feed.layout,
+            cv=cv,
             exchange=session.probe_exchange(),
         )
     )
