@@ -2,16 +2,16 @@
 """Predicted next to actual time to an accuracy, in the scenarios of `bench/regret.py`.
 
     python bench/plan_accuracy.py predict --data-dir DIR
-    python bench/plan_accuracy.py run --data-dir DIR
-    python bench/plan_accuracy.py compare [--actual bench/results/regret.jsonl]
+    python bench/regret.py --data-dir DIR
+    python bench/plan_accuracy.py compare
 
-`predict` trains every scenario with all-reduce ("the job has run before"), and writes down what the
-planner then expects of every strategy: from each of these runs alone, and from all of them. `run`
-then runs every strategy with a seed that nothing has used. `compare` prints errors against these
-runs, or against those of `regret.py`, which use other seeds as well. The target is the validation
-accuracy that the earlier runs ended at, minus the standard error of one validation; actual times
-are those of the mean curve over seeds, as in `regret.py`. Startup is not part of a simulated run,
-and is set to 0.
+`predict` trains every scenario with all-reduce ("the job has run before"), and writes down what
+the planner then expects of every strategy: from each of these runs alone, and from all of them.
+`regret.py` then runs every strategy with other seeds, and `compare` prints the errors. The target
+is the validation accuracy that the earlier runs ended at, minus three standard errors of one
+validation: closer to its end a curve rises by less than seeds differ, so that chance decides when
+it reaches an accuracy. Actual times are those of the mean curve over seeds, as in `regret.py`.
+Startup is not part of a simulated run, and is set to 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from functools import partial
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ STRATEGIES = (
     "auto",
 )
 EARLIER_SEEDS = (11, 12, 13)
-FRESH_SEED = 21
+STANDARD_ERRORS = 3.0
+"""Distance of the target from the end of the earlier runs."""
 RESULTS = Path("bench/results")
 
 
@@ -63,7 +66,7 @@ def predict_scenario(scenario: Scenario, work: Workload, earlier: list[Row]) -> 
         }
     )
     arrays = PoolArrays(pool, work)
-    target = target_accuracy(scenario.name, mean_curve(earlier)[-1][1])
+    target = target_accuracy(scenario.name, mean_curve(earlier)[-1][1], STANDARD_ERRORS)
     runs = tuple(
         tuple(((place + 1) * work.samples, acc) for place, (_, acc) in enumerate(r["validations"]))
         for r in earlier
@@ -90,18 +93,26 @@ def predict_scenario(scenario: Scenario, work: Workload, earlier: list[Row]) -> 
     return rows
 
 
+def run_earlier(data_dir: Path | None, which: tuple[str, int]) -> Row:
+    scenario = next(s for s in scenarios() if s.name == which[0])
+    return run(scenario, "allreduce", which[1], data_dir)
+
+
 def predict(out: Path, data_dir: Path | None) -> None:
     rows = read_rows(out)
     known = {(r["scenario"], r["seed"]) for r in rows if r["kind"] == "earlier"}
     rows = [r for r in rows if r["kind"] == "earlier"]
-    for scenario in scenarios():
-        for seed in EARLIER_SEEDS:
-            if (scenario.name, seed) in known:
-                continue
-            rows.append({"kind": "earlier", **run(scenario, "allreduce", seed, data_dir)})
+    todo = [
+        (scenario.name, seed)
+        for scenario in scenarios()
+        for seed in EARLIER_SEEDS
+        if (scenario.name, seed) not in known
+    ]
+    with Pool(initializer=torch.set_num_threads, initargs=(1,)) as processes:
+        for row in processes.imap(partial(run_earlier, data_dir), todo):
+            rows.append({"kind": "earlier", **row})
             with out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-            print(f"{scenario.name} seed {seed}: {rows[-1]['status']}", flush=True)
     predictions: list[Row] = []
     for scenario in scenarios():
         earlier = [r for r in rows if r["scenario"] == scenario.name and r["status"] == "done"]
@@ -124,16 +135,6 @@ def compare(out: Path, actual: Path) -> None:
     for title, count in (("one earlier run, each in turn", 1), ("three earlier runs", 3)):
         print(f"\n{title}\n")
         print_table([r for r in compared if len(r["earlier"]) == count])
-
-
-def run_fresh(path: Path, data_dir: Path | None) -> None:
-    known = {(r["scenario"], r["strategy"]) for r in read_rows(path)}
-    for text in STRATEGIES:
-        for scenario in scenarios():
-            if (scenario.name, text) not in known:
-                row = run(scenario, text, FRESH_SEED, data_dir)
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -167,16 +168,14 @@ def describe(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("command", choices=("predict", "run", "compare"))
+    parser.add_argument("command", choices=("predict", "compare"))
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "plan_accuracy.jsonl")
-    parser.add_argument("--actual", type=Path, default=RESULTS / "plan_accuracy_runs.jsonl")
+    parser.add_argument("--actual", type=Path, default=RESULTS / "regret.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "predict":
         predict(args.out, args.data_dir)
-    elif args.command == "run":
-        run_fresh(args.actual, args.data_dir)
     else:
         compare(args.out, args.actual)
 

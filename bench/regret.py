@@ -2,7 +2,9 @@
 """`auto` next to every fixed strategy, in the simulator with real gradients.
 
     python bench/regret.py --data-dir DIR --out bench/results/regret.jsonl [--seeds 3]
+    python bench/regret.py --data-dir DIR --real --out bench/results/regret_real.jsonl
 
+With `--real`, scenarios run on local processes; the machine must be idle otherwise.
 Rows are appended to the output file one by one; a further call continues where the last one ended
 and prints the table. Regret is the time to the validation accuracy that all-reduce ends at, divided
 by that of the best fixed strategy in hindsight. Times and accuracies of every epoch are means over
@@ -25,24 +27,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.special import stdtr
 
 from paceline.errors import PacelineError
+from paceline.launch.run import run_training
+from paceline.launch.run_options import RunOptions
+from paceline.specs.slowdown import InjectedSlowdown
 from paceline.strategies.auto.spec import DEFAULT_CANDIDATES
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.run import TwinOptions, run_twin
-from scenarios import Scenario, make_job, scenarios
+from scenarios import RealScenario, Scenario, make_job, real_scenarios, scenarios
 
 FIXED = tuple(text for text in DEFAULT_CANDIDATES if text != "single")
 Row = dict[str, Any]
 
 
-def run(scenario: Scenario, strategy: str, seed: int, data_dir: Path | None) -> Row:
+def run(scenario: Scenario | RealScenario, strategy: str, seed: int, data_dir: Path | None) -> Row:
     row: Row = {"scenario": scenario.name, "strategy": strategy, "seed": seed}
+    job, spec = make_job(scenario, seed, data_dir), parse_strategy(strategy)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        options = TwinOptions(out=Path(folder) / "run", pool=scenario.pool, threads=1)
+        out = Path(folder) / "run"
         try:
-            result = run_twin(make_job(scenario, seed, data_dir), parse_strategy(strategy), options)
+            if isinstance(scenario, Scenario):
+                result = run_twin(job, spec, TwinOptions(out=out, pool=scenario.pool, threads=1))
+            else:
+                result = run_training(job, spec, real_options(scenario, out))
         except PacelineError as error:
             return {**row, "status": "failed", "error": str(error)}
     return {
@@ -55,6 +65,17 @@ def run(scenario: Scenario, strategy: str, seed: int, data_dir: Path | None) -> 
         "changes": [[s["from"], s["to"], s["cause"]] for s in result["switches"]],
         "real_s": round(time.perf_counter() - began, 2),
     }
+
+
+def real_options(scenario: RealScenario, out: Path) -> RunOptions:
+    slow = [InjectedSlowdown(w, factor=f) for w, f in enumerate(scenario.factors) if f > 1]
+    slow += [
+        InjectedSlowdown(w, factor=factor, begin=begin, end=end)
+        for w, (begin, end, factor) in scenario.periods.items()
+    ]
+    return RunOptions(
+        out=out, workers=len(scenario.factors), threads=1, slowdowns=tuple(slow), force=True
+    )
 
 
 def mean_curve(rows: Iterable[Row]) -> list[tuple[float, float]]:
@@ -77,11 +98,12 @@ def time_to(curve: list[tuple[float, float]], target: float) -> float:
     return math.inf
 
 
-def target_accuracy(name: str, accuracy: float) -> float:
-    """The accuracy minus the standard error of one validation."""
-    data = next(scenario.data for scenario in scenarios() if scenario.name == name)
+def target_accuracy(name: str, accuracy: float, errors: float = 1.0) -> float:
+    """The accuracy minus some standard errors of one validation."""
+    every = [*scenarios(), *real_scenarios()]
+    data = next(scenario.data for scenario in every if scenario.name == name)
     rows = 200 if data == "digits" else 2000
-    return accuracy - math.sqrt(accuracy * (1 - accuracy) / rows)
+    return accuracy - errors * math.sqrt(accuracy * (1 - accuracy) / rows)
 
 
 def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
@@ -108,7 +130,7 @@ def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
         "scenario": name,
         "allreduce_acc": statistics.mean(r["test_acc"] for r in done.values()),
         "points": statistics.mean(pairs),
-        "worst_points": min(pairs),
+        "significant": is_significantly_below(pairs),
         "below_worst": 100
         * (
             min(auto[s].get("test_acc", 0.0) for s in auto)
@@ -123,6 +145,14 @@ def summarize(name: str, rows: list[Row]) -> dict[str, Any] | None:
     }
 
 
+def is_significantly_below(pairs: list[float]) -> bool:
+    """One-sided paired t-test at the 5% level: is the mean difference below 0?"""
+    if len(pairs) < 2 or statistics.stdev(pairs) == 0:
+        return len(pairs) > 1 and statistics.mean(pairs) < 0
+    t = statistics.mean(pairs) / (statistics.stdev(pairs) / math.sqrt(len(pairs)))
+    return bool(stdtr(len(pairs) - 1, t) < 0.05)
+
+
 def print_table(rows: list[Row]) -> None:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -134,8 +164,9 @@ def print_table(rows: list[Row]) -> None:
     )
     for s in found:
         print(
-            f"| {s['scenario']} | {100 * s['allreduce_acc']:.1f}% | {s['points']:+.2f} "
-            f"({s['worst_points']:+.1f}) | {s['allreduce_s']:.1f} | {s['auto_s']:.1f} | "
+            f"| {s['scenario']} | {100 * s['allreduce_acc']:.1f}% | {s['points']:+.2f}"
+            f"{'*' if s['significant'] else ''} ({s['below_worst']:+.1f}) | "
+            f"{s['allreduce_s']:.1f} | {s['auto_s']:.1f} | "
             f"`{s['best']}` ({s['best_s']:.1f}) | {s['regret']:.2f} |"
         )
     regrets = [s["regret"] for s in found if not math.isnan(s["regret"])]
@@ -143,7 +174,9 @@ def print_table(rows: list[Row]) -> None:
         print(
             f"\nregret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}, "
             f"within 1.20 in {sum(r <= 1.2 for r in regrets)} of {len(regrets)} scenarios; "
-            f"{sum(s['diverged'] for s in found)} runs of auto failed"
+            f"{sum(s['diverged'] for s in found)} runs of auto failed\n"
+            "points: mean difference in test accuracy, * if significantly below 0 (paired t-test, "
+            "5%); in parentheses, the worst run next to the worst run of allreduce"
         )
 
 
@@ -153,6 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/regret.jsonl"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scenarios", help="comma-separated names; all by default")
+    parser.add_argument("--real", action="store_true", help="local processes, not the simulator")
     parser.add_argument("--table", action="store_true", help="only print the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,7 +195,8 @@ def main() -> None:
         rows = [json.loads(line) for line in args.out.read_text().splitlines()]
     known = {(r["scenario"], r["strategy"], r["seed"]) for r in rows}
     chosen = args.scenarios.split(",") if args.scenarios else None
-    for scenario in () if args.table else scenarios():
+    every: list[Scenario | RealScenario] = [*(real_scenarios() if args.real else scenarios())]
+    for scenario in () if args.table else every:
         if chosen is not None and scenario.name not in chosen:
             continue
         for seed in range(1, args.seeds + 1):

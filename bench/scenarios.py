@@ -281,6 +281,45 @@ def scenarios() -> list[Scenario]:
     ]
 
 
-def make_job(scenario: Scenario, seed: int, data_dir: Path | None) -> Job:
+@dataclass(frozen=True)
+class RealScenario:
+    """A job on local processes, which sleep to compute as slowly as machines of other speeds.
+
+    With two cores, the processes of a scenario may use two cores together: each gets a fraction.
+    """
+
+    name: str
+    description: str
+    factors: tuple[float, ...]
+    """Slowdown of each worker."""
+    periods: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    """Further slowdowns of single workers: first and last epoch (fractions allowed), factor."""
+    data: str = "fashion-mnist:9000"
+    job: dict[str, Any] = field(
+        default_factory=lambda: {
+            "model": "cnn-small",
+            "epochs": 3,
+            "batch": 128,
+            "lr": 0.05,
+            "schedule": "cosine",
+        }
+    )
+
+
+def real_scenarios() -> list[RealScenario]:
+    return [
+        RealScenario("real-calm", "two equal workers", (1.0, 1.0)),
+        RealScenario("real-slow-3x", "four workers, one 3 times slower", (9.0, 3.0, 3.0, 3.0)),
+        RealScenario("real-1-3-9", "three workers of speeds 1, 3 and 9", (18.0, 6.0, 2.0)),
+        RealScenario(
+            "real-straggler",
+            "four workers, one 3 times slower in the second of three epochs",
+            (3.0, 3.0, 3.0, 3.0),
+            {0: (1.0, 2.0, 3.0)},
+        ),
+    ]
+
+
+def make_job(scenario: Scenario | RealScenario, seed: int, data_dir: Path | None) -> Job:
     splits = load_splits(scenario.data, data_dir)
     return Job(**{"checkpoint_every": "never", **scenario.job}, data=lambda: splits, seed=seed)

@@ -44,6 +44,7 @@ from paceline.protocol.run_spec import (
 )
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.protocol.throughput import TrainTotals
+from paceline.specs.measurement_window import WINDOW_BATCHES
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.events import (
     CheckpointSaved,
@@ -58,8 +59,6 @@ from paceline.telemetry.events import (
     SwitchRow,
 )
 
-WINDOW_BATCHES = 8
-"""A window of the throughput monitor contains at least this many global batches."""
 MAX_DECISIONS = 500
 """Beyond this many, decisions to stay are no longer recorded."""
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from paceline.protocol.messages import StepStats
+from paceline.specs.measurement_window import WINDOW_S
 
-WINDOW_S = 1.0
 KEEP_WINDOWS = 256
 KEEP_OF_PHASE = 8
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.protocol.history import History
-from paceline.protocol.run_sequence import WINDOW_BATCHES
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
-from paceline.protocol.throughput import WINDOW_S, ThroughputWindow
+from paceline.protocol.throughput import ThroughputWindow
+from paceline.specs.measurement_window import WINDOW_BATCHES, WINDOW_S
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.goodput import (
     MAX_CV,

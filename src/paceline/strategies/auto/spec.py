@@ -131,5 +131,6 @@ RECORD = StrategyRecord(
     spec=Auto,
     policy="paceline.strategies.auto.policy:make_policy",
     cost="paceline.strategies.auto.cost:AutoCost",
+    candidates=("auto",),
     examples=("auto", "auto(allreduce, ps)"),
 )
