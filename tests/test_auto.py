@@ -118,10 +118,11 @@ def test_a_probe_that_explains_the_run_is_kept() -> None:
     probe = ExchangeProbe(message_s=0.001, small_s=0.006, gradient_s=0.056, gradient_bytes=800_000)
     truth = LiveCluster(4, 64, probe)
     truth.set_speeds((100.0,) * 4)
-    truth.set_exchange(0.052)
-    found = LiveCluster(4, 64, probe)
-    assert found.measure(Observation(PHASES[0], windows_of(truth, PHASES[0])))
-    assert found.exchange_s == pytest.approx(0.05)
+    truth.set_exchange(0.055)
+    for strategy in PHASES.values():
+        found = LiveCluster(4, 64, probe)
+        assert found.measure(Observation(strategy, windows_of(truth, strategy)))
+        assert found.exchange_s == pytest.approx(0.05)
 
 
 def test_a_probed_latency_is_lowered_if_it_exceeds_the_communication() -> None:

@@ -45,7 +45,10 @@ class AllReduceCost(CostFacet[AllReduce]):
             exposed = exposed_s(slowest, each)
         else:
             exchange = all_reduce_s(arrays, hosts, nbytes)
-            exposed = exposed_without_layers_s(exchange, slowest, nbytes, spec.bucket_bytes)
+            # Gradients are divided into buckets before they are encoded.
+            exposed = exposed_without_layers_s(
+                exchange, slowest, arrays.work.bytes, spec.bucket_bytes
+            )
         return StepEstimate(slowest + exposed + update, compute)
 
     def calibrate(

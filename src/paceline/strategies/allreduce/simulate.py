@@ -48,7 +48,7 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
             )
         else:
             exposed = exposed_without_layers_s(
-                self.exchange_s(now), longest, self.exchange_bytes, self.spec.bucket_bytes
+                self.exchange_s(now), longest, self.simulator.work.bytes, self.spec.bucket_bytes
             )
         self.wait_for_all(ends, exposed)
         self.update_weights()

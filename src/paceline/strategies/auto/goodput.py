@@ -29,8 +29,8 @@ NOMINAL_GRADIENT_BYTES = 800_000
 """Used if the exchange was not probed; then only the time that it takes is known."""
 MAX_CV = 2.0
 DOUBLINGS = 20
-CLOSE = 0.03
-"""A probe that explains the time of a step this well is kept: windows differ by as much."""
+MODEL_ERROR = 0.10
+"""Nine of ten predicted step times are closer than this."""
 BISECTIONS = 10
 """Enough for a thousandth of the range; a decision must not delay the coordinator."""
 _INSTANT = 1e15
@@ -116,17 +116,13 @@ class LiveCluster:
     def measure(self, seen: Observation) -> bool:
         """Describes the workers by what was observed; returns False if some had no work.
 
-        The latency is the probed one unless it is more than the communication that was observed;
-        the exchange is what explains the rest.
+        Latency and exchange are those of the probe as long as they explain the time of a step up
+        to the error of the cost model: a strategy that hides or encodes its exchange says little
+        about it. Otherwise they are what explains it, the exchange before the latency.
         """
         if not self.set_machines(seen):
             return False
         target_s = self._explained_s(seen)
-        exchange_s, latency_s = self._probe.gradient_s - self._probe.small_s, self._probe.message_s
-        self.set_exchange(exchange_s)
-        self.set_latency(latency_s)
-        if abs(self.estimate(seen.strategy).step_s / target_s - 1) < CLOSE:
-            return True
 
         def with_latency(latency_s: float) -> float:
             self.set_latency(latency_s)
@@ -136,9 +132,12 @@ class LiveCluster:
             self.set_exchange(exchange_s)
             return self.estimate(seen.strategy).step_s
 
-        self.set_exchange(0.0)
-        if latency_s and with_latency(latency_s) > target_s:
-            self.set_latency(_bisect(with_latency, target_s, 0.0, latency_s))
+        self.set_latency(self._probe.message_s)
+        expected_s = with_exchange(self._probe.gradient_s - self._probe.small_s)
+        if self._probe.gradient_s and abs(expected_s / target_s - 1) < MODEL_ERROR:
+            return True
+        if with_exchange(0.0) > target_s:
+            self.set_latency(_invert(with_latency, target_s))
         self.set_exchange(_invert(with_exchange, target_s))
         return True
 

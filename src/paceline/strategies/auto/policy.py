@@ -12,6 +12,7 @@ from paceline.specs.measurement_window import WINDOW_BATCHES, WINDOW_S
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.goodput import (
     MAX_CV,
+    MODEL_ERROR,
     Goodput,
     LiveCluster,
     Observation,
@@ -23,7 +24,7 @@ from paceline.telemetry.events import EpochRow
 
 WINDOWS = 2
 """Windows of a strategy before it is judged."""
-PREDICTED_MARGIN = 0.10
+PREDICTED_MARGIN = MODEL_ERROR
 """Gain that a candidate that has not run must promise: nine of ten predictions are closer."""
 MEASURED_MARGIN = 0.03
 """Gain that a candidate that has run must promise: the usual difference between two windows."""
