@@ -13,18 +13,21 @@ Columns are converted to arrays without copies where possible and without a loop
 | lists of equal length | (n, length) |
 | binary of equal length | (n, length) bytes |
 | dense vectors in Spark's format | (n, size) |
+| encoded images: binary, or {bytes, path} as Hugging Face stores them | (n, C, H, W) bytes |
 | decimals | (n,) float64 |
 
 Nulls are an error unless `fill` is given. Strings are not supported.
 """
 
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, RowError, Rows
+from paceline.data.encoded_images import ImageDecoder, is_encoded
 from paceline.data.stores import GZIP_MAGIC, StoredFile, require_extra, scheme_of
 from paceline.errors import DataError
 
@@ -37,17 +40,34 @@ MARK = b"PAR1"
 class ArrowSource(BlockSource):
     """Files that Arrow decodes to tables."""
 
+    def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
+        super().__init__(files, selection)
+        self._decoders: dict[str, ImageDecoder] = {}
+        """By column that contains encoded images."""
+
     def _convert(self, block: DataBlock, table: Any, where: str, row_of: str = "") -> Rows:
         """Converts the selected columns. Raises DataError with the column and the row."""
         file = self.files[block.file]
         arrays = []
         for name in self.selection.names:
             try:
-                arrays.append(to_array(table.column(name), self.selection.fill))
+                arrays.append(self._convert_column(name, table.column(name)))
             except RowError as error:
                 row = "" if error.row is None else f", row {error.row}{row_of}"
                 raise file.error(f"column {name!r} contains {error}", where + row) from None
         return self._make_rows(block, arrays, where)
+
+    def _convert_column(self, name: str, column: Any) -> Array:
+        images = name in self._decoders or has_images(column.type)
+        if not images and is_binary(column.type):
+            # The bytes of an image file or pixels: the first row decides for all.
+            first = next((row for row in column.slice(0, 1).to_pylist() if row is not None), b"")
+            images = is_encoded(first)
+        if not images:
+            return to_array(column, self.selection.fill)
+        self.decodes_images = True
+        decoder = self._decoders.setdefault(name, ImageDecoder(self.selection.shape))
+        return decoder.decode(image_bytes(column))
 
 
 class CachedRangeFile(io.RawIOBase):
@@ -88,6 +108,7 @@ class ParquetSource(ArrowSource):
         require_extra("pyarrow", "data", "Parquet")
         super().__init__(files, selection)
         self._first = files[0]
+        self._classes: int | None = None
         self._types: dict[str, Any] = {}
         self._footers: dict[int, Any] = {}
         self._find_blocks(self._find)
@@ -96,7 +117,9 @@ class ParquetSource(ArrowSource):
         footer = self._footers[number] = read_footer(file)
         schema = footer.schema.to_arrow_schema()
         if not self._types:
-            self.selection = self.selection.resolve(file, list(schema.names), "column")
+            images = [field.name for field in schema if has_images(field.type)]
+            self.selection = self.selection.resolve(file, list(schema.names), "column", images)
+            self._classes = count_named_classes(schema, self.selection.label)
             self._types = {name: schema.field(name).type for name in self.selection.names}
         for name, kind in self._types.items():
             if name not in schema.names:
@@ -158,7 +181,9 @@ class ParquetSource(ArrowSource):
             return reader.read_row_group(block.offset, list(self._types), use_threads=False)
 
     def count_classes(self) -> int | None:
-        """Returns the number of classes from the footers' statistics, if present."""
+        """Returns the number of classes from the schema or the footers' statistics, if present."""
+        if self._classes is not None:
+            return self._classes
         found = [
             chunk.statistics
             for block in self.blocks
@@ -280,6 +305,39 @@ def _ranges(file: StoredFile) -> Iterator[tuple[int, int, bytes]]:
         begin += size
 
 
+def is_binary(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def has_images(kind: Any) -> bool:
+    """Returns whether a type is Hugging Face's for images: {bytes, path}."""
+    import pyarrow.types as types
+
+    return types.is_struct(kind) and {"bytes", "path"} == {field.name for field in kind}
+
+
+def image_bytes(column: Any) -> list[bytes | None]:
+    """Returns the encoded images of a column of bytes or {bytes, path}. Raises RowError."""
+    rows: list[Any] = column.to_pylist()
+    for number, row in enumerate(rows):
+        if isinstance(row, dict):
+            if row["bytes"] is None and row["path"]:
+                raise RowError(f"only a path ({row['path']}); store the images themselves", number)
+            rows[number] = row["bytes"]
+    return rows
+
+
+def count_named_classes(schema: Any, label: str | None) -> int | None:
+    """Returns the number of class names in the metadata that Hugging Face's datasets writes."""
+    try:
+        described = json.loads((schema.metadata or {})[b"huggingface"])
+        return len(described["info"]["features"][label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def to_array(column: Any, fill: float | None = None) -> Array:
     """Converts a pyarrow Array or ChunkedArray to one NumPy array. Raises RowError."""
     import pyarrow as pa
@@ -301,7 +359,7 @@ def to_array(column: Any, fill: float | None = None) -> Array:
             raise RowError("a sparse vector; store dense vectors", int(np.argmax(sparse)))
         return to_array(column.field("values"), fill)
     nested = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
-    binary = types.is_binary(kind) or types.is_large_binary(kind)
+    binary = is_binary(kind)
     if column.null_count:
         if fill is None or nested or binary or types.is_fixed_size_binary(kind):
             row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))

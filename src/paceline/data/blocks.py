@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,10 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
 """The "module:class" of each source, called with files and selection, and lower-case suffixes."""
 
 
+_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+"""Ending of the files of TensorFlow Datasets, after the suffix."""
+
+
 class RowError(ValueError):
     """Raised for a value that cannot be decoded; `row` counts within the block."""
 
@@ -69,18 +74,27 @@ class ColumnSelection:
     """Value that replaces nulls. By default, nulls are an error."""
     skip_empty: bool = False
     """Skip files without rows, which programs that write by partition produce."""
+    images: tuple[str, ...] = ()
+    """Features that contain encoded images by the dataset's description; others are recognized."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All selected columns; the label, if there is one, is the last."""
         return (*self.features, self.label) if self.label else self.features
 
-    def resolve(self, file: StoredFile, known: Sequence[str], unit: str) -> ColumnSelection:
-        """Fills in the default columns. Raises DataError for a missing one."""
+    def resolve(
+        self, file: StoredFile, known: Sequence[str], unit: str, images: Sequence[str] = ()
+    ) -> ColumnSelection:
+        """Fills in the default columns: of `images`, if there are any, else all.
+
+        Raises DataError for a missing one.
+        """
         label = self.label
         if label is None and "label" in known and "label" not in self.features:
             label = "label"
-        features = self.features or tuple(name for name in known if name != label)
+        features = self.features or tuple(name for name in images or known if name != label)
+        if not self.features and len(images) > 1:
+            raise UsageError(f"{file.url}: several images ({', '.join(images)}); use --features")
         if not features:
             left = "for features" if unit == "column" else "besides the label"
             raise UsageError(f"{file.url}: no {unit} is left {left}; use --features")
@@ -95,6 +109,8 @@ class BlockSource(ABC):
     """Files that are read block by block, from any thread."""
 
     blocks: tuple[DataBlock, ...] = ()
+    decodes_images = False
+    """Decoding costs more than reading, and decoded rows should be stored."""
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         self.files = files
@@ -187,7 +203,7 @@ def check_format(name: str) -> str:
 
 def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
     """Returns the format by file names. Raises UsageError if it is unknown or ambiguous."""
-    names = [file.name.lower() for file in files]
+    names = [_NUMBER.sub("", file.name.lower()) for file in files]
     known = sorted(
         form for form, (_, suffixes) in FORMATS.items() if any(n.endswith(suffixes) for n in names)
     )

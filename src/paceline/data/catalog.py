@@ -51,6 +51,16 @@ ENTRIES: dict[str, DatasetInfo] = {
     )
 }
 
+# Mean and standard deviation of the training pixels per channel, as commonly published. Digits has
+# no published values: its pixels are only scaled to 0..1.
+PIXELS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
+    "digits": (16.0, (0.0,), (1.0,)),
+    "mnist": (255.0, (0.1307,), (0.3081,)),
+    "fashion-mnist": (255.0, (0.2860,), (0.3530,)),
+    "kmnist": (255.0, (0.1918,), (0.3483,)),
+    "cifar10": (255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+
 # Dataset, file, bytes and MD5. Those of unpacked IDX files (no .gz) are of the contents of the
 # published archives. CIFAR's archive has no MD5: those of its six files are more specific.
 _PUBLISHED = """

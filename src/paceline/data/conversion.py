@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from paceline.data.blocks import Array
+from paceline.data.catalog import PIXELS
 from paceline.data.in_memory import ArrayDataset
-from paceline.data.named_datasets import PIXELS, load
+from paceline.data.named_datasets import load
 from paceline.data.pipeline import FACTS, PARTS, read_metadata
 from paceline.data.stores import join_url, make_absolute, require_extra, write_bytes
 from paceline.data.tfrecord import write_records

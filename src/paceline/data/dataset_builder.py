@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,8 +157,13 @@ def _hold_all(pipeline: DataPipeline, reader: BlockReader, first: Rows, shard: s
     count = reader.source.row_count
     where = pipeline.cache_in
     if where == "auto":
-        fits = count * row_bytes(first) <= pipeline.memory_bytes
-        where = "memory" if shard == "off" or fits else "disk"
+        fits = shard == "off" or count * row_bytes(first) <= pipeline.memory_bytes
+        where = "memory" if fits else "disk"
+        # Images are decoded once per machine, if a copy can be written and would become outdated.
+        stamped = all(file.stamp for file in reader.source.files)
+        if fits and reader.source.decodes_images and stamped and not pipeline.maps:
+            with suppress(DataError):
+                return array_cache.open_mapped_copy(pipeline, reader, first)
     if where == "disk":
         return array_cache.open_mapped_copy(pipeline, reader, first)
     x, y = (np.empty((count, *part.shape[1:]), part.dtype) for part in first)

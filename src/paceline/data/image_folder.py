@@ -6,24 +6,26 @@ directory and file name.
 """
 
 import hashlib
-import io
 
 import numpy as np
 
-from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, Rows
-from paceline.data.stores import StoredFile, require_extra
+from paceline.data.blocks import BlockSource, ColumnSelection, DataBlock, RowError, Rows
+from paceline.data.encoded_images import ImageDecoder
+from paceline.data.stores import StoredFile
 from paceline.errors import DataError
 
 IMAGES_PER_BLOCK = 128
 
 
 class ImageFolderSource(BlockSource):
+    decodes_images = True
+
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         super().__init__(files, selection)
         self._check_not_empty()
         # Sorted by class, a block would contain a single class; hashing the names mixes them.
         files = tuple(sorted(files, key=lambda file: (_hash(file), file.url)))
-        require_extra("PIL.Image", "images", "reading images")
+        self._decoder = ImageDecoder(selection.shape)
         folders = [file.url.split("/")[-2] for file in files]
         self._classes = sorted(set(folders))
         if len(self._classes) < 2:
@@ -41,19 +43,14 @@ class ImageFolderSource(BlockSource):
             DataBlock(number, start, len(part), sum(file.size for file in part))
             for number, (start, part) in enumerate(zip(starts, parts, strict=True))
         )
-        self._shape = selection.shape or _read_image(files[0], None).shape
 
     def read(self, block: DataBlock) -> Rows:
         part = slice(block.offset, block.offset + block.rows)
-        images = np.empty((block.rows, *self._shape), np.uint8)
-        for row, file in enumerate(self._images[part]):
-            image = _read_image(file, self.selection.shape)
-            if image.shape != self._shape:
-                raise file.error(
-                    f"has the size {_name(image.shape)}, but {self._images[0].url} has "
-                    f"{_name(self._shape)}; use --shape to resize all images"
-                )
-            images[row] = image
+        files = self._images[part]
+        try:
+            images = self._decoder.decode([file.read() for file in files])
+        except RowError as error:
+            raise files[error.row or 0].error(f"contains {error}") from None
         return images, self._labels[part]
 
     def count_classes(self) -> int | None:
@@ -63,23 +60,3 @@ class ImageFolderSource(BlockSource):
 def _hash(file: StoredFile) -> bytes:
     # Hashes the last two parts, so that the order does not depend on the location.
     return hashlib.sha256("/".join(file.url.split("/")[-2:]).encode()).digest()
-
-
-def _name(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _read_image(file: StoredFile, shape: tuple[int, ...] | None) -> Array:
-    """Returns (C, H, W) bytes; gray images stay gray unless three channels are requested."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(file.read())) as opened:
-            gray = shape[0] == 1 if shape else opened.mode in ("1", "L", "I", "F")
-            converted = opened.convert("L" if gray else "RGB")
-            if shape is not None and converted.size != (shape[2], shape[1]):
-                converted = converted.resize((shape[2], shape[1]))
-            pixels = np.asarray(converted)
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-        raise file.error(f"is not a readable image ({error})") from None
-    return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, 2, 0)

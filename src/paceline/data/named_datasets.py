@@ -13,19 +13,10 @@ import numpy.typing as npt
 
 from paceline.data import adult, catalog, cifar, digits, hashing, idx, text
 from paceline.data.blocks import Array, Rows
-from paceline.data.catalog import DatasetFiles, find_dataset_files
+from paceline.data.catalog import PIXELS, DatasetFiles, find_dataset_files
 from paceline.data.dataset import DatasetSplits, FeatureOptions
 from paceline.errors import DataError, UsageError
 
-# Mean and standard deviation of the training pixels per channel, as commonly published. Digits has
-# no published values: its pixels are only scaled to 0..1.
-PIXELS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
-    "digits": (16.0, (0.0,), (1.0,)),
-    "mnist": (255.0, (0.1307,), (0.3081,)),
-    "fashion-mnist": (255.0, (0.2860,), (0.3530,)),
-    "kmnist": (255.0, (0.1918,), (0.3483,)),
-    "cifar10": (255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-}
 IMAGE_CLASSES = 10
 PLAIN_FILES = {"adult": ("adult.data", "adult.test"), "tinyshakespeare": ("input.txt",)}
 """Files of datasets that are published in one form only."""

@@ -20,12 +20,13 @@ description and the first file before it starts, without torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-from paceline.data import stores
+from paceline.data import stores, tfds
 from paceline.data.blocks import FORMATS, BlockSource, ColumnSelection, check_format, guess_format
 from paceline.data.stores import Files
 from paceline.errors import DataError, UsageError, suggest_name
@@ -40,6 +41,10 @@ MEMORY_MB = 512
 FACTS = "dataset.json"
 """Description that `paceline data convert` writes next to the files of a dataset."""
 PARTS = ("train", "val", "test")
+OTHER = "other"
+_SPLITS = {**{part: part for part in PARTS}, "validation": "val", "valid": "val", "dev": "val"}
+_SPLITS["t10k"] = "test"
+"""Parts by the name of a split in files and directories of other programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +195,7 @@ def fill_settings(pipeline: DataPipeline, other: DataPipeline, *names: str) -> D
         return {name: getattr(theirs, name) for name in empty}
 
     given = pipeline.selection
-    columns = unset(given, other.selection, ("features", "label", "shape", "fill"))
+    columns = unset(given, other.selection, ("features", "label", "shape", "fill", "images"))
     settings = unset(pipeline, other, ("scale", *names))
     return replace(pipeline, selection=replace(given, **columns), **settings)
 
@@ -200,14 +205,23 @@ def describe(pipeline: DataPipeline) -> tuple[DataPipeline, Files, dict[str, Any
 
     Settings that the user did not give are those of the description.
     """
-    found = (file for url in pipeline.urls for file in stores.list_files(url))
-    files = tuple(file for file in found if file.name != FACTS)
-    facts = read_metadata(pipeline.urls[0])
-    features, shape = (tuple(facts.get(name) or ()) for name in ("features", "shape"))
+    files = tuple(file for url in pipeline.urls for file in stores.list_files(url))
+    if written := tfds.find_description(pipeline.urls[0], files):
+        facts, files = written
+    else:
+        facts = read_metadata(pipeline.urls[0])
+        files = tuple(file for file in files if not file.name.endswith(".json"))
+    if not files:
+        raise DataError(f"{pipeline.urls[0]}: contains a description, but no data files")
+    features, shape, images = (
+        tuple(facts.get(name) or ()) for name in ("features", "shape", "images")
+    )
+    if pipeline.selection.features:
+        shape = ()  # That of other features, perhaps.
     full, mean, std = facts.get("scale") or (0, (), ())
     described = DataPipeline(
         urls=pipeline.urls,
-        selection=ColumnSelection(features, facts.get("label"), shape or None),
+        selection=ColumnSelection(features, facts.get("label"), shape or None, images=images),
         scale=(float(full), tuple(mean), tuple(std)) if full else None,
         format=facts.get("format"),
         classes=facts.get("classes"),
@@ -216,13 +230,26 @@ def describe(pipeline: DataPipeline) -> tuple[DataPipeline, Files, dict[str, Any
 
 
 def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, Files]]:
-    """Returns the files of each split, if the description defines splits."""
+    """Returns the files of each split, if their names or directories are those of splits.
+
+    Otherwise, and if some file belongs to no known split, all are training data.
+    """
     pipeline, files, facts = describe(pipeline)
-    if facts.get("parts"):
-        divided = {part: tuple(f for f in files if f.name.startswith(f"{part}-")) for part in PARTS}
-        if divided["train"]:
-            return pipeline, {part: found for part, found in divided.items() if found}
-    return pipeline, {"train": files}
+    parts: dict[str, Files] = {}
+    for file in files:
+        part = _part_of(file.url)
+        parts[part] = (*parts.get(part, ()), file)
+    if "train" not in parts or (OTHER in parts and not facts):
+        return pipeline, {"train": files}
+    return pipeline, {part: parts[part] for part in PARTS if part in parts}
+
+
+def _part_of(url: str) -> str:
+    """Returns the part of a file by its name (`val-00001.parquet`) or its directories."""
+    *folders, name = url.split("/")
+    prefix = re.split(r"[-_.]", name, maxsplit=1)[0]
+    candidates = [tfds.split_of(name) or prefix, *reversed(folders[-2:])]
+    return next((_SPLITS[word.lower()] for word in candidates if word.lower() in _SPLITS), OTHER)
 
 
 def open_source(pipeline: DataPipeline, files: Files, limit: int | None = None) -> BlockSource:

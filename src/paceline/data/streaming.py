@@ -3,88 +3,30 @@
 Decoded blocks may be cached, so that the next epoch does not read them again.
 """
 
-import queue
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice
-from typing import Any, TypeVar
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.data.array_cache import DiskBlockCache
+from paceline.data.background import DaemonThreadPool, results_in_order
 from paceline.data.blocks import Array, BlockSource, DataBlock, Rows
 from paceline.data.dataset import MapDataset
 from paceline.data.in_memory import Batch, BatchTransform, Indices, wrap_indices
 from paceline.data.pipeline import Change, DataPipeline
 
-T = TypeVar("T")
-Task = tuple[Future[Any], Callable[[], Any]]
-
 READERS = 2
 """Threads that read blocks; one waits for the store while the other decodes."""
 FETCHERS = 4
 """Threads that read an entire dataset at the start; they mostly wait for the store."""
-
-
-class DaemonThreadPool:
-    """Runs tasks in order of submission on up to `threads` threads, started on demand.
-
-    The threads never keep a process from exiting.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._max_threads = threads
-        self._name = name
-
-    def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Schedules a task; the future receives its result or exception."""
-        future: Future[T] = Future()
-        self._tasks.put((future, task))
-        if len(self._threads) < self._max_threads:
-            # Daemon threads: a read that hangs must not outlive the run.
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return future
-
-    def _work(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            future, task = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            del future, task, item
-
-    def close(self) -> None:
-        """Cancels pending tasks; threads exit after their current task."""
-        with suppress(queue.Empty):
-            while True:
-                item = self._tasks.get_nowait()
-                if item is not None:
-                    item[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
-        self._threads = []
-
-
-def results_in_order(futures: Iterator[Future[T]], ahead: int) -> Iterator[T]:
-    """Yields the results in order; at most `ahead` futures are taken from the iterator early."""
-    pending = deque(islice(futures, ahead))
-    while pending:
-        yield pending.popleft().result()
-        pending.extend(islice(futures, 1))
 
 
 @dataclass

@@ -8,7 +8,7 @@ feature.proto and example.proto.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ def _varint(record: Bytes | bytes, at: int) -> tuple[int, int]:
     while True:
         if at >= len(record) or shift > 63:
             raise ValueError("a number is truncated")
-        byte = int(record[at])
+        byte = int(record[at])  # Indexing `bytes` is several times as fast as an array.
         at += 1
         value |= (byte & 0x7F) << shift
         shift += 7
@@ -46,7 +46,7 @@ def _varint(record: Bytes | bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _fields(record: Bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+def _fields(record: Bytes | bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
     """Yields (field number, wire type, start, stop) of each field in [at, stop)."""
     while at < stop:
         key, at = _varint(record, at)
@@ -65,7 +65,7 @@ def _fields(record: Bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, 
         at += size
 
 
-def find_features(record: Bytes) -> dict[str, FeatureSpan]:
+def find_features(record: Bytes | bytes) -> dict[str, FeatureSpan]:
     """Returns all features of one record. Raises ValueError if it is not an Example."""
     found: dict[str, FeatureSpan] = {}
     for number, _, a, b in _fields(record, 0, len(record)):
@@ -78,7 +78,7 @@ def find_features(record: Bytes) -> dict[str, FeatureSpan]:
     return found
 
 
-def _entry(record: Bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
+def _entry(record: Bytes | bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
     name, span = "", FeatureSpan(0, at, 0)
     for number, _, a, b in _fields(record, at, stop):
         if number == 1:
@@ -89,7 +89,7 @@ def _entry(record: Bytes, at: int, stop: int) -> tuple[str, FeatureSpan]:
     return name, span
 
 
-def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
+def _values(record: Bytes | bytes, kind: int, at: int, stop: int) -> FeatureSpan:
     parts = list(_fields(record, at, stop))
     if len(parts) == 1 and parts[0][1] == 2:
         _, _, a, b = parts[0]
@@ -98,11 +98,26 @@ def _values(record: Bytes, kind: int, at: int, stop: int) -> FeatureSpan:
     return FeatureSpan(-kind, at, stop - at)
 
 
-def decode(content: Bytes, starts: Array, lengths: Array, names: tuple[str, ...]) -> list[Array]:
-    """Returns one array per feature with one row per record. Raises RowError."""
-    columns: dict[str, Array] = {}
+def decode(
+    content: Bytes,
+    starts: Array,
+    lengths: Array,
+    names: tuple[str, ...],
+    encoded: Collection[str] = (),
+) -> list[Array]:
+    """Returns one array per feature with one row per record. Raises RowError.
+
+    Those of the features `encoded` contain one `bytes` object per record, of any length.
+    """
+    columns: dict[str, Array] = {name: np.empty(len(starts), object) for name in encoded}
     for numbers, records, spans in _group(content, starts, lengths, names):
         for name, span in spans.items():
+            if name in encoded:
+                if span.kind != BYTES:
+                    raise RowError(f"has no image in feature {name!r}", int(numbers[0]))
+                for number, record in zip(numbers, records[:, span.part], strict=True):
+                    columns[name][number] = record.tobytes()
+                continue
             try:
                 values = _decode_span(records, span)
             except ValueError as error:
@@ -164,7 +179,7 @@ def _stack(content: Bytes, starts: Array, length: int) -> Bytes:
 
 def _parse(record: Bytes, names: tuple[str, ...], row: int) -> dict[str, FeatureSpan]:
     try:
-        found = find_features(record)
+        found = find_features(record.tobytes())
     except ValueError as error:
         raise RowError(f"is not a tf.train.Example ({error})", row) from None
     for name in names:

@@ -21,6 +21,7 @@ import numpy as np
 
 from paceline.data import array_cache
 from paceline.data.blocks import Array, BlockSource, ColumnSelection, DataBlock, RowError, Rows
+from paceline.data.encoded_images import ImageDecoder, is_encoded
 from paceline.data.stores import GZIP_MAGIC, StoredFile, require_extra
 from paceline.data.tf_example import decode, encode, find_features
 
@@ -52,11 +53,21 @@ class TFRecordSource(BlockSource):
         self._find_blocks(_find_blocks, "record")
         file, block = self.files[0], self.blocks[0]
         content, starts, lengths = _read_records(file, block)
+        record = content[starts[0] : starts[0] + lengths[0]]
         try:
-            names = sorted(find_features(content[starts[0] : starts[0] + lengths[0]]))
+            found = find_features(record)
         except ValueError as error:
             raise file.error(f"its first record is not a tf.train.Example ({error})") from None
-        self.selection = selection.resolve(file, names, "feature")
+        images = [
+            name
+            for name, span in sorted(found.items())
+            if name in selection.images or is_encoded(record[span.part].tobytes())
+        ]
+        self.selection = selection.resolve(file, sorted(found), "feature", images)
+        self._decoders = {
+            name: ImageDecoder(selection.shape) for name in images if name in self.selection.names
+        }
+        self.decodes_images = bool(self._decoders)
 
     def read(self, block: DataBlock) -> Rows:
         file = self.files[block.file]
@@ -65,11 +76,22 @@ class TFRecordSource(BlockSource):
         if len(starts) != block.rows:
             what = f"{len(starts):,} records instead of {block.rows:,}: the file has changed"
             raise file.error(what, where)
+        names = self.selection.names
         try:
-            columns = decode(content, starts, lengths, self.selection.names)
+            columns = decode(content, starts, lengths, names, self._decoders)
+            for name, decoder in self._decoders.items():
+                images = columns[names.index(name)]
+                try:
+                    columns[names.index(name)] = decoder.decode(images)
+                except RowError as error:
+                    raise RowError(f"contains {error} in feature {name!r}", error.row) from None
         except RowError as error:
-            at = block.offset + int(starts[error.row or 0]) - HEAD
-            raise file.error(f"a record that {error}", at=at) from None
+            row = error.row or 0
+            at = block.offset + int(starts[row]) - HEAD
+            first = next(n for n, b in enumerate(self.blocks) if b.file == block.file)
+            before = self.blocks[first : self.blocks.index(block)]
+            where = f" (record {sum(b.rows for b in before) + row:,}, at byte {at:,})"
+            raise file.error(f"a record that {error}", where) from None
         return self._make_rows(block, columns, where)
 
 

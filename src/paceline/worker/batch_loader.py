@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data import MapDataset, TorchDatasetAdapter
+from paceline.data.background import DaemonThreadPool
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import DaemonThreadPool, PipelinedDataset
+from paceline.data.streaming import PipelinedDataset
 from paceline.protocol.messages import Lease
 from paceline.strategies.runner import Batch
 from paceline.worker.shuffle_windows import ShuffleWindowReader

@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.background import DaemonThreadPool, results_in_order
 from paceline.data.hashing import hash_rows
-from paceline.data.streaming import (
-    READERS,
-    DaemonThreadPool,
-    PipelinedDataset,
-    results_in_order,
-)
+from paceline.data.streaming import READERS, PipelinedDataset
 from paceline.protocol.block_plan import (
     BlockDealer,
     BlockLayout,

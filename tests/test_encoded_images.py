@@ -1,0 +1,266 @@
+"""Encoded images in TFRecord and Parquet files, and datasets of other libraries."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from paceline import Job, train
+from paceline.data import read
+from paceline.data.dataset import DatasetSplits, FeatureOptions
+from paceline.data.dataset_builder import build_splits
+from paceline.data.encoded_images import ImageDecoder, is_encoded
+from paceline.data.pipeline import check_source
+from paceline.data.tfrecord import write_records
+from paceline.errors import DataError, UsageError
+
+TFDS = os.environ.get("PACELINE_TFDS_PYTHON")
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def make_images(count: int, side: int = 28, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Gray images whose brightness follows the class, with labels 0 to 9."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 10
+    noise = rng.integers(0, 32, (count, side, side))
+    return (labels[:, None, None] * 20 + noise).astype(np.uint8), labels
+
+
+def encode_image(pixels: np.ndarray, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, form)
+    return stream.getvalue()
+
+
+def example(image: bytes, label: int, name: str = "") -> dict[str, np.ndarray]:
+    as_bytes = {"image": image, "id": name.encode()}
+    return {
+        "label": np.array([label]),
+        **{key: np.frombuffer(value, np.uint8) for key, value in as_bytes.items()},
+    }
+
+
+def write_tfds(folder: Path, parts: dict[str, Sequence[dict[str, np.ndarray]]], shards: int = 1):
+    """Writes what tensorflow_datasets 4.9 writes for MNIST, with an `id` like CIFAR-10's."""
+    folder.mkdir(parents=True)
+    for part, rows in parts.items():
+        for shard in range(shards):
+            name = f"mnist-{part}.tfrecord-{shard:05}-of-{shards:05}"
+            (folder / name).write_bytes(write_records(rows[shard::shards]))
+    keys = {"tuple": {"items": [{"featureKey": "image"}, {"featureKey": "label"}]}}
+    info = {"name": "mnist", "version": "3.0.1", "fileFormat": "tfrecord", "supervisedKeys": keys}
+    image = {"image": {"dtype": "uint8", "shape": {"dimensions": ["28", "28", "1"]}}}
+    kinds = {"image": image, "label": {"classLabel": {"numClasses": "10"}}, "id": {"text": {}}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    (folder / "features.json").write_text(json.dumps({"featuresDict": {"features": kinds}}))
+    (folder / "label.labels.txt").write_text("\n".join(map(str, range(10))))
+
+
+def open_url(url: Path, **options: Any) -> DatasetSplits:
+    return build_splits("s", read(str(url), **options), None, FeatureOptions(dtype="float64"))
+
+
+def all_rows(table: Any) -> tuple[np.ndarray, np.ndarray]:
+    x, y = table.batch(np.arange(len(table)))
+    return x.numpy(), y.numpy()
+
+
+def test_encoded_images_are_recognized() -> None:
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+        assert is_encoded(encode_image(pixels, form)), form
+    for raw in (b"", b"BM" + bytes(782), bytes([255] * 784), b"\x89PNX" + bytes(80)):
+        assert not is_encoded(raw)
+
+
+def test_modes_and_sizes() -> None:
+    gray, color = np.full((4, 6), 77, np.uint8), np.full((4, 6, 3), 77, np.uint8)
+    assert ImageDecoder(None).decode([encode_image(gray)]).shape == (1, 1, 4, 6)
+    mixed = ImageDecoder(None).decode([encode_image(color), encode_image(gray)])
+    assert mixed.shape == (2, 3, 4, 6)
+    assert (mixed == 77).all()
+    assert ImageDecoder((1, 2, 2)).decode([encode_image(color)]).tolist() == [[[[77] * 2] * 2]]
+    with pytest.raises(ValueError, match="an image of 3x4x6, others have 1x4x6; use --shape"):
+        ImageDecoder(None).decode([encode_image(gray), encode_image(color)])
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        ImageDecoder(None).decode([encode_image(gray.astype(np.uint16))])
+    with pytest.raises(UsageError, match="must have the form 1x28x28"):
+        ImageDecoder((784,))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_tfds_directory_needs_nothing_else(tmp_path: Path, form: str) -> None:
+    images, labels = make_images(120)
+    rows = [
+        example(encode_image(image, form), int(label), f"row_{n}")
+        for n, (image, label) in enumerate(zip(images, labels, strict=True))
+    ]
+    write_tfds(tmp_path / "mnist" / "3.0.1", {"train": rows[:100], "test": rows[100:]}, shards=2)
+    for folder in (tmp_path, tmp_path / "mnist", tmp_path / "mnist" / "3.0.1"):
+        found = open_url(folder)
+        assert (found.input_shape, found.classes) == ((1, 28, 28), 10)
+        assert found.val is not None
+        assert found.test is not None
+        assert [len(part) for part in (found.train, found.val, found.test)] == [90, 10, 20]
+    x, y = all_rows(found.test)
+    # Scaled as the named dataset is.
+    pixels = np.rint((x[:, 0] * 0.3081 + 0.1307) * 255)
+    order = [*range(100, 120, 2), *range(101, 120, 2)]
+    assert y.tolist() == labels[order].tolist()
+    assert np.abs(pixels - images[order]).max() <= (0 if form == "PNG" else 40)
+    only = open_url(tmp_path / "mnist" / "3.0.1" / "mnist-train*")
+    assert only.test is None
+    (tmp_path / "mnist" / "3.0.1" / "mnist-train.tfrecord-00001-of-00002").unlink()
+    with pytest.raises(DataError, match=r"mnist-train\.tfrecord-00001-of-00002 is missing"):
+        open_url(tmp_path)
+
+
+def test_tfds_versions_and_formats_are_refused(tmp_path: Path) -> None:
+    images, labels = make_images(20)
+    rows = [example(encode_image(i), int(label)) for i, label in zip(images, labels, strict=True)]
+    for version in ("3.0.0", "3.0.1"):
+        write_tfds(tmp_path / "mnist" / version, {"train": rows})
+    with pytest.raises(UsageError, match=r"several datasets or versions \(mnist/3.0.0, mnist/3"):
+        check_source(read(str(tmp_path)))
+    info = tmp_path / "mnist" / "3.0.1" / "dataset_info.json"
+    info.write_text(json.dumps({"fileFormat": "array_record"}))
+    with pytest.raises(UsageError, match="written as array_record, which is not supported"):
+        check_source(read(str(info.parent)))
+
+
+def test_a_tfds_directory_trains(tmp_path: Path) -> None:
+    images, labels = make_images(200)
+    rows = [example(encode_image(i), int(label)) for i, label in zip(images, labels, strict=True)]
+    write_tfds(tmp_path / "set", {"train": rows[:160], "test": rows[160:]})
+    job = Job(model="mlp-128", data=str(tmp_path / "set"), epochs=2, batch=32)
+    result = train(job, "allreduce", 2, out=tmp_path / "run")
+    assert result["samples"] == 2 * 144
+    assert result["test_acc"] is not None
+
+
+def test_errors_name_the_file_and_the_record(tmp_path: Path) -> None:
+    images, labels = make_images(9)
+    good = [example(encode_image(i), int(n)) for i, n in zip(images, labels, strict=True)]
+
+    def check(rows: list[dict[str, np.ndarray]], match: str) -> None:
+        (tmp_path / "a.tfrecord").write_bytes(write_records(rows))
+        with pytest.raises(DataError, match=match):
+            open_url(tmp_path / "a.tfrecord")
+
+    where = r"a\.tfrecord \(record 7, at byte [\d,]+\): a record that contains "
+    whole = encode_image(images[7])
+    for image, what in (
+        (whole[:60], "a damaged image"),
+        (b"nothing", r"a value that is not an image \(7 bytes that begin with 6e6f7468\)"),
+        (bytes(784), r"a value that is not an image"),
+        (encode_image(images[7][:9]), "an image of 1x9x28, others have 1x28x28; use --shape"),
+    ):
+        check([*good[:7], example(image, 1), good[8]], where + what)
+    missing = {"label": np.array([1]), "id": np.zeros(0, np.uint8)}
+    check([*good[:7], missing], r"\(record 7, at byte [\d,]+\): a record that has no feature 'im")
+    number = {**example(b"", 1), "image": np.array([3])}
+    check([*good[:7], number], r"\(record 7, .*\): a record that has no image in feature 'image'")
+
+
+def write_hub_file(path: Path, images: Sequence[bytes | None], labels: Any, **more: Any) -> None:
+    """Writes a file as `Dataset.to_parquet` does."""
+    names = {"label": {"names": [f"c{n}" for n in range(12)], "_type": "ClassLabel"}}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [None if image is None else {"bytes": image, "path": "a.png"} for image in images]
+    table = pa.table({"image": pa.array(rows, kind), "label": pa.array(labels), **more})
+    features = {"info": {"features": {"image": {"_type": "Image"}, **names}}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(
+        table.replace_schema_metadata({"huggingface": json.dumps(features)}), path, row_group_size=8
+    )
+
+
+def test_parquet_of_hugging_face(tmp_path: Path) -> None:
+    images, labels = make_images(40)
+    encoded = [encode_image(image) for image in images]
+    ids = pa.array([f"row {n}" for n in range(30)])
+    data = tmp_path / "data"
+    write_hub_file(data / "train-00000-of-00001.parquet", encoded[:30], labels[:30], id=ids)
+    write_hub_file(data / "test-00000-of-00001.parquet", encoded[30:], labels[30:])
+    found = open_url(tmp_path)
+    assert (found.input_shape, found.classes, len(found.train)) == ((1, 28, 28), 12, 27)
+    assert found.test is not None
+    x, y = all_rows(found.test)
+    assert np.array_equal(np.rint(x[:, 0] * 255), images[30:])
+    assert y.tolist() == labels[30:].tolist()
+    streamed = build_splits(
+        "s", read(str(tmp_path / "data")).shard("row_group"), None, FeatureOptions()
+    )
+    assert len(streamed.train) == 30
+    broken = tmp_path / "broken.parquet"
+    for images_of, what in (
+        (
+            [*encoded[:13], encoded[13][:50], *encoded[14:20]],
+            r"row 5: column 'image' contains a d",
+        ),
+        ([*encoded[:13], None, *encoded[14:20]], r"row 5: column 'image' contains no image"),
+    ):
+        write_hub_file(broken, images_of, labels[:20])
+        with pytest.raises(DataError, match=rf"broken\.parquet, row group 1, {what}"):
+            open_url(broken)
+
+
+def test_parquet_column_of_image_bytes(tmp_path: Path) -> None:
+    images, labels = make_images(20)
+    encoded = pa.array([encode_image(image, "BMP") for image in images], pa.binary())
+    pq.write_table(pa.table({"picture": encoded, "label": labels}), tmp_path / "a.parquet")
+    x, _ = all_rows(build_splits("s", read(str(tmp_path)), None, FeatureOptions()).train)
+    assert x.shape[1:] == (1, 28, 28)
+    resized = open_url(tmp_path, shape=(3, 14, 14))
+    assert resized.input_shape == (3, 14, 14)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TFDS is None,
+    reason="nothing is written by the real package: set PACELINE_TFDS_PYTHON to a Python that has "
+    "tensorflow-datasets and TensorFlow",
+)
+def test_the_real_tensorflow_datasets_writes_what_we_read(tmp_path: Path) -> None:
+    assert TFDS is not None
+    images, labels = make_images(300)
+    arrays = tmp_path / "arrays.npz"
+    parts = {"train": slice(0, 240), "test": slice(240, 300)}
+    np.savez(
+        arrays,
+        **{f"{part}_images": images[rows, :, :, None] for part, rows in parts.items()},
+        **{f"{part}_labels": labels[rows] for part, rows in parts.items()},
+    )
+    script = Path(__file__).parent / "scripts" / "write_tfds.py"
+    subprocess.run([TFDS, script, arrays, tmp_path / "tfds"], check=True, timeout=150)
+    found = open_url(tmp_path / "tfds")
+    assert found.test is not None
+    x, y = all_rows(found.test)
+    pixels = np.rint((x[:, 0] * 0.3081 + 0.1307) * 255).astype(np.uint8)
+    rows = {(image.tobytes(), int(label)) for image, label in zip(pixels, y, strict=True)}
+    assert rows == {
+        (image.tobytes(), int(label))
+        for image, label in zip(images[240:], labels[240:], strict=True)
+    }
+    result = train(
+        Job(model="mlp-128", data=str(tmp_path / "tfds"), epochs=1),
+        "allreduce",
+        2,
+        out=tmp_path / "run",
+    )
+    assert result["samples"] == 216
