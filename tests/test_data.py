@@ -846,3 +846,37 @@ def test_batches_that_are_not_pairs_are_refused() -> None:
     scalar = data.as_dataset(rows, collate=lambda _: (torch.zeros(3, 2), torch.tensor(1)))
     with pytest.raises(DataError, match="batch of list of 2 rows"):
         scalar.batch(np.array([0, 1]))
+
+
+# ---- validation and scaling ------------------------------------------------------------------
+
+
+def test_validation_rows_can_be_chosen(tmp_path: Path) -> None:
+    from paceline.data.dataset import parse_validation
+
+    def sizes(text: str) -> list[int | None]:
+        found = data.load("digits", validation=parse_validation(text))
+        return [None if s is None else len(s) for s in (found.train, found.val, found.test)]
+
+    assert sizes("none") == [1497, None, 300]
+    assert sizes("test") == [1497, 300, 300]
+    assert sizes("0.25") == [1123, 374, 300]
+    assert sizes("97") == [1400, 97, 300]
+    for text in ("0", "-1", "1.5", "half", "nan", "inf"):
+        with pytest.raises(UsageError, match=f"validation '{text}': must be none, test, a frac"):
+            parse_validation(text)
+    with pytest.raises(UsageError, match="validation 1497: only 1,497 training rows exist"):
+        sizes("1497")
+
+
+def test_scaling_of_pixels() -> None:
+    rows = np.arange(50)
+    unit, raw, standard, default = (
+        data.load("digits", scaling=scaling).train.batch(rows)[0]
+        for scaling in ("unit", "none", "standard", None)
+    )
+    assert (unit.min(), unit.max(), raw.max()) == (0, 1, 16)
+    assert torch.allclose(raw, unit * 16)
+    assert torch.equal(standard, default)
+    with pytest.raises(UsageError, match="scaling: adult is not an image dataset"):
+        data.load("adult", scaling="unit")

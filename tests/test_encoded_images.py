@@ -18,7 +18,7 @@ from PIL import Image
 
 from paceline import Job, train
 from paceline.data import read
-from paceline.data.dataset import DatasetSplits, FeatureOptions
+from paceline.data.dataset import DatasetSplits, FeatureOptions, parse_validation
 from paceline.data.dataset_builder import build_splits
 from paceline.data.encoded_images import ImageDecoder, is_encoded
 from paceline.data.pipeline import check_source
@@ -264,3 +264,25 @@ def test_the_real_tensorflow_datasets_writes_what_we_read(tmp_path: Path) -> Non
         out=tmp_path / "run",
     )
     assert result["samples"] == 216
+
+
+def test_validation_and_scaling_of_a_directory(tmp_path: Path) -> None:
+    images, labels = make_images(120)
+    rows = [example(encode_image(i), int(label)) for i, label in zip(images, labels, strict=True)]
+    write_tfds(tmp_path / "set", {"train": rows[:100], "test": rows[100:]})
+
+    def open_with(**options: Any) -> DatasetSplits:
+        return build_splits("s", read(str(tmp_path / "set")), None, FeatureOptions(**options))
+
+    for text, sizes in (("none", (100, None)), ("test", (100, 20)), ("30", (70, 30))):
+        found = open_with(validation=parse_validation(text))
+        assert (len(found.train), found.val and len(found.val)) == sizes
+    assert float(open_with(scaling="unit").train.batch(np.arange(90))[0].max()) <= 1
+    assert float(open_with(scaling="none").train.batch(np.arange(90))[0].max()) > 100
+    assert float(open_with(scaling="standard").train.batch(np.arange(90))[0].min()) < 0
+    (tmp_path / "set" / "dataset_info.json").write_text('{"name": "mine"}')
+    with pytest.raises(UsageError, match="scaling standard requires means and deviations"):
+        open_with(scaling="standard")
+    (tmp_path / "set" / "mnist-test.tfrecord-00000-of-00001").unlink()
+    with pytest.raises(UsageError, match="validation test requires test data"):
+        open_with(validation=parse_validation("test"))

@@ -24,6 +24,7 @@ from paceline.specs.schedule import Schedule, parse_schedule
 from paceline.specs.stop_condition import StopCondition, parse_stop_condition
 
 if TYPE_CHECKING:
+    from paceline.data.dataset import Validation
     from paceline.data.pipeline import DataPipeline
 
 DEFAULT_LR = {"sgd": 0.1, "adagrad": 0.01, "adadelta": 1.0}
@@ -64,6 +65,20 @@ class Job(BaseModel):
     """Label column."""
     val_data: Annotated[str | None, _from_files("URL", "a tenth of the training data")] = None
     """Validation data."""
+    validation: Annotated[
+        str | None,
+        Option(
+            metavar="ROWS",
+            default="the dataset's validation rows, or a tenth of its training rows",
+        ),
+    ] = None
+    """Validation rows: none, test (the test set), or a fraction or number of training rows."""
+    scaling: Annotated[
+        Literal["standard", "unit", "none"] | None,
+        Option(default="standard for named datasets, unit for other pixels"),
+    ] = None
+    """Scaling of pixels: standard (mean 0, deviation 1 over the training set), unit (0 to 1) or
+    none (0 to 255)."""
     format: Annotated[str | None, _from_files(default="by file suffix")] = None
     """File format, for example parquet, tfrecord or csv."""
     shape: Annotated[str | None, _from_files("SHAPE")] = None
@@ -153,6 +168,9 @@ class Job(BaseModel):
             from paceline import models
 
             models.find(self.model)
+        validation = self.validation_spec
+        if validation is not None and self.val_data is not None:
+            raise UsageError("--validation and --val-data cannot be combined; remove one of them")
         if isinstance(self.data, str):
             from paceline import data
             from paceline.data.stores import is_url_or_path
@@ -197,6 +215,12 @@ class Job(BaseModel):
     @property
     def optimizer_spec(self) -> OptimizerSpec:
         return parse_optimizer(self.optimizer)
+
+    @property
+    def validation_spec(self) -> Validation | None:
+        from paceline.data.dataset import parse_validation
+
+        return parse_validation(self.validation) if self.validation else None
 
     @property
     def schedule_spec(self) -> Schedule:

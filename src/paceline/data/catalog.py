@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.dataset import Kind
+from paceline.data.dataset import Kind, PixelScale
 from paceline.errors import DataError, UsageError, suggest_name
 
 
@@ -53,7 +53,7 @@ ENTRIES: dict[str, DatasetInfo] = {
 
 # Mean and standard deviation of the training pixels per channel, as commonly published. Digits has
 # no published values: its pixels are only scaled to 0..1.
-PIXELS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
+PIXELS: dict[str, PixelScale] = {
     "digits": (16.0, (0.0,), (1.0,)),
     "mnist": (255.0, (0.1307,), (0.3081,)),
     "fashion-mnist": (255.0, (0.2860,), (0.3530,)),

@@ -19,15 +19,21 @@ import numpy as np
 
 from paceline.data import array_cache, hashing, streaming
 from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
-from paceline.data.dataset import DatasetSplits, FeatureOptions, Kind, MapDataset
+from paceline.data.dataset import (
+    DatasetSplits,
+    FeatureOptions,
+    Kind,
+    MapDataset,
+    Validation,
+    scale_pixels,
+)
 from paceline.data.in_memory import ArrayDataset, BatchTransform, PixelScaling, choose_augmentation
 from paceline.data.pipeline import DataPipeline, describe, fill_settings, list_splits, open_source
 from paceline.data.stores import Files
 from paceline.data.streaming import BlockReader, StreamingDataset
 from paceline.errors import DataError, UsageError
 
-MIN_BLOCKS_TO_SPLIT = 10
-"""With fewer blocks, a tenth cannot be held out."""
+NO_VALIDATION = Validation(0)
 
 
 def build_splits(
@@ -38,8 +44,13 @@ def build_splits(
     Raises a one-line DataError or UsageError.
     """
     pipeline, parts = list_splits(pipeline)
-    hold_out = val is None and "val" not in parts
-    found = _open_part(pipeline, parts["train"], options, hold_out=hold_out)
+    wanted = options.validation
+    if wanted is not None:
+        parts.pop("val", None)
+        if wanted.uses_test and "test" not in parts:
+            raise UsageError(f"{name}: validation test requires test data, and there is none")
+    held = NO_VALIDATION if val is not None or "val" in parts else wanted or Validation()
+    found = _open_part(pipeline, parts["train"], options, held)
     plain = replace(options, augment=False)
     others = {"val": found.val, "test": None} | {
         part: _open_part(pipeline, files, plain).train
@@ -53,6 +64,8 @@ def build_splits(
                 "the whole file; remove it, and a tenth is held out"
             )
         others["val"] = _build_matching(pipeline, val, plain, found.input_shape)
+    elif wanted is not None and wanted.uses_test:
+        others["val"] = others["test"]
     return replace(found, name=name, val=others["val"], test=others["test"])
 
 
@@ -76,17 +89,22 @@ def _build_matching(
 
 
 def _open_part(
-    pipeline: DataPipeline, files: Files, options: FeatureOptions, *, hold_out: bool = False
+    pipeline: DataPipeline,
+    files: Files,
+    options: FeatureOptions,
+    validation: Validation = NO_VALIDATION,
 ) -> DatasetSplits:
-    """Returns the rows of some files in `train`, without a tenth in `val` if `hold_out`."""
+    """Returns the rows of some files in `train`, without those in `val`."""
     source = open_source(pipeline, files)
+    hold_out = bool(validation.held_out)
     derived = source.derive_splits(hold_out)
     if derived is not None:
         return replace(derived, train=streaming.PipelinedDataset(derived.train, pipeline))
     reader = BlockReader(source, pipeline.maps)
     first = reader.read(source.blocks[0])
     shape = first[0].shape[1:]
-    plain: dict[str, Any] = {"dtype": options.dtype, "scaling": _choose_scaling(pipeline, first[0])}
+    scaling = _choose_scaling(pipeline, first[0], options.scaling)
+    plain: dict[str, Any] = {"dtype": options.dtype, "scaling": scaling}
     augmented = {**plain, "augmentation": choose_augmentation(shape, options), "seed": options.seed}
     classes = _count_classes(pipeline, reader, first)
     shard: str = pipeline.shard_by
@@ -99,8 +117,8 @@ def _open_part(
     if shard in ("sample", "off"):
         x, y = _hold_all(pipeline, reader, first, shard)
         kept = None
-        if hold_out and len(y) >= 10:
-            kept, held = hashing.split_holdout(len(y), len(y) // 10)
+        if hold_out and (count := validation.count(len(y))):
+            kept, held = hashing.split_holdout(len(y), count)
             val = ArrayDataset(x, y, rows=held, **plain)
         train = ArrayDataset(x, y, rows=kept, **augmented)
     else:
@@ -118,8 +136,11 @@ def _open_part(
         elif pipeline.cache_in == "disk":
             folder = array_cache.root() / array_cache.name_copy(pipeline, reader)
             reader.stored = array_cache.DiskBlockCache(folder)
-        if hold_out and len(blocks) >= MIN_BLOCKS_TO_SPLIT:
-            order = hashing.split_holdout(len(blocks), len(blocks) // 10)
+        share: float = validation.held_out  # Of the blocks, which are held out as a whole.
+        if isinstance(validation.held_out, int):
+            share = validation.count(source.row_count) / source.row_count
+        if count := int(len(blocks) * share):
+            order = hashing.split_holdout(len(blocks), count)
             blocks, held_blocks = ([source.blocks[i] for i in part] for part in order)
             notes = (f"validation: {len(held_blocks)} of {len(source.blocks)} blocks",)
             val = stream(held_blocks, BatchTransform(**plain, dimensions=len(shape)))
@@ -131,10 +152,12 @@ def _open_part(
     return DatasetSplits("", shape, classes, kind, train, val, None, notes)
 
 
-def _choose_scaling(pipeline: DataPipeline, x: Array) -> PixelScaling | None:
+def _choose_scaling(pipeline: DataPipeline, x: Array, given: str | None) -> PixelScaling | None:
     if x.dtype != np.uint8:
+        if given is not None:
+            raise UsageError(f"scaling {given}: the features are not pixels, but {x.dtype} values")
         return None
-    scaling = PixelScaling(*(pipeline.scale or (255.0, (0.0,), (1.0,))))
+    scaling = PixelScaling(*scale_pixels(pipeline.urls[0], pipeline.scale, given))
     if x.ndim == 4 and len(scaling.mean) not in (1, x.shape[1]):
         raise UsageError(
             f"scale: {len(scaling.mean)} means were given for images with {x.shape[1]} channels"

@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 
 from paceline.data import stores, tfds
 from paceline.data.blocks import FORMATS, BlockSource, ColumnSelection, check_format, guess_format
+from paceline.data.dataset import PixelScale
 from paceline.data.stores import Files
 from paceline.errors import DataError, UsageError, suggest_name
 
@@ -55,7 +56,7 @@ class DataPipeline:
     selection: ColumnSelection = ColumnSelection()
     format: str | None = None
     classes: int | None = None
-    scale: tuple[float, tuple[float, ...], tuple[float, ...]] | None = None
+    scale: PixelScale | None = None
     """Scaling of bytes: full scale, then mean and standard deviation per channel."""
     shuffle_rows: int = SHUFFLE_ROWS
     maps: tuple[Change, ...] = ()

@@ -38,13 +38,17 @@ class JobData:
 def load_job_data(job: Job) -> JobData:
     """Loads the job's data. Raises a one-line DataError or UsageError."""
     given = job.data
-    options = FeatureOptions(dtype=job.dtype, augment=job.augment, seed=job.seed)
+    options = FeatureOptions(
+        dtype=job.dtype,
+        augment=job.augment,
+        seed=job.seed,
+        scaling=job.scaling,
+        validation=job.validation_spec,
+    )
     if isinstance(given, str) and is_url_or_path(given):
         given = build_splits(given, *job.pipelines(), options)
     elif isinstance(given, str):
-        given = data_room.load(
-            given, data_dir=job.data_dir, dtype=job.dtype, augment=job.augment, seed=job.seed
-        )
+        given = data_room.load(given, data_dir=job.data_dir, **vars(options))
     elif callable(given):
         given = given()
     if isinstance(given, DataPipeline):
@@ -53,6 +57,9 @@ def load_job_data(job: Job) -> JobData:
         return JobData(given.train, given.val, given.test, given)
     if not isinstance(given, list | tuple) or len(given) != 3:
         raise UsageError("data must be, or return, (train, val, test); val and test may be None")
+    for name in ("validation", "scaling"):
+        if getattr(job, name) is not None:
+            raise UsageError(f"{name} does not apply to (train, val, test); remove it")
     train, val, test = (
         None if part is None else as_dataset(part, dtype=job.dtype) for part in given
     )
