@@ -1,11 +1,11 @@
-"""`paceline data convert|show`."""
+"""`paceline data convert|get|list|show`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.cli.commands import argument, command
+from paceline.cli.commands import argument, command, print_table
 from paceline.options import Option, settings
 
 
@@ -33,6 +33,46 @@ class ShowOptions:
     """File format, for example parquet, tfrecord or csv."""
     shape: Annotated[str | None, Option(metavar="SHAPE")] = None
     """Shape of one row of features, for example 1x28x28."""
+
+
+@settings()
+class ListOptions:
+    data_dir: Annotated[
+        Path | None, Option(metavar="DIR", default="$PACELINE_DATA or ~/.cache/paceline/data")
+    ] = None
+    """Directory of named datasets, as DIR/<dataset>/<files>."""
+
+
+@settings()
+class GetOptions:
+    source: Annotated[str | None, Option(name="from", metavar="URL", default="its publisher")] = (
+        None
+    )
+    """Directory or URL with the published files, instead of their publisher."""
+
+
+@command
+def get(
+    name: Annotated[str, argument("Dataset name.")],
+    /,
+    *,
+    options: GetOptions,
+    where: ListOptions,
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from paceline.data.download import download
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(name, total=None)
+
+        def report(file: str, done: int, size: int) -> None:
+            bars.update(task, description=file, completed=done, total=size)
+
+        for path, fresh in download(name, where.data_dir, options.source, report):
+            print(f"{path}: {'downloaded and verified' if fresh else 'already present'}")
 
 
 @command
@@ -88,3 +128,14 @@ def show(
                 f"per row: {'x'.join(map(str, first.shape[1:]))} {first.dtype}"
             )
         print(line)
+
+
+@command
+def list(*, options: ListOptions) -> None:
+    from paceline.data.download import list_datasets
+
+    rows = [
+        {"dataset": each.name, "state": each.state, "directory": each.where, "note": each.note}
+        for each in list_datasets(options.data_dir)
+    ]
+    print_table(rows, left=("dataset", "state", "directory", "note"))

@@ -41,8 +41,10 @@ SUBCOMMANDS = {
         },
     ),
     "data": (
-        "Convert datasets for a cluster, and inspect data files.",
+        "Download and convert datasets, and inspect data files.",
         {
+            "get": "Download the published files of a named dataset and verify their checksums.",
+            "list": "Show which named datasets are present, complete or partial.",
             "convert": "Write a named dataset as Parquet or TFRecord files.",
             "show": "Show files, rows, blocks and features of data files.",
         },

@@ -5,7 +5,7 @@ any process starts, and `locate` does not load torch. `load`, `as_dataset` and t
 import torch on first use.
 
 Datasets are searched in `DIR/<dataset>/` and in `DIR` itself, where DIR is the given directory,
-`$PACELINE_DATA`, or `~/.cache/paceline/data`. Nothing is ever downloaded.
+`$PACELINE_DATA`, or `~/.cache/paceline/data`. Only `paceline data get` downloads.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class DatasetFiles:
             searched += f"; {self.base} is not a folder"
         return DataError(
             f"{self.entry.name}: file {name} not found (looked in {searched}); "
-            f"published at {self.entry.homepage}"
+            f"published at {self.entry.homepage}; run `paceline data get {self.entry.name}`"
         )
 
     def corrupt(self, where: Path | str, what: str) -> DataError:
@@ -186,11 +186,14 @@ class DatasetFiles:
 
     def check_content(self, where: Path | str, name: str, content: bytes) -> None:
         """Raises DataError if `content` is not that of the published file `name`."""
-        published = self._compare_size(where, name, len(content))
-        if published is not None and published.md5 is not None:
-            found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-            if found != published.md5:
-                raise self._unpublished(where, f"MD5 is {found}, expected {published.md5}")
+        digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        self.check_digest(where, name, len(content), digest)
+
+    def check_digest(self, where: Path | str, name: str, size: int, md5: str) -> None:
+        """Raises DataError if size and MD5 are not those of the published file `name`."""
+        published = self._compare_size(where, name, size)
+        if published is not None and published.md5 not in (None, md5):
+            raise self._unpublished(where, f"MD5 is {md5}, expected {published.md5}")
 
     def _compare_size(self, where: Path | str, name: str, size: int) -> PublishedFile | None:
         if size == 0:

@@ -61,7 +61,7 @@ def read(files: DatasetFiles, paths: tuple[Path, ...]) -> ByteArrays:
         files.entry.name,
         archive,
         ("train_images", "train_labels", "test_images", "test_labels"),
-        build=lambda: _join(files, _unpack(files, archive)),
+        build=lambda: _join(files, unpack(files, archive)),
         fits=_fits,
     )
 
@@ -102,10 +102,11 @@ def _refuse_pickle(files: DatasetFiles, where: Path | str) -> DataError:
     )
 
 
-def _unpack(files: DatasetFiles, archive: Path) -> Contents:
+def unpack(files: DatasetFiles, archive: Path) -> Contents:
+    """Returns the six files of an archive. Raises DataError if one is missing or damaged."""
     found: Contents = {}
     try:
-        with tarfile.open(archive, "r:gz" if archive.suffix == ".gz" else "r:xz") as tar:
+        with tarfile.open(archive, "r:*") as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
                 if name == PICKLED[-1]:

@@ -38,12 +38,18 @@ def locate(name: str, data_dir: Path | None = None) -> tuple[Path, ...]:
     if name == "digits":
         digits.locate()
         return ()
-    files = find_dataset_files(name, data_dir)
+    return describe_files(name, find_dataset_files(name, data_dir))[0]
+
+
+def describe_files(name: str, files: DatasetFiles) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Returns the files of a dataset that is not part of the package, and notes on them."""
     if name == "cifar10":
-        return cifar.locate(files)
+        return cifar.locate(files), ()
     if name in PLAIN_FILES:
-        return tuple(files.require(file) for file in PLAIN_FILES[name])
-    return tuple(path for part in idx.locate(files) for path in (part.images, part.labels))
+        return tuple(files.require(file) for file in PLAIN_FILES[name]), ()
+    parts = idx.locate(files)
+    paths = tuple(path for part in parts for path in (part.images, part.labels))
+    return paths, tuple(note for part in parts for note in part.notes)
 
 
 def load(
