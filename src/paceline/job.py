@@ -92,7 +92,7 @@ class Job(BaseModel):
     shard: Annotated[Literal["auto", "file", "row_group", "sample", "off"], _from_files("UNIT")] = (
         "auto"
     )
-    """Unit assigned to workers: file, row_group, sample, off or auto."""
+    """Unit assigned to workers: file, row_group, sample or auto; off: each reads all data."""
     shuffle: Annotated[int, _from_files("ROWS")] = Field(default=50_000, ge=0)
     """Shuffle buffer size in rows; 0 disables shuffling."""
     cache: Annotated[Literal["auto", "memory", "disk", "none"], _from_files()] = "auto"
@@ -186,7 +186,9 @@ class Job(BaseModel):
         for name, field in Job.model_fields.items():
             if not any(isinstance(o, Option) and o.group == DATA_FILES for o in field.metadata):
                 continue
-            if getattr(self, name) != field.default:
+            value = getattr(self, name)
+            # Every worker can train on all rows of any dataset.
+            if value != field.default and (name, value) != ("shard", "off"):
                 raise UsageError(
                     f"{name} applies only to data that is a path or URL, and data is "
                     f"{display_name(self.data)!r}; remove {name}"

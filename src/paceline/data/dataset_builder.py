@@ -149,7 +149,7 @@ def _open_part(
         train = stream(blocks, BatchTransform(**augmented, dimensions=len(shape)))
     train = streaming.PipelinedDataset(train, pipeline, shard)
     kind: Kind = "image" if len(shape) == 3 else "table"
-    return DatasetSplits("", shape, classes, kind, train, val, None, notes)
+    return DatasetSplits("", shape, classes, kind, train, val, None, (*pipeline.notes, *notes))
 
 
 def _choose_scaling(pipeline: DataPipeline, x: Array, given: str | None) -> PixelScaling | None:

@@ -67,6 +67,8 @@ class DataPipeline:
     """Batches to prefetch; None is tuned during the run."""
     shard_by: Shard = "auto"
     memory_mb: int = MEMORY_MB
+    notes: tuple[str, ...] = ()
+    """Caveats in the dataset's description."""
 
     @property
     def memory_bytes(self) -> int:
@@ -226,8 +228,9 @@ def describe(pipeline: DataPipeline) -> tuple[DataPipeline, Files, dict[str, Any
         scale=(float(full), tuple(mean), tuple(std)) if full else None,
         format=facts.get("format"),
         classes=facts.get("classes"),
+        notes=tuple(facts.get("notes") or ()),
     )
-    return fill_settings(pipeline, described, "format", "classes"), files, facts
+    return fill_settings(pipeline, described, "format", "classes", "notes"), files, facts
 
 
 def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, Files]]:

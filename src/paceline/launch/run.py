@@ -32,11 +32,13 @@ from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
+from paceline.telemetry.events import RunLengthKnown
 from paceline.telemetry.result import RunOutcome, make_result
 from paceline.telemetry.run_folder import (
     CollectivesNotice,
     EventLog,
     RunFolder,
+    RunNotice,
     list_checkpoints,
     write_json,
 )
@@ -305,6 +307,12 @@ def _run(
     watch = None
     if options.telemetry:
         watch = LiveMonitor(config, event_log, folder.metrics, options.metrics_port)
+
+    def record(event: RunNotice) -> None:
+        event_log.record(event)
+        if isinstance(event, RunLengthKnown) and event.notes:
+            write_json(folder.config, {**config, "notes": list(event.notes)})
+
     supervisor = Supervisor(
         plan=plan,
         launcher=options.launcher,
@@ -313,7 +321,7 @@ def _run(
         live=live,
         timeout_s=options.timeout_s,
         started_wall_s=started_wall_s,
-        show=event_log.record,
+        show=record,
         memory=memory,
         monitor=watch,
     )

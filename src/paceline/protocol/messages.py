@@ -160,6 +160,8 @@ class WorkerReady(Message):
     """None if no strategy needs it."""
     cv: float = 0.0
     """Standard deviation of the passes of the speed probe, relative to their mean."""
+    notes: tuple[str, ...] = ()
+    """Caveats on the data, to show with the results."""
 
 
 class StepStats(Message):

@@ -89,6 +89,7 @@ class RunSequence:
         self.members = Membership(plan.workers, now)
         self.totals: dict[int, Mapping[str, Any]] = {}
         self.final: dict[str, float | None] = {}
+        self.notes: tuple[str, ...] = ()
         self._now = now
         self._actions: list[Action] = []
         self._servers: dict[int, tuple[str, int]] = {}
@@ -182,8 +183,14 @@ class RunSequence:
             left=self._left if position else None,
         )
         last_saved = history.samples
+        self.notes = ready.notes
         self._emit(
-            RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=ready.samples)
+            RunLengthKnown(
+                t=self._event_time,
+                epochs=ready.epochs,
+                samples_per_epoch=ready.samples,
+                notes=ready.notes,
+            )
         )
         # A run that is resumed at a switch point switches now.
         yield from self._enter(ready, ledger, self._record(policy.decide(history)))

@@ -29,6 +29,8 @@ def describe_event(event: ev.Event) -> str | None:
 def describe_notice(notice: RunNotice) -> str | None:
     """Returns the permanent line of a notice in the terminal; None for those without one."""
     match notice:
+        case ev.RunLengthKnown() if notice.notes:
+            return f"note: {'; '.join(notice.notes)}"
         case ev.StrategyStarted():
             return f"strategy {notice.strategy} from sample {notice.samples}: {notice.lr}"
         case ev.StrategySwitched(row=row):

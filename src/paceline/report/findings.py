@@ -223,8 +223,9 @@ def describe_staleness(task: RunGroup) -> list[str]:
 
 def describe_cautions(task: RunGroup) -> list[str]:
     """Lists reasons why the runs are not directly comparable."""
-    found = []
     done = [run.result for run in task.runs if run.is_done]
+    noted = dict.fromkeys(str(note) for r in done for note in r.get("notes") or ())
+    found = [f"Data: {note}." for note in noted]
     for name, words in (("model", "different models"), ("data", "different datasets")):
         kinds = sorted({str(r.get(name)) for r in done if r.get(name) is not None})
         if len(kinds) > 1:

@@ -155,6 +155,8 @@ class RunLengthKnown(Event, kind="totals"):
 
     epochs: int | None
     samples_per_epoch: int | None
+    notes: tuple[str, ...] = ()
+    """Caveats on the data."""
 
 
 class StrategyStarted(Event, kind="phase"):

@@ -101,6 +101,7 @@ def make_result(
             default=None,
         ),
         "predicted": prediction_and_actual(config, outcome.seconds, history.samples, train_s),
+        "notes": list(outcome.coordinator.notes),
         "virtual": virtual,
         "labels": config.get("labels", {}),
         "versions": config["versions"],

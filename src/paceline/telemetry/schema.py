@@ -31,6 +31,8 @@ class RunConfig(TypedDict, total=False):
     started: str
     versions: Mapping[str, object]
     machine: Mapping[str, object]
+    notes: Sequence[str]
+    """Caveats on the data; absent until it has been read."""
     virtual: bool
     depth: str
     pool: Mapping[str, object]
@@ -80,6 +82,8 @@ class RunResult(TypedDict, total=False):
     bytes_before_codec: int
     peak_rss_bytes: int | None
     predicted: Mapping[str, object] | None
+    notes: Sequence[str]
+    """Caveats on the data."""
     virtual: bool
     labels: Mapping[str, str]
     versions: Mapping[str, object]

@@ -179,6 +179,8 @@ def prepare_twin(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # One process computes for all virtual workers, so rows are leased individually.
+    if job.shard == "off":
+        raise UsageError("shard off is not supported in simulated runs; remove it")
     tables = load_job_data(job.model_copy(update={"shard": "sample"}))
     work = count_workload(job, tables)
     if options.depth == "cost":

@@ -35,6 +35,8 @@ MAX_AHEAD_BYTES = 64 << 20
 IDLE_STEPS_BEFORE_SHRINK = 256
 """Steps without waiting after which the prefetch depth is reduced by one."""
 WINDOW_S = 1.0
+ORDER_STRIDE = 2**32
+"""Distance of the seeds of workers' own orders, larger than any seed of a job."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -56,6 +58,36 @@ class EpochOrder:
             self._order = epoch_order(len(self._order), self.seed, epoch)
             self._epoch = epoch
         return self._order[lo:hi]
+
+
+class ReplicatedOrder:
+    """Maps positions of an epoch in which every worker trains on all rows, in different orders.
+
+    Positions are dealt in shares of `share`, one for each worker in turn: a global batch that is
+    divided equally gives worker k the next rows of order k, and in every case an epoch contains
+    each row once per worker.
+    """
+
+    def __init__(self, count: int, seed: int, copies: int, share: int, *, shuffle: bool) -> None:
+        self._count, self._copies, self._share = count, copies, max(1, min(share, count))
+        self._orders = [
+            EpochOrder(count, seed + copy * ORDER_STRIDE, shuffle=shuffle) for copy in range(copies)
+        ]
+
+    def rows(self, epoch: int, lo: int, hi: int) -> NDArray[np.int64]:
+        positions = np.arange(lo, hi, dtype=np.int64)
+        full = self._count // self._share * self._share
+        in_tail = positions >= full * self._copies
+        # The last shares of all workers are shorter, and equal.
+        share = np.where(in_tail, max(1, self._count - full), self._share)
+        turn, offset = np.divmod(positions - np.where(in_tail, full * self._copies, 0), share)
+        rows = np.where(in_tail, full, turn // self._copies * share) + offset
+        found = np.empty_like(rows)
+        for copy, order in enumerate(self._orders):
+            mine = turn % self._copies == copy
+            if mine.any():
+                found[mine] = order.rows(epoch, 0, self._count)[rows[mine]]
+        return found
 
 
 class PrefetchDepth:
@@ -119,13 +151,21 @@ class BatchLoader:
         *,
         rank: int = 0,
         workers: int = 1,
+        share: int = 1,
         tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """`tell` receives input statistics about once per second."""
+        """`tell` receives input statistics about once per second.
+
+        `share` is that of a worker in a global batch, if all have the same.
+        """
         self._table = table if isinstance(table, PipelinedDataset) else PipelinedDataset(table)
-        self.samples = len(table)
+        copies = workers if self._table.shard == "off" else 1
+        self.samples = len(table) * copies
         self._device = device
-        self._order = EpochOrder(self.samples, seed)
+        shuffle = bool(self._table.pipeline.shuffle_rows)
+        self._order: EpochOrder | ReplicatedOrder = EpochOrder(len(table), seed, shuffle=shuffle)
+        if copies > 1:
+            self._order = ReplicatedOrder(len(table), seed, copies, share, shuffle=shuffle)
         self._windows = ShuffleWindowReader(self._table, seed, rank=rank, workers=workers)
         self.layout = self._windows.layout
         # A custom dataset may not be thread-safe, and may use torch's generator.
@@ -198,7 +238,7 @@ class BatchLoader:
         return batch
 
     def rows(self, lease: Lease) -> NDArray[np.int64]:
-        if self.layout is not None or not self._table.pipeline.shuffle_rows:
+        if self.layout is not None:
             # Blocks are read in the order of their rows unless a lease requires otherwise.
             return np.arange(lease.lo, lease.hi, dtype=np.int64)
         return self._order.rows(lease.epoch, lease.lo, lease.hi)

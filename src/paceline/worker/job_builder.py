@@ -2,7 +2,7 @@
 
 import functools
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from paceline.data import DataPipeline, DatasetSplits, MapDataset, as_dataset
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
 from paceline.data.stores import is_url_or_path
+from paceline.data.streaming import PipelinedDataset
 from paceline.errors import UsageError
 from paceline.job import Job, display_name
 from paceline.specs.optimizer import OptimizerSpec
@@ -30,6 +31,15 @@ class JobData:
     test: MapDataset | None
     dataset: DatasetSplits | None = None
 
+    def notes(self, workers: int) -> tuple[str, ...]:
+        """Returns caveats to show with the results of a run with this many workers."""
+        notes = self.dataset.notes if self.dataset is not None else ()
+        if workers > 1 and isinstance(self.train, PipelinedDataset) and self.train.shard == "off":
+            rows = len(self.train)
+            off = f"shard off: every worker trains on all {rows:,} rows, so an epoch sees each "
+            return (*notes, f"{off}sample {workers} times, once per worker")
+        return notes
+
     @property
     def splits(self) -> tuple[str, ...]:
         return tuple(name for name in ("val", "test") if getattr(self, name) is not None)
@@ -37,6 +47,15 @@ class JobData:
 
 def load_job_data(job: Job) -> JobData:
     """Loads the job's data. Raises a one-line DataError or UsageError."""
+    data = _load(job)
+    if job.shard != "off":
+        return data
+    train = data.train
+    wrapped = train if isinstance(train, PipelinedDataset) else PipelinedDataset(train)
+    return replace(data, train=replace(wrapped, shard="off"))
+
+
+def _load(job: Job) -> JobData:
     given = job.data
     options = FeatureOptions(
         dtype=job.dtype,

@@ -78,6 +78,7 @@ def run_worker_job(
         device,
         rank=session.rank,
         workers=session.size,
+        share=job.batch // session.size,
         tell=session.write_input,
     )
     if assignment.checkpoint is None:
@@ -109,6 +110,7 @@ def run_worker_job(
             feed.layout,
             cv=cv,
             exchange=session.probe_exchange(),
+            notes=tables.notes(session.size),
         )
     )
     run_training_loop(job, session, session.client, feed, loss_of, profiler)
