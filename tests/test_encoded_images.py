@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from paceline import Job, train
-from paceline.data import read
+from paceline.data import as_dataset, read
 from paceline.data.dataset import DatasetSplits, FeatureOptions, parse_validation
 from paceline.data.dataset_builder import build_splits
 from paceline.data.encoded_images import ImageDecoder, is_encoded
@@ -286,3 +286,75 @@ def test_validation_and_scaling_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "set" / "mnist-test.tfrecord-00000-of-00001").unlink()
     with pytest.raises(UsageError, match="validation test requires test data"):
         open_with(validation=parse_validation("test"))
+
+
+# ---- archives and objects of other libraries ---------------------------------------------------
+
+
+def test_npz_as_keras_stores_it(tmp_path: Path) -> None:
+    images, labels = make_images(50)
+    parts = {"x_train": images[:40], "y_train": labels[:40], "x_test": images[40:]}
+    np.savez_compressed(tmp_path / "mnist.npz", **parts, y_test=labels[40:])
+    found = open_url(tmp_path / "mnist.npz")
+    assert (found.input_shape, found.classes, len(found.train)) == ((1, 28, 28), 10, 36)
+    assert found.test is not None
+    x, y = all_rows(found.test)
+    assert np.array_equal(np.rint(x[:, 0] * 255), images[40:])
+    assert y.tolist() == labels[40:].tolist()
+    color = np.repeat(images[..., None], 3, axis=3)
+    np.savez(tmp_path / "plain.npz", images=color, labels=labels[:, None])
+    assert open_url(tmp_path / "plain.npz").input_shape == (3, 28, 28)
+    np.savez(tmp_path / "other.npz", a=images, b=labels)
+    assert len(open_url(tmp_path / "other.npz", features="a", label="b").train) == 45
+    with pytest.raises(DataError, match=r"other\.npz: has no array '' \(it has: a, b\); use --fea"):
+        open_url(tmp_path / "other.npz")
+    np.savez(tmp_path / "short.npz", x=images, y=labels[:-1])
+    with pytest.raises(DataError, match=r"short\.npz: 50 rows in 'x', but 49 in 'y'"):
+        open_url(tmp_path / "short.npz")
+    np.savez(tmp_path / "pickled.npz", x=np.array([{}], object), y=labels[:1])
+    with pytest.raises(DataError, match=r"pickled\.npz: is not a readable archive"):
+        open_url(tmp_path / "pickled.npz")
+
+
+def test_arrow_files_of_save_to_disk(tmp_path: Path) -> None:
+    images, labels = make_images(40)
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for part, rows in (("train", range(30)), ("test", range(30, 40))):
+        values = [{"bytes": encode_image(images[row]), "path": None} for row in rows]
+        table = pa.table({"image": pa.array(values, kind), "label": labels[list(rows)]})
+        folder = tmp_path / "set" / part
+        folder.mkdir(parents=True)
+        path = str(folder / "data-00000-of-00001.arrow")
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=8)
+        (folder / "dataset_info.json").write_text("{}")
+        (folder / "state.json").write_text("{}")
+    (tmp_path / "set" / "dataset_dict.json").write_text("{}")
+    found = open_url(tmp_path / "set")
+    assert (found.input_shape, len(found.train)) == ((1, 28, 28), 27)
+    assert found.test is not None
+    x, _ = all_rows(found.test)
+    assert np.array_equal(np.rint(x[:, 0] * 255), images[30:])
+    cut = tmp_path / "set" / "train" / "data-00000-of-00001.arrow"
+    cut.write_bytes(cut.read_bytes()[:-900])
+    with pytest.raises(DataError, match=r"train/data-00000-of-00001\.arrow: is truncated"):
+        open_url(tmp_path / "set")
+
+
+def test_hugging_face_objects(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    images, labels = make_images(60)
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
+    )
+    rows = {"image": [Image.fromarray(image) for image in images], "label": labels.tolist()}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    x, y = all_rows(as_dataset(table.select(range(59, -1, -1)), dtype="float64"))
+    assert np.array_equal(np.rint(x[:, 0] * 255), images[::-1])
+    assert y.tolist() == labels[::-1].tolist()
+    parts = datasets.DatasetDict(train=table.select(range(50)), test=table.select(range(50, 60)))
+    parts.save_to_disk(tmp_path / "saved")
+    found = open_url(tmp_path / "saved")
+    assert (found.classes, len(found.train), found.test and len(found.test)) == (10, 45, 10)
+    result = train(Job(model="mlp-128", data=parts, epochs=1), "single", 1, out=tmp_path / "run")
+    assert result["samples"] == 50

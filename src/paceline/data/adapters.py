@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from paceline.data.blocks import ColumnSelection
 from paceline.data.dataset import FeatureOptions, MapDataset
-from paceline.data.dataset_builder import build_dataset
+from paceline.data.dataset_builder import build_dataset, build_from_source
+from paceline.data.hub_datasets import HubDatasetSource, is_hub_dataset
 from paceline.data.in_memory import Batch, Indices, check_dtype, check_lengths
 from paceline.data.pipeline import DataPipeline
 from paceline.errors import DataError, UsageError
@@ -24,7 +26,8 @@ MAX_HELD_BYTES = 2 << 30
 def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = None) -> MapDataset:
     """Wraps the user's data in a `MapDataset`; returns one unchanged.
 
-    Accepts a pipeline (`paceline.data.read`), a pair (x, y) of tensors or NumPy arrays, a
+    Accepts a pipeline (`paceline.data.read`), a `datasets.Dataset` with the columns `label` and one
+    image or other features, a pair (x, y) of tensors or NumPy arrays, a
     TensorDataset of two tensors, any object with `__len__` and `__getitem__` whose items are
     (features, label), an IterableDataset, which is read into memory at once, and a DataLoader of
     any of these. Batches are collated by `collate`, by the DataLoader's own function, or by torch's
@@ -35,6 +38,10 @@ def as_dataset(obj: Any, *, dtype: str | None = None, collate: Collate | None = 
     kind = check_dtype(dtype) if dtype is not None else None
     if isinstance(obj, DataPipeline):
         return build_dataset(obj, FeatureOptions(dtype=dtype or "float32")).train
+    if is_hub_dataset(obj) and collate is None:
+        source = HubDatasetSource(obj, ColumnSelection())
+        options = FeatureOptions(dtype=dtype or "float32")
+        return build_from_source(DataPipeline(urls=()), source, options).train
     if isinstance(obj, DataLoader):
         obj, collate = _open_loader(obj, collate)
     if isinstance(obj, TensorDataset) and len(obj.tensors) == 2 and collate is None:

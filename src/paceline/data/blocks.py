@@ -27,6 +27,8 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
         "tfrecord:TFRecordSource",
         (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib"),
     ),
+    "arrow": ("hub_datasets:ArrowFileSource", (".arrow", ".feather")),
+    "npz": ("npz:NpzSource", (".npz",)),
     "csv": ("arrow_sources:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
     "idx": ("idx:IdxSource", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")),
     "cifar": ("cifar:CifarSource", (".bin",)),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data import array_cache, hashing, streaming
-from paceline.data.blocks import Array, DataBlock, Rows, row_bytes
+from paceline.data.blocks import Array, BlockSource, DataBlock, Rows, row_bytes
 from paceline.data.dataset import (
     DatasetSplits,
     FeatureOptions,
@@ -95,7 +95,16 @@ def _open_part(
     validation: Validation = NO_VALIDATION,
 ) -> DatasetSplits:
     """Returns the rows of some files in `train`, without those in `val`."""
-    source = open_source(pipeline, files)
+    return build_from_source(pipeline, open_source(pipeline, files), options, validation)
+
+
+def build_from_source(
+    pipeline: DataPipeline,
+    source: BlockSource,
+    options: FeatureOptions,
+    validation: Validation = NO_VALIDATION,
+) -> DatasetSplits:
+    """Builds a dataset with all rows of a source in `train`, without those in `val`."""
     hold_out = bool(validation.held_out)
     derived = source.derive_splits(hold_out)
     if derived is not None:
@@ -157,7 +166,7 @@ def _choose_scaling(pipeline: DataPipeline, x: Array, given: str | None) -> Pixe
         if given is not None:
             raise UsageError(f"scaling {given}: the features are not pixels, but {x.dtype} values")
         return None
-    scaling = PixelScaling(*scale_pixels(pipeline.urls[0], pipeline.scale, given))
+    scaling = PixelScaling(*scale_pixels("".join(pipeline.urls[:1]), pipeline.scale, given))
     if x.ndim == 4 and len(scaling.mean) not in (1, x.shape[1]):
         raise UsageError(
             f"scale: {len(scaling.mean)} means were given for images with {x.shape[1]} channels"

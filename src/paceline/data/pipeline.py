@@ -239,6 +239,12 @@ def list_splits(pipeline: DataPipeline) -> tuple[DataPipeline, dict[str, Files]]
     Otherwise, and if some file belongs to no known split, all are training data.
     """
     pipeline, files, facts = describe(pipeline)
+    if len(files) == 1 and (pipeline.format or files[0].name.rpartition(".")[2]) == "npz":
+        from paceline.data import npz
+
+        inside = npz.list_parts(files[0], PARTS)
+        if inside and not pipeline.selection.features:
+            return pipeline, {part: (replace(files[0], part=part),) for part in inside}
     parts: dict[str, Files] = {}
     for file in files:
         part = _part_of(file.url)

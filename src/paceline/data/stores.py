@@ -40,6 +40,8 @@ class StoredFile:
     size: int
     stamp: str = ""
     """Changes with the file, if the store supports it."""
+    part: str = ""
+    """The split to read, if the file contains several."""
 
     @property
     def name(self) -> str:

@@ -24,9 +24,8 @@ def find_description(url: str, files: Files) -> tuple[dict[str, Any], Files] | N
     Raises UsageError for several datasets or a file format other than TFRecord, and DataError for a
     missing file.
     """
-    folders = sorted({parent_url(file.url) for file in files if file.name == INFO})
-    if not folders and files and SHARD.fullmatch(files[0].name):
-        folders = [parent_url(url)]
+    shards = tuple(file for file in files if SHARD.fullmatch(file.name))
+    folders = sorted({parent_url(file.url) for file in shards})
     if not folders:
         return None
     if len(folders) > 1:
@@ -39,9 +38,6 @@ def find_description(url: str, files: Files) -> tuple[dict[str, Any], Files] | N
             f"{folders[0]}: written as {form}, which is not supported; write it again with "
             "file_format='tfrecord'"
         )
-    shards = tuple(file for file in files if SHARD.fullmatch(file.name))
-    if not shards:
-        return None
     _check_complete(folders[0], shards)
     return _describe(info, features), shards
 

@@ -2,6 +2,7 @@
 
 import functools
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,9 @@ def _load(job: Job) -> JobData:
         given = build_splits(given.urls[0], given, None, options)
     if isinstance(given, DatasetSplits):
         return JobData(given.train, given.val, given.test, given)
+    if isinstance(given, Mapping) and "train" in given:  # A DatasetDict of Hugging Face.
+        names = ("train",), ("validation", "val", "valid"), ("test",)
+        given = [next((given[n] for n in each if n in given), None) for each in names]
     if not isinstance(given, list | tuple) or len(given) != 3:
         raise UsageError("data must be, or return, (train, val, test); val and test may be None")
     for name in ("validation", "scaling"):
