@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import pytest
 from PIL import Image
 
 from paceline import Job, train
-from paceline.data import as_dataset, read
+from paceline.data import as_dataset, read, webdataset
 from paceline.data.dataset import DatasetSplits, FeatureOptions, parse_validation
 from paceline.data.dataset_builder import build_splits
 from paceline.data.encoded_images import ImageDecoder, is_encoded
-from paceline.data.pipeline import check_source
+from paceline.data.pipeline import check_source, list_splits, open_source
 from paceline.data.tfrecord import write_records
 from paceline.errors import DataError, UsageError
 
@@ -358,3 +359,50 @@ def test_hugging_face_objects(tmp_path: Path) -> None:
     assert (found.classes, len(found.train), found.test and len(found.test)) == (10, 45, 10)
     result = train(Job(model="mlp-128", data=parts, epochs=1), "single", 1, out=tmp_path / "run")
     assert result["samples"] == 50
+
+
+def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number, parts in enumerate(samples):
+            for suffix, content in parts.items():
+                member = tarfile.TarInfo(f"{number:06}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def test_webdataset_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "BLOCK_BYTES", 8192)
+    images, labels = make_images(40)
+    samples = [
+        {"png": encode_image(image), "cls": str(label).encode(), "txt": b"a caption"}
+        for image, label in zip(images, labels, strict=True)
+    ]
+    (tmp_path / "set").mkdir()
+    write_tar(tmp_path / "set" / "train-000000.tar", samples[:20])
+    write_tar(tmp_path / "set" / "train-000001.tar", samples[20:])
+    source = open_source(*_files(tmp_path / "set"))
+    assert len(source.blocks) > 4
+    parts = [source.read(block) for block in source.blocks]
+    assert np.array_equal(np.concatenate([x for x, _ in parts])[:, 0], images)
+    assert np.concatenate([y for _, y in parts]).tolist() == labels.tolist()
+    assert len(open_url(tmp_path / "set").train) == 36
+    as_json = [{"png": s["png"], "json": b'{"label": 3}'} for s in samples]
+    write_tar(tmp_path / "json.tar", as_json)
+    assert set(all_rows(open_url(tmp_path / "json.tar").train)[1].tolist()) == {3}
+    for parts_of, what in (
+        ({"png": samples[7]["png"][:60], "cls": b"1"}, "contains a damaged image"),
+        ({"cls": b"1"}, "contains no image"),
+        ({"png": samples[7]["png"]}, "has no label: cls is missing, or is not a number"),
+    ):
+        write_tar(tmp_path / "bad.tar", [*samples[:7], parts_of, *samples[8:]])
+        with pytest.raises(DataError, match=rf"bad\.tar, sample /000007: {what}"):
+            open_url(tmp_path / "bad.tar")
+    cut = tmp_path / "set" / "train-000001.tar"
+    cut.write_bytes(cut.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"train-000001\.tar: is truncated"):
+        open_url(tmp_path / "set")
+
+
+def _files(url: Path) -> tuple[Any, Any]:
+    pipeline, parts = list_splits(read(str(url)))
+    return pipeline, parts["train"]

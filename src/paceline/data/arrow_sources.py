@@ -96,6 +96,11 @@ class CachedRangeFile(io.RawIOBase):
             return self._content[start - self._begin : stop - self._begin]
         return self._file.read(start, stop) if stop > start else b""
 
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
 
 class ParquetSource(ArrowSource):
     """Parquet files with one schema; opening them reads only their footers.

@@ -29,6 +29,7 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "arrow": ("hub_datasets:ArrowFileSource", (".arrow", ".feather")),
     "npz": ("npz:NpzSource", (".npz",)),
+    "webdataset": ("webdataset:WebDatasetSource", (".tar",)),
     "csv": ("arrow_sources:CsvSource", (".csv", ".tsv", ".csv.gz", ".tsv.gz")),
     "idx": ("idx:IdxSource", ("idx3-ubyte", "idx3-ubyte.gz", "idx1-ubyte", "idx1-ubyte.gz")),
     "cifar": ("cifar:CifarSource", (".bin",)),
