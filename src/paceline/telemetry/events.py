@@ -156,7 +156,11 @@ class RunLengthKnown(Event, kind="totals"):
     epochs: int | None
     samples_per_epoch: int | None
     notes: tuple[str, ...] = ()
-    """Caveats on the data."""
+    """Caveats on the data; written only if there are any."""
+
+    def to_plain(self) -> dict[str, object]:
+        plain = super().to_plain()
+        return plain if self.notes else {k: v for k, v in plain.items() if k != "notes"}
 
 
 class StrategyStarted(Event, kind="phase"):
