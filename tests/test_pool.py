@@ -89,8 +89,39 @@ def test_selections_cannot_be_combined() -> None:
     pool = read_pool(EXAMPLES / "published-pool.yaml")
     with pytest.raises(UsageError, match="--select gpu and --select cpu cannot be combined: "):
         select_hosts(pool, ["gpu", "cpu"])
-    with pytest.raises(UsageError, match="unknown --select 'gpus'; did you mean 'gpu'"):
-        select_hosts(pool, ["gpus"])
+    with pytest.raises(UsageError, match="unknown --select 'gpux'; did you mean 'gpu'"):
+        select_hosts(pool, ["gpux"])
+
+
+def test_flags_of_the_study_and_names_select_too() -> None:
+    pool = read_pool(EXAMPLES / "published-pool.yaml")
+    for word in ("gpu", "cpu"):
+        assert select_hosts(pool, [f"{word}s"]) == select_hosts(pool, [word])
+    assert [host.host for host in select_hosts(pool, ["d, b"])] == ["b", "d"]
+    with pytest.raises(UsageError, match="--select x is not in the pool; known machines: a, b"):
+        select_hosts(pool, ["a,x"])
+
+
+def test_published_memory() -> None:
+    pool = read_pool(EXAMPLES / "published-pool.yaml")
+    assert [host.memory_gb for host in pool.hosts] == [8, 8, 32, 12, 32]
+
+
+def test_one_worker_per_gpu_unless_configured() -> None:
+    hosts = [
+        {"host": "a"},
+        {"host": "b", "gpus": [{"count": 3}, {"count": 1}]},
+        {"host": "c", "gpus": [{"count": 4}], "workers": 1},
+        {"host": "d", "workers": 2},
+    ]
+    pool = pool_from_mapping({"hosts": hosts}, "p")
+    assert [host.workers for host in pool.hosts] == [1, 4, 1, 2]
+    for text in (pool.to_yaml(), json.dumps(pool.to_plain())):
+        assert pool_from_mapping(yaml.safe_load(text), "again") == pool
+    assert "workers" not in pool.to_plain()["hosts"][1]
+    blueprint = '{"connections": [{"IP": "10.0.0.1", "GPUS": 4, "energy_efficient": "no"}]}'
+    plain, _ = read_blueprint(blueprint, "b")
+    assert pool_from_mapping(plain, "b").hosts[0].workers == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'paceline[ray]' to test it",
 )
+EXAMPLES = Path(__file__).parents[1] / "examples"
 CLUSTER = Path(__file__).parent / "scripts" / "ray_cluster.py"
 START_S = 120.0
 RUN_S = 170.0
@@ -87,6 +88,27 @@ def test_same_job_to_the_same_result(cluster: Cluster, run_cli: RunCli, tmp_path
     assert set(results[0]) == set(results[1])
     for name in ("status", "samples", "updates", "val_loss", "val_acc", "test_loss", "test_acc"):
         assert results[0][name] == results[1][name], name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_scripts_from_the_command_line(cluster: Cluster, run_cli: RunCli, tmp_path: Path) -> None:
+    ray = ("--engine", "ray", "--address", cluster.address, "--workers", "2", "--threads", "1")
+    for script, strategy in (
+        ("custom_loop.py", "switch(allreduce, ps, at=50%)"),
+        ("keras_digits.py", "ps"),
+    ):
+        out = tmp_path / script.partition(".")[0]
+        done = run_cli(
+            *("launch", EXAMPLES / script, *ray, "--project", EXAMPLES),
+            *("--strategy", strategy, "--out", out),
+            timeout=RUN_S,
+        )
+        assert done.code == 0, done.stderr
+        result = read_result(out)
+        assert (result["status"], result["workers"]) == ("done", 2)
+        assert (out / "model.safetensors").exists()
+        assert (out / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -275,6 +275,24 @@ def test_train_from_the_command_line(
     assert len(list((out / "events").glob("worker-*.jsonl"))) == 2
 
 
+@pytest.mark.slow
+@needs_spark
+def test_script_from_the_command_line(
+    cluster: spark_cluster.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    examples, out = Path(__file__).parents[1] / "examples", tmp_path / "run"
+    finished = run_cli(
+        *("launch", examples / "keras_digits.py", "--project", examples, "--workers", 2),
+        *("--engine", "spark", "--master", cluster.master, "--strategy", "ps", "--out", out),
+        timeout=RUN_S,
+    )
+    assert finished.code == 0, finished.stderr
+    result = read_result(out)
+    assert (result["status"], result["samples"]) == ("done", 5 * 1500)
+    assert (out / "model.safetensors").exists()
+
+
 # ---- failure ---------------------------------------------------------------------------------
 
 

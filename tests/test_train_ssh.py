@@ -103,7 +103,7 @@ def test_broken_history_is_told(run_cli: RunCli, tmp_path: Path) -> None:
             "--pool and --workers cannot be combined: the pool file sets the number of workers",
         ),
         (["--select", "gpu"], "--select requires --pool: it selects machines of the pool"),
-        (["--servers-on", "x"], "--servers-on requires --pool: it names a machine of the pool"),
+        (["--servers-on", "x"], "--servers-on requires --pool: it names machines of the pool"),
         (["--venv"], "--venv requires --pool or --engine: without them"),
         (["--pool", "POOL", "--servers-on", "x"], "--servers-on x is not in the pool"),
         (["--pool", "POOL", "--select", "gpu"], "--select gpu: no machine in the pool has a GPU"),

@@ -14,10 +14,15 @@ from paceline.cli.commands import (
     command,
     make_log,
     refer_to_options,
-    refuse_together,
     require_with,
 )
-from paceline.errors import UsageError, suggest_name
+from paceline.cli.placement import (
+    LOCAL_WORKERS,
+    check_machines,
+    make_engine_launcher,
+    make_pool_launcher,
+)
+from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings, settings_to_plain
@@ -26,9 +31,6 @@ if TYPE_CHECKING:
     from paceline.launch.launcher import Launcher
     from paceline.launch.project import ProjectBundle
     from paceline.specs.strategy import Strategy
-
-LOCAL_WORKERS = 2
-ENGINES = ("ray", "spark")
 
 
 @settings(RUN)
@@ -132,25 +134,10 @@ class Placement:
 def choose_placement(request: RunRequest) -> Placement:
     """Chooses where a run takes place; raises UsageError before any process is started."""
     where = request.where
+    check_machines(where, request.options.workers)
     if where.pool is not None:
-        workers_given = {"workers": request.options.workers}
-        refuse_together("--pool", workers_given, "the pool file sets the number of workers")
-        reason = "a run uses either a pool or an engine; remove one of them"
-        others = {"engine": where.engine, "address": where.address, "master": where.master}
-        refuse_together("--pool", others, reason)
         return _on_pool(request, where.pool)
-    require_with("--pool", {"select": where.select}, "it selects machines of the pool")
-    require_with("--pool", {"servers-on": where.servers_on}, "it names a machine of the pool")
     require_with("--pool", {"objective": where.objective}, "the planner needs to know the machines")
-    if where.engine is None:
-        reason = "without them the run uses this machine and this directory"
-        require_with("--pool or --engine", {"project": where.project, "venv": where.venv}, reason)
-        require_with("--engine ray", {"address": where.address}, "it names a Ray cluster")
-        require_with("--engine spark", {"master": where.master}, "it names a Spark cluster")
-    elif where.engine not in ENGINES:
-        raise UsageError(
-            f"unknown --engine {where.engine!r}; {suggest_name(where.engine, ENGINES)}"
-        )
     from paceline.launch.engines.local import LocalLauncher
     from paceline.strategies.registry import parse_strategy
 
@@ -160,32 +147,15 @@ def choose_placement(request: RunRequest) -> Placement:
     reference = request.reference(workers)
     launcher: Launcher = LocalLauncher()
     if where.engine is not None:
-        from paceline.launch.engines.engine import EngineLauncher
-
         bundle, threads = request.bundle(reference), request.run.threads or 1
-        launcher = EngineLauncher(_make_engine(where, threads), workers, bundle, threads=threads)
+        launcher = make_engine_launcher(where, workers, bundle, threads)
     return Placement(launcher=launcher, workers=workers, strategy=strategy, reference=reference)
-
-
-def _make_engine(where: PlacementSettings, threads: int) -> Any:
-    if where.engine == "ray":
-        if where.master is not None:
-            raise UsageError("--master applies to Spark; use --address for a Ray cluster")
-        from paceline.ray import RayEngine
-
-        return RayEngine(where.address, cpus_each=threads)
-    if where.address is not None:
-        raise UsageError("--address applies to Ray; use --master for a Spark cluster")
-    from paceline.spark.engine import SparkEngine
-
-    return SparkEngine(master=where.master)
 
 
 def _on_pool(request: RunRequest, path: Path) -> Placement:
     from paceline.cli.plan import plan_on_pool
     from paceline.cli.pool import open_pool
-    from paceline.cluster.pool import select_hosts
-    from paceline.launch.engines.ssh import SshLauncher
+    from paceline.cluster.pool import find_hosts, select_hosts
     from paceline.strategies.registry import parse_strategy
 
     where = request.where
@@ -198,12 +168,7 @@ def _on_pool(request: RunRequest, path: Path) -> Placement:
             "--objective requires --strategy auto or --select auto: otherwise nothing is planned"
         )
     hosts = pool.hosts if choosing else select_hosts(pool, selection)
-    servers_on = [host for host in pool.hosts if host.host == where.servers_on]
-    if where.servers_on is not None and not servers_on:
-        known = ", ".join(host.host for host in pool.hosts)
-        raise UsageError(
-            f"--servers-on {where.servers_on} is not in the pool; known machines: {known}"
-        )
+    servers_on = find_hosts(pool, where.servers_on, "--servers-on")
     if choosing and request.common.batch_per_worker is not None:
         raise UsageError(
             "--select auto and --batch-per-worker cannot be combined: the number of machines is "
@@ -222,10 +187,8 @@ def _on_pool(request: RunRequest, path: Path) -> Placement:
     expected = chosen = strategy or plan.strategy
     if planned and len(hosts) > 1:
         chosen = parse_strategy(f"auto(start={expected})")  # Continues by measurement.
-    serving = servers_on[:1] or plan.find_servers(chosen)
-    launcher = SshLauncher(hosts, request.bundle(reference), servers_on=serving)
-    if chosen.servers_for(launcher.workers) and serving:
-        request.log(f"parameter servers run on {', '.join(host.host for host in serving)}")
+    serving = servers_on or plan.find_servers(chosen)
+    launcher = make_pool_launcher(hosts, serving, request.bundle(reference), chosen, request.log)
     return Placement(
         launcher=launcher,
         workers=launcher.workers,

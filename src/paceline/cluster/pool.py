@@ -110,6 +110,10 @@ class Gpu(_Strict):
     """Measured rate of one GPU; estimated from the model if it is missing."""
 
 
+def workers_by_default(gpus: Sequence[Gpu]) -> int:
+    return max(1, sum(g.count for g in gpus))
+
+
 class Host(_Strict):
     """One machine. Only `host` is required; measured values take precedence over estimates."""
 
@@ -127,8 +131,8 @@ class Host(_Strict):
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     energy_efficient: bool = False
     labels: tuple[str, ...] = ()
-    workers: int = Field(default=1, ge=1)
-    """Number of worker processes to start on this machine."""
+    workers: int = Field(default_factory=lambda fields: workers_by_default(fields["gpus"]), ge=1)
+    """Number of worker processes to start on this machine. Default: one per GPU, else one."""
     speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Relative speed: a machine with 2 computes twice as fast as one with 1."""
     gflops: float = Field(default=10.0, gt=0, allow_inf_nan=False)
@@ -204,11 +208,18 @@ class Pool(_Strict):
 
     def to_plain(self) -> dict[str, object]:
         """Returns the non-default values as JSON-compatible data; infinity becomes "inf"."""
-        plain: dict[str, object] = _spell(self.model_dump(mode="json", exclude_defaults=True))
+        plain: dict[str, object] = _spell(self._dump())
+        return plain
+
+    def _dump(self) -> dict[str, Any]:
+        plain = self.model_dump(mode="json", exclude_defaults=True)
+        for host, each in zip(plain["hosts"], self.hosts, strict=True):
+            if each.workers == workers_by_default(each.gpus):
+                host.pop("workers", None)
         return plain
 
     def to_yaml(self) -> str:
-        plain = self.model_dump(mode="json", exclude_defaults=True)
+        plain = self._dump()
         for host in plain["hosts"]:
             for gpu in host.get("gpus", ()):
                 gpu.setdefault("count", 1)  # "{}" would be hard to read
@@ -247,24 +258,31 @@ SELECTIONS: dict[str, tuple[Callable[[Host], bool], str]] = {
     "cpu": (lambda host: host.gpu_count == 0, "has no GPU"),
     "energy": (lambda host: host.energy_efficient, "is marked energy_efficient"),
 }
+ALIASES = {"gpus": "gpu", "cpus": "cpu"}
 PLANNED = "auto"
 """Handled by the planner, which needs the job; not a selection."""
 
 
-def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
+def select_hosts(pool: Pool, texts: Sequence[str]) -> tuple[Host, ...]:
     """Returns the selected machines in the pool's order. Raises UsageError if there are none.
 
-    `words` contains every --select option; only one may be given.
+    `texts` contains every --select option; only one may be given: the name of a selection, or
+    names of machines, separated by commas.
     """
-    requested = list(dict.fromkeys(words)) or ["all"]
+    requested = list(dict.fromkeys(ALIASES.get(word, word) for word in texts)) or ["all"]
+    names = [host.host for host in pool.hosts]
     for word in requested:
-        if word not in SELECTIONS and not (word == PLANNED and len(requested) > 1):
+        if word in SELECTIONS or (word == PLANNED and len(requested) > 1):
+            continue
+        if not any(name in names for name in split_names(word)):
             raise UsageError(f"unknown --select {word!r}; {suggest_name(word, SELECTIONS)}")
     if len(requested) > 1:
         selects = " and --select ".join(requested)
         raise UsageError(
             f"--select {selects} cannot be combined: a run uses one selection; remove one of them"
         )
+    if requested[0] not in SELECTIONS:
+        return find_hosts(pool, requested, "--select")
     is_selected, rule = SELECTIONS[requested[0]]
     chosen = tuple(host for host in pool.hosts if is_selected(host))
     if not chosen:
@@ -274,3 +292,19 @@ def select_hosts(pool: Pool, words: Sequence[str]) -> tuple[Host, ...]:
             f"selections that match some of its {len(pool.hosts)} machines: {', '.join(others)}"
         )
     return chosen
+
+
+def find_hosts(pool: Pool, texts: Sequence[str], option: str) -> tuple[Host, ...]:
+    """Returns the named machines in the pool's order; names are separated by commas."""
+    wanted = [name for word in texts for name in split_names(word)]
+    known = [host.host for host in pool.hosts]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(
+                f"{option} {name} is not in the pool; known machines: {', '.join(known)}"
+            )
+    return tuple(host for host in pool.hosts if host.host in wanted)
+
+
+def split_names(word: str) -> list[str]:
+    return [name.strip() for name in word.split(",") if name.strip()]

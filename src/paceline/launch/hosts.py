@@ -97,13 +97,12 @@ async def prepare_hosts(
     sites: list[RemoteHost],
     tasks: Sequence[ScriptTask],
     bundle: ProjectBundle,
-    inner: str,
     on_line: Callable[[str, str], None],
 ) -> None:
-    """Probes the machines, copies the project and creates environments; `inner` is the cwd."""
+    """Probes the machines, copies the project and creates environments."""
     await probe_hosts(sites, tasks)
     if bundle.project is not None:
-        await copy_project(sites, bundle.project, inner, bundle.on_progress)
+        await copy_project(sites, bundle.project, bundle.directory, bundle.on_progress)
     if bundle.requirements is not None:
         bundle.on_progress("making the environments")
         await create_venvs(sites, bundle.requirements, on_line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     import pathspec
+
+    from paceline.cluster.pool import Host
 
 IGNORE_FILES = (".gitignore", ".pacelineignore")
 NEVER = {".git", ".hg", ".svn", "__pycache__", ".venv", ".mypy_cache", ".pytest_cache"}
@@ -41,6 +43,14 @@ class Project:
     def nbytes(self) -> int:
         return sum(size for size, _, _ in self.files.values())
 
+    def describe(self, hosts: Sequence[Host]) -> list[str]:
+        """Describes what is copied where, in lines for `--dry-run`."""
+        lines = [f"project {self.folder}: {len(self.files)} files, {self.nbytes} bytes"]
+        for host in hosts:
+            to = f"copied to {self.root_on(host.host)}/files"
+            lines.append(f"{host.host}: {'in place' if host.is_local else to}")
+        return lines
+
     def root_on(self, host: str) -> str:
         """Remote directory: one per project and origin, so that equal names do not clash, and one
         per machine, because home directories may be shared."""
@@ -57,8 +67,16 @@ class ProjectBundle:
     project: Project | None = None
     requirements: Path | None = None
     """Make a virtual environment from it."""
+    directory: str = "."
+    """Working directory of the processes, inside the project."""
     on_progress: Callable[[str], None] = field(default=lambda line: None)
     """Receives progress messages for the user."""
+
+    def locate(self, file: Path) -> str:
+        """Returns the path of a file of the project, relative to the working directory."""
+        assert self.project is not None, "a file goes along with its project"
+        path = os.path.relpath(file.resolve(), self.project.folder / self.directory)
+        return Path(path).as_posix()
 
 
 def bundle_project(
@@ -72,6 +90,7 @@ def bundle_project(
 ) -> ProjectBundle:
     """Bundles the project of a job file or script; other jobs need none unless a folder is given.
 
+    A script starts in the directory that corresponds to the current one, if that is in the project.
     Raises UsageError if the file, the project or its requirements are missing or ignored.
     """
     if file is None and folder is None:
@@ -86,7 +105,14 @@ def bundle_project(
     project = read_project(found, leave_out=out.parent if out.parent.name == "runs" else out)
     if file is not None and file.resolve().relative_to(found).as_posix() not in project.files:
         raise UsageError(f"{kind} {file} is excluded by an ignore file of {found}")
-    return ProjectBundle(project=project, requirements=requirements, on_progress=tell)
+    here = Path.cwd().resolve()
+    inside = kind == "script" and here.is_relative_to(found)
+    return ProjectBundle(
+        project=project,
+        requirements=requirements,
+        directory=here.relative_to(found).as_posix() if inside else ".",
+        on_progress=tell,
+    )
 
 
 def find_project(script: Path | None, folder: Path | None) -> Path:

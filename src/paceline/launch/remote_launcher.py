@@ -68,7 +68,7 @@ class RemoteLauncher(Launcher):
 
     async def open(self, on_line: OnLine) -> None:
         self.remote_hosts = sites = await self.connect(self._stack)
-        await prepare_hosts(sites, (), self.project_bundle, ".", on_line)
+        await prepare_hosts(sites, (), self.project_bundle, on_line)
         await check_packages(sites)
         self.host = own_address_towards(sites)
 
@@ -89,15 +89,20 @@ class RemoteLauncher(Launcher):
                 "threads": assignment.threads or default_threads,
                 "local_rank": (local_rank, local_size),
                 "job": self._move_job(assignment),
+                "script": self._move_script(assignment),
                 "plugins": tuple(map(self._move_plugin, assignment.plugins)),
             }
         )
         threads = str(placed.threads)
+        defaults = {}
+        if (gpus := site.host.gpu_count) > 1 and assignment.kind == "worker":
+            defaults["CUDA_VISIBLE_DEVICES"] = str(local_rank % gpus)
         spec = watchdog_command(
             [site.python, "-m", "paceline.worker"],
             {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
             site.folder or "~",
             site.lock,
+            **defaults,
         )
         # Sent over stdin, because other users can read arguments and environment.
         spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
@@ -110,6 +115,12 @@ class RemoteLauncher(Launcher):
             return job
         assert project is not None, "a job file goes along with its project"
         return job.model_copy(update={"file": job.file.relative_to(project.folder)})
+
+    def _move_script(self, assignment: Assignment) -> str | None:
+        """Returns the path of the script on the machine."""
+        if assignment.script is None or assignment.kind == "server":
+            return None
+        return self.project_bundle.locate(Path(assignment.script))
 
     def _move_plugin(self, plugin: Plugin) -> Plugin:
         """Returns a plugin as the machine finds it: inside the project, or installed."""

@@ -229,13 +229,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_local_script(
-    script: Path, args: list[str], strategy: Strategy, options: RunOptions
+def run_script(
+    script: Path, args: Sequence[str], strategy: Strategy, options: RunOptions
 ) -> RunResult:
-    """Runs a custom training loop on local processes."""
+    """Runs a script with its own training loop, or with `fit` of a Keras model, on all workers."""
     started_wall_s = time.time()
     if not script.is_file():
         raise UsageError(f"script {script} was not found; use the path of a Python file")
+    options.launcher.bundle(script, options.out)
     strategy.check_workers(options.workers)
     plan = RunSpec(strategy=strategy, workers=options.workers, custom_loop=True)
     facts = {"model": script.stem, "data": "own loop", "seed": 0, "script": str(script)}

@@ -113,12 +113,7 @@ class ScriptRun:
         )
         assert self._bundle.project is not None, "a script goes along with its project"
         self._project = self._bundle.project
-        folder, here = self._project.folder, Path.cwd().resolve()
-        inner = here.relative_to(folder) if here.is_relative_to(folder) else Path()
-        path = Path(*[".."] * len(inner.parts)) / self.script.resolve().relative_to(folder)
-        self._inner = inner.as_posix()
-        """Working directory inside the project."""
-        self._command = ["-u", path.as_posix(), *self.args]
+        self._command = ["-u", self._bundle.locate(self.script), *self.args]
         """Arguments of Python; the path is relative to the working directory."""
         self._tasks = place_tasks(self.hosts, self.roles)
         self._folder = RunFolder(self.out)
@@ -128,14 +123,9 @@ class ScriptRun:
     def describe(self) -> str:
         """Describes what would run where (`--dry-run`); ports are chosen by the machines."""
         project, tasks = self._project, self._tasks
-        lines = [f"project {project.folder}: {len(project.files)} files, {project.nbytes} bytes"]
-        for host in self.hosts:
-            if not any(task.host is host for task in tasks):
-                lines.append(f"{host.host}: nothing to do")
-            elif host.is_local:
-                lines.append(f"{host.host}: in place")
-            else:
-                lines.append(f"{host.host}: copied to {project.root_on(host.host)}/files")
+        idle = [host for host in self.hosts if not any(task.host is host for task in tasks)]
+        lines = project.describe([host for host in self.hosts if host not in idle])
+        lines += [f"{host.host}: nothing to do" for host in idle]
         places = [
             TaskAddress(f"<address of {task.host.host}>", "<by route>", "<free port>")
             for task in tasks
@@ -148,7 +138,8 @@ class ScriptRun:
             if self.venv:
                 python = f"{root}/venv-*/bin/python"
             lines.append(f"{task.role} {task.index} on {task.host.host}, rank {task.rank}:")
-            lines.append(f"  cd {folder}" + ("" if self._inner == "." else f"/{self._inner}"))
+            inner = self._bundle.directory
+            lines.append(f"  cd {folder}" + ("" if inner == "." else f"/{inner}"))
             lines += [f"  {name}={shlex.quote(value)}" for name, value in environment.items()]
             lines.append("  " + shlex.join([python, *self._command]))
         return "\n".join(lines)
@@ -211,7 +202,7 @@ class ScriptRun:
             self.tell(f"connecting to {', '.join(host.host for host in hosts)}")
             sites = await connect_hosts(hosts, self.patience, stack)
             tasks = [replace(t, site=used.index(t.site)) for t in self._tasks]
-            await prepare_hosts(sites, tasks, self._bundle, self._inner, self._logs.write)
+            await prepare_hosts(sites, tasks, self._bundle, self._logs.write)
             self.tell(f"{len(tasks)} tasks start; logs in {self._folder.path / 'logs'}")
             await self._watch(sites, tasks)
 

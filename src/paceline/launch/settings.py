@@ -98,22 +98,22 @@ class SlowdownSettings:
 
 
 @settings(PLACEMENT)
-class PlacementSettings:
-    """Placement of a job: on this machine, on the machines of a pool, or on an engine."""
+class MachineSettings:
+    """Machines of a run: those of a pool, or of an engine; by default this machine."""
 
     pool: Annotated[Path | None, Option(metavar="POOL")] = None
-    """Pool file: train on these machines over SSH."""
+    """Pool file: run on these machines over SSH."""
     select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
-    """Machines of the pool to use: all, gpu, cpu, energy, or auto (chosen by the planner)."""
-    objective: Annotated[str | None, Option(default="time")] = None
-    """Objective of a planned run: time, energy, cost, or a mix such as 'time=0.7,energy=0.3'."""
-    servers_on: Annotated[str | None, Option(metavar="HOST", default="chosen by the planner")] = (
-        None
-    )
-    """Machine that runs the parameter servers."""
-    project: Annotated[Path | None, Option(metavar="DIR", default="directory of the job file")] = (
-        None
-    )
+    """Machines of the pool to use: all, gpu, cpu, energy, auto (chosen by the planner), or names
+    separated by commas."""
+    servers_on: Annotated[
+        tuple[str, ...], Option(metavar="HOSTS", default="the workers' machines")
+    ] = ()
+    """Machines of the pool that run the parameter servers, separated by commas. Those that are not
+    selected run servers only."""
+    project: Annotated[
+        Path | None, Option(metavar="DIR", default="directory of the job file or script")
+    ] = None
     """Project directory to copy to the machines."""
     venv: bool = False
     """Create a virtual environment from requirements.txt on the machines."""
@@ -123,3 +123,11 @@ class PlacementSettings:
     """Address of the Ray cluster, for example 10.0.0.1:6379."""
     master: Annotated[str | None, Option(metavar="URL", default="Spark's configuration")] = None
     """Spark master, for example spark://10.0.0.1:7077."""
+
+
+@settings(PLACEMENT)
+class PlacementSettings(MachineSettings):
+    """Placement of a job."""
+
+    objective: Annotated[str | None, Option(default="time")] = None
+    """Objective of a planned run: time, energy, cost, or a mix such as 'time=0.7,energy=0.3'."""

@@ -50,6 +50,17 @@ class SshLauncher(RemoteLauncher):
         local_ranks = [rank for rank, seat in enumerate(self._seats) if seat == place]
         return local_ranks[turn % len(local_ranks)] if local_ranks else None
 
+    def describe(self, servers: int) -> str:
+        """Describes what would run where (`--dry-run`)."""
+        project = self.project_bundle.project
+        lines = project.describe(self.hosts) if project is not None else []
+        parents = self.place_servers(servers, self.workers)
+        placed = [("worker", r, self._seats[r]) for r in range(self.workers)]
+        for server, parent in enumerate(parents):
+            site = self.host_index_of("server", server) if parent is None else self._seats[parent]
+            placed.append(("server", server, site))
+        return "\n".join(lines + [f"{k} {i} on {self.hosts[at].host}" for k, i, at in placed])
+
     def host_index_of(self, kind: str, index: int) -> int:
         if kind == "server":
             return self._server_sites[index % len(self._server_sites)]
