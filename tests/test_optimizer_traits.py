@@ -15,6 +15,8 @@ from paceline.strategies.optimizer_traits import (
     SLICEABLE_TYPES,
     optimizer_traits,
 )
+from paceline.strategies.ps.spec import ParameterServer
+from paceline.strategies.registry import parse_strategy
 
 
 class Adam(torch.optim.Optimizer):
@@ -111,3 +113,25 @@ def test_keras_optimizer_decides_by_its_own_options() -> None:
     clipped = optimizer_traits(keras_optimizers.Adam([parameter()], clipnorm=1.0))
     assert (free.elementwise, clipped.elementwise) == (True, False)
     assert not free.flattenable
+
+
+@pytest.mark.parametrize(
+    ("spec", "shards"),
+    [
+        ("ps(servers=4)", 4),
+        ("ps(servers=4, min_shard_kb=512)", 2),
+        ("ps(servers=4, min_shard_kb=2048)", 1),
+        ("ps(servers=4, max_shards=3)", 3),
+        ("ps(servers=2, min_shard_kb=256, max_shards=3)", 2),
+    ],
+)
+def test_shards_have_a_minimum_size_and_a_maximum_number(spec: str, shards: int) -> None:
+    chosen = parse_strategy(spec)
+    assert isinstance(chosen, ParameterServer)
+    weights = parameter(1 << 18)  # 1 MiB
+    layout = FlatLayout([weights], chosen.servers, elementwise=True, shards_of=chosen.shards_of)
+    sizes = [shard.hi - shard.lo for shard in layout.shards if shard.slices]
+    assert len(layout.shards) == chosen.servers
+    assert len(sizes) == shards
+    assert max(sizes) - min(sizes) <= 4096
+    assert parse_strategy(str(chosen)) == chosen

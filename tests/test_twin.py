@@ -805,3 +805,58 @@ def test_shares_minimize_the_expected_maximum(cv: float) -> None:
     best = min(expected_s(1 + 0.05 * step) for step in range(30))
     assert expected_s(balance_exponent(cv)) < 1.005 * best
     assert expected_s(balance_exponent(cv)) < expected_s(1.0)
+
+
+# ---- where servers run ---------------------------------------------------------------------
+
+
+def write_cluster(path: Path, first: float = 10_000.0, **of_servers: Any) -> Path:
+    """Six machines for workers, the first with a link of `first` Mbit/s, and two for servers."""
+    hosts = [
+        {"host": f"s{i}", "cores": 4, "link": {"mbit_s": first if i == 1 else 10_000.0}}
+        for i in range(1, 9)
+    ]
+    path.write_text(yaml.safe_dump({"hosts": hosts[:6] + [h | of_servers for h in hosts[6:]]}))
+    return path
+
+
+DEDICATED = ("--select", "s1,s2,s3,s4,s5,s6", "--servers-on", "s7,s8")
+SERVED = (
+    *("twin", "--model", "mlp-300-100", "--data", "digits", "--epochs", 1, "--depth", "cost"),
+    *("--strategy", "ps(servers=2)", "--quiet"),
+)
+
+
+def test_dedicated_servers_have_machines_of_their_own(run_cli: RunCli, tmp_path: Path) -> None:
+    """One chief, six workers, two servers: the servers' links and cores decide."""
+    seconds = []
+    slow = {"link": {"mbit_s": 100.0}}
+    for number, options in enumerate(({}, {"first": 100.0}, slow)):
+        cluster = write_cluster(tmp_path / "cluster.yaml", **options)
+        out = tmp_path / f"run{number}"
+        done = run_cli(*SERVED, "--cluster", cluster, *DEDICATED, "--out", out)
+        assert done.code == 0, done.stderr
+        result = read_result(out)
+        assert (result["workers"], result["servers"]) == (6, 2)
+        seconds.append(result["stages"]["train"])
+    # A slow link of one worker delays that worker, slow links of the servers delay all.
+    assert seconds[0] < seconds[1] < seconds[2] / 3
+
+
+def test_lost_server_machine_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
+    cluster = write_cluster(tmp_path / "cluster.yaml", fails_at_s=0.01)
+    done = run_cli(*SERVED, "--cluster", cluster, *DEDICATED, "--out", tmp_path / "run")
+    assert done.code == 1
+    assert "server 0 (s7) died" in done.last_line
+
+
+def test_servers_on_one_machine_share_its_link(run_cli: RunCli, tmp_path: Path) -> None:
+    cluster = write_cluster(tmp_path / "cluster.yaml", link={"mbit_s": 100.0})
+    seconds = []
+    for number, where in enumerate(("s7", "s7,s8")):
+        out = tmp_path / f"run{number}"
+        layout = ("--select", "s1,s2,s3,s4,s5,s6", "--servers-on", where)
+        done = run_cli(*SERVED, "--cluster", cluster, *layout, "--out", out)
+        assert done.code == 0, done.stderr
+        seconds.append(read_result(out)["stages"]["train"])
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.1)

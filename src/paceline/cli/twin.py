@@ -48,6 +48,7 @@ def twin(
     slowdowns: SlowdownSettings,
 ) -> int:
     from paceline.cli.compare import show_comparison
+    from paceline.cluster.pool import find_hosts, select_hosts
     from paceline.report.comparison import compare_results
     from paceline.strategies.registry import parse_strategies
     from paceline.twin.clusters import resolve_cluster
@@ -80,12 +81,15 @@ def twin(
             raise UsageError(
                 f"--write-cluster {machines.write_cluster} cannot be written: {error.strerror}"
             ) from None
+    servers_on = find_hosts(pool, machines.servers_on, "--servers-on")
+    pool = pool.model_copy(update={"hosts": select_hosts(pool, machines.select)})
     count = options.workers if options.workers is not None else len(pool.slots)
     reference = refer(count)
     run = TwinOptions(
         out=options.out,
         pool=pool,
         workers=count,
+        servers_on=servers_on,
         depth=machines.depth,
         slowdowns=slowdowns.parse(count),
         threads=options.threads,

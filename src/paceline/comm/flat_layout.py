@@ -4,14 +4,13 @@ An element-wise optimizer lets a parameter be split between any two elements; ot
 begin and end between parameters. The caller decides which (`strategies/optimizer_traits.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 ALIGN_BYTES = 64
-MIN_SHARD_BYTES = 64 << 10
-"""Smaller shards cost more in messages than they save: the remaining servers stay empty."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,21 @@ class FlatLayout:
     """The offset of each parameter in the flat buffer, and the bytes of each shard."""
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], servers: int, *, elementwise: bool
+        self,
+        parameters: list[torch.nn.Parameter],
+        servers: int,
+        *,
+        elementwise: bool,
+        shards_of: Callable[[int], int] | None = None,
     ) -> None:
+        """`shards_of` returns the number of shards of a buffer of this size, at most `servers`."""
         self.parameters = parameters
         sizes = [-(-p.nbytes // ALIGN_BYTES) * ALIGN_BYTES for p in parameters]
         *self.offsets, self.total_bytes = accumulate(sizes, initial=0)
-        self.shards = self._cut(servers, elementwise)
+        used = servers if shards_of is None else shards_of(self.total_bytes)
+        self.shards = self._cut(servers, used, elementwise)
 
-    def _cut(self, servers: int, elementwise: bool) -> list[ShardLayout]:
-        used = max(1, min(servers, self.total_bytes // MIN_SHARD_BYTES))
+    def _cut(self, servers: int, used: int, elementwise: bool) -> list[ShardLayout]:
         goal = self.total_bytes / used
         pieces: list[list[ParameterSlice]] = [[] for _ in range(servers)]
         for index, parameter in enumerate(self.parameters):

@@ -26,6 +26,13 @@ class TwinSettings:
     """Simulate the machines of a recorded run instead of --cluster."""
     probe: bool = False
     """Measure this machine and simulate it instead of --cluster."""
+    select: Annotated[tuple[str, ...], Option(metavar="HOSTS", default="all")] = ()
+    """Machines that run workers: all, gpu, cpu, energy, or names separated by commas."""
+    servers_on: Annotated[
+        tuple[str, ...], Option(metavar="HOSTS", default="the workers' machines")
+    ] = ()
+    """Machines that run the parameter servers, separated by commas. Those that are not selected run
+    servers only."""
     without: Annotated[tuple[int, ...], Option(metavar="WORKER")] = ()
     """Remove a worker. Repeatable."""
     bandwidth: Annotated[float, Option(metavar="FACTOR"), Field(gt=0, allow_inf_nan=False)] = 1.0

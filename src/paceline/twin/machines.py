@@ -1,11 +1,12 @@
 """Virtual machines of a run: compute times of shares, including slowdowns."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.pool import Jitter, Pool, slowness_at
+from paceline.cluster.pool import Host, Jitter, Pool, slowness_at
 from paceline.plan.cost_model import Workload, step_time_on
 from paceline.protocol.run_spec import RunSpec
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
@@ -81,8 +82,15 @@ class SimulatedMachines:
         timeline: Timeline,
         seed: int,
         slowdowns: tuple[InjectedSlowdown, ...],
+        servers_on: Sequence[Host] = (),
     ) -> None:
+        """`servers_on`: machines of the servers, in turn; by default those of the workers."""
         self.hosts = pool.slots[: plan.workers]
+        turns = servers_on or self.hosts
+        self.servers = [turns[s % len(turns)] for s in range(plan.servers)]
+        """The machine of each server."""
+        self.dedicated = [h for h in servers_on if h.host not in {w.host for w in self.hosts}]
+        self.server_update_s = [step_time_on(h, work, pool).update_s for h in self.servers]
         self.links = [pool.link_of(h) for h in self.hosts]
         self._varying_links = any(link.slow for link in self.links)
         self.latency = [link.latency_s for link in self.links]
@@ -92,6 +100,7 @@ class SimulatedMachines:
         self.update = np.array([c.update_s for c in self.compute])
         self._draws = JitterSource([pool.jitter_of(h) for h in self.hosts], seed)
         self._slowdowns = slowdowns
+        serving = Counter(host.host for host in self.servers)
         placed: dict[str, list[int]] = {}
         for worker, host in enumerate(self.hosts):
             placed.setdefault(host.host, []).append(worker)
@@ -99,12 +108,14 @@ class SimulatedMachines:
         self._crowds: list[tuple[int, list[int]]] = []
         for name, ranks in placed.items():
             cores = self.hosts[ranks[0]].cores
-            servers = sum(s % plan.workers in ranks for s in range(plan.servers))
-            shared[name] = SharedCores(timeline, cores, len(ranks) + servers)
+            shared[name] = SharedCores(timeline, cores, len(ranks) + serving[name])
             if len(ranks) > cores:
                 self._crowds.append((cores, ranks))
         self.cores = [shared[h.host] for h in self.hosts]
         """Cores of each worker's machine."""
+        for host in self.dedicated:
+            shared[host.host] = SharedCores(timeline, host.cores, serving[host.host])
+        self.server_cores = [shared[h.host] for h in self.servers]
         self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
 
     def compute_one(

@@ -71,6 +71,8 @@ class PushPullRules:
     push_bytes: float
     pull_bytes: float
     servers: int
+    shards: int | None = None
+    """Servers that hold weights, if not all."""
     overlap: bool = False
     """A worker computes the next batch while its exchange is in progress."""
     aggregates: bool = False
@@ -91,18 +93,20 @@ class PushPullSimulation(StrategySimulation):
         self.workers = [SimulatedWorker() for _ in range(simulator.plan.workers)]
         self._gradient_bytes = simulator.work.bytes
         self._shard = ServerShard()
-        self._server_bytes_per_s = simulator.server_bytes_per_s(rules.servers)
+        shards = rules.shards or rules.servers
+        self._server_bytes_per_s = simulator.server_bytes_per_s(shards)
         self._link_bytes_per_s = [link.bytes_per_s for link in self.fleet.links]
-        self._server_latency = max(self.fleet.latency[: rules.servers] or [0.0])
+        hosts = self.fleet.servers[:shards]
+        self._server_latency = max(simulator.pool.link_of(host).latency_s for host in hosts)
         self.latency = [max(own, self._server_latency) for own in self.fleet.latency]
         """Between each worker and the servers, one way."""
         transfer = simulator.pool.transfer_gb_s * 1e9
         self.push_own_s = rules.push_bytes / transfer
         self.pull_own_s = rules.pull_bytes / transfer
-        self._apply_s = self.fleet.compute[0].update_s / rules.servers
-        self._receive_s = rules.push_bytes / rules.servers / transfer
-        self._server_cores = self.fleet.cores[0]
-        self._one_host = len({h.host for h in self.fleet.hosts}) == 1
+        self._apply_s = self.fleet.server_update_s[0] / shards
+        self._receive_s = rules.push_bytes / shards / transfer
+        self._server_cores = self.fleet.server_cores[0]
+        self._one_host = len({h.host for h in (*self.fleet.hosts, *hosts)}) == 1
         self.inbound, self.outbound = FifoResource(), FifoResource()
         self._orders: deque[tuple[StepOptimizer, float]] = deque()
         self._is_applying = False
@@ -322,8 +326,8 @@ class PushPullSimulation(StrategySimulation):
 
     def _server_is_dead(self) -> bool:
         """A server dies with its host."""
-        dead = self.simulator.dead
-        return bool(dead) and any(s % len(self.workers) in dead for s in range(self.rules.servers))
+        dead = self.simulator.dead_hosts
+        return bool(dead) and any(h.host in dead for h in self.fleet.servers[: self.rules.servers])
 
     def when_applied(self, version: int, now: float, then: Callback) -> None:
         """Calls `then` at `now`, or when the version is applied if that is later.

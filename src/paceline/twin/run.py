@@ -4,8 +4,9 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from paceline.cluster.pool import Pool
+from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import compare_strategies
@@ -45,6 +46,8 @@ class TwinOptions(RunOptions):
     pool: Pool
     workers: int = 0
     """0: one per worker slot of the pool."""
+    servers_on: tuple[Host, ...] = ()
+    """Machines of the servers, in turn. Default: those of the workers."""
     depth: str = "learn"
 
     def __post_init__(self) -> None:
@@ -66,7 +69,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     workers = strategy.worker_count(options.workers)
-    check_twin_sizes(resolved.batch, strategy, workers)
+    check_twin_sizes(resolved.batch, strategy, workers, options.servers_on)
     for phase in strategy.phases:
         simulation(phase)  # Raises UsageError where a strategy has no simulate facet.
     plan = make_plan(resolved, strategy, workers)
@@ -109,6 +112,7 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
         note=event_log.record,
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
+        servers_on=options.servers_on,
     )
     _show_progress(simulator, options.on_event)
     end = simulator.run()
@@ -120,13 +124,14 @@ def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Run
     return raise_unless_done(result, outcome, folder)
 
 
-def run_in_twin(pool: Pool, depth: str = "learn") -> Run:
+def run_in_twin(pool: Pool, depth: str = "learn", servers_on: tuple[Host, ...] = ()) -> Run:
     """Returns a function that simulates a run with the options of a real run."""
 
     def run(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> RunResult:
         values = field_values(options, RunOptions)
         values["workers"] = min(options.workers, len(pool.slots))
-        return run_twin(job, strategy, TwinOptions(**values, pool=pool, depth=depth))
+        twin = TwinOptions(**values, pool=pool, depth=depth, servers_on=servers_on)
+        return run_twin(job, strategy, twin)
 
     return run
 
@@ -151,19 +156,21 @@ def compare_twins(
         *(job, strategies, options),
         seeds=seeds,
         progress=progress,
-        run=run_in_twin(options.pool, options.depth),
-        check=check_twin_sizes,
+        run=run_in_twin(options.pool, options.depth, options.servers_on),
+        check=partial(check_twin_sizes, servers_on=options.servers_on),
     )
 
 
-def check_twin_sizes(batch: int, strategy: Strategy, workers: int) -> None:
+def check_twin_sizes(
+    batch: int, strategy: Strategy, workers: int, servers_on: Sequence[Host] = ()
+) -> None:
     """Raises UsageError if the strategy cannot run on this many simulated machines."""
     check_sizes(batch, strategy, workers)
     servers = strategy.servers_for(workers)
-    if servers > workers:
+    if servers > workers and not servers_on:
         raise UsageError(
             f"{strategy} needs {servers} servers, but the cluster has {workers} machines; "
-            "use fewer servers or more machines"
+            "use fewer servers or more machines, or --servers-on"
         )
 
 

@@ -7,14 +7,15 @@ the weights backend. The active strategy's simulate facet simulates all of its w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from paceline.cluster.pool import Pool
+from paceline.cluster.pool import Host, Pool
 from paceline.plan.cost_model import FORWARD_FRACTION, Workload, allreduce_s
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.exchange_probe import ExchangeProbe
@@ -112,12 +113,15 @@ class Simulator:
         note: Callable[[Event], None] = lambda event: None,
         model_path: Path | None = None,
         memory: CoordinatorMemory | None = None,
+        servers_on: Sequence[Host] = (),
     ) -> None:
         self.plan, self.pool, self.work, self.weights = plan, pool, work, weights
         self.updates = WeightUpdates()
         """The weights under the active strategy."""
         self.timeline = Timeline(float(memory["elapsed_s"]) if memory is not None else 0.0)
-        self.fleet = SimulatedMachines(pool, plan, work, self.timeline, seed, slowdowns)
+        self.fleet = SimulatedMachines(
+            *(pool, plan, work, self.timeline, seed, slowdowns), servers_on=servers_on
+        )
         now = self.timeline.now
         self.coordinator = Coordinator(
             plan, now=now, paces=make_pace, policies=make_switch_policy, memory=memory
@@ -139,6 +143,7 @@ class Simulator:
         self._diverged_workers: set[int] = set()
         """Workers that have reported a diverging loss under the active strategy."""
         self.dead: set[int] = set()
+        self.dead_hosts: set[str] = set()
         self.observers: list[Callable[[float], None]] = []
         """Called with the time after every message that the coordinator has handled."""
         self._entered_at: dict[int, float] = {}
@@ -177,6 +182,9 @@ class Simulator:
         for worker, host in enumerate(self.fleet.hosts):
             if host.fails_at_s is not None:
                 self.timeline.schedule(host.fails_at_s, partial(self._die, worker))
+        for host in self.fleet.dedicated:
+            if host.fails_at_s is not None:
+                self.timeline.schedule(host.fails_at_s, partial(self._lose_servers, host.host))
         try:
             if not self.timeline.run():
                 raise AssertionError(
@@ -205,7 +213,14 @@ class Simulator:
     def _die(self, worker: int, now: float) -> None:
         self.dead.add(worker)
         host, step = self.fleet.hosts[worker].host, self.steps_of(worker)
+        self.dead_hosts.add(host)
         self.fail_later(f"worker {worker} ({host}) died at step {step}", now)
+
+    def _lose_servers(self, host: str, now: float) -> None:
+        self.dead_hosts.add(host)
+        lost = [str(s) for s, each in enumerate(self.fleet.servers) if each.host == host]
+        if lost:
+            self.fail_later(f"server {', '.join(lost)} ({host}) died", now)
 
     def fail_later(self, error: str, now: float) -> None:
         """Ends the run with an error, when the coordinator notices it."""
@@ -344,9 +359,10 @@ class Simulator:
         return seconds
 
     def server_bytes_per_s(self, servers: int) -> float:
-        """Joint bandwidth of the servers; server k runs on the host of worker k."""
-        links = [self.fleet.links[s % self.plan.workers] for s in range(servers)]
-        return servers * min(link.bytes_per_s for link in links)
+        """Joint bandwidth of the servers; those on one machine share its link."""
+        hosts = self.fleet.servers[:servers]
+        shared = Counter(host.host for host in hosts)
+        return servers * min(self.pool.link_of(h).bytes_per_s / shared[h.host] for h in hosts)
 
     def _close_simulation(self) -> None:
         self._sent += self.simulation.bytes_sent

@@ -27,7 +27,7 @@ class ParameterServerCost(CostFacet[ParameterServer]):
             PushPullCost(
                 push_bytes=encoded_bytes(spec.codec, arrays.work),
                 pull_bytes=float(arrays.work.bytes),
-                servers=spec.servers_for(count),
+                servers=spec.shards_in_estimates(arrays.work.bytes),
                 in_rounds=staleness == 0,
                 staleness=staleness,
                 efficiency=1.0 if spec.corrects or not staleness else UNCORRECTED_WORTH,

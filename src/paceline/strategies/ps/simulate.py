@@ -24,6 +24,7 @@ class ParameterServerSimulation(PushPullSimulation):
             push_bytes=push_bytes,
             pull_bytes=push_bytes if codec is not None and codec.suits_weights else work.bytes,
             servers=spec.servers_for(simulator.plan.workers),
+            shards=spec.shards_in_estimates(work.bytes),
             overlap=spec.overlap,
             aggregates=spec.sync.aggregates,
         )

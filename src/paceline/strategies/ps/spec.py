@@ -20,6 +20,9 @@ from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
 from paceline.strategies.registry import StrategyRecord
 
+MIN_SHARD_KB = 64
+"""Smaller shards cost more in messages than they save."""
+
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
@@ -33,6 +36,8 @@ class ParameterServer(Strategy):
     overlap: bool = spec_field(bool_field, False)
     codec: Codec | None = spec_field(read_codec, None)
     via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
+    min_shard_kb: int = spec_field(int_field(1), MIN_SHARD_KB)
+    max_shards: int | None = spec_field(int_field(1, 1024), None)
 
     def __post_init__(self) -> None:
         if self.via == "shared" and self.codec is not None:
@@ -58,6 +63,16 @@ class ParameterServer(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def shards_of(self, nbytes: float) -> int:
+        """Number of servers that hold a part of the weights; the others stay empty."""
+        most = min(self.servers, self.max_shards or self.servers)
+        return max(1, min(most, int(nbytes) // (self.min_shard_kb << 10)))
+
+    def shards_in_estimates(self, nbytes: float) -> int:
+        """As `shards_of`; all servers hold weights there unless one of the limits was changed."""
+        is_limited = self.min_shard_kb != MIN_SHARD_KB or self.max_shards is not None
+        return self.shards_of(nbytes) if is_limited else self.servers
 
     def state_fraction(self, workers: int) -> StateFraction:
         return StateFraction(slots=0.0)

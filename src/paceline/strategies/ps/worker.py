@@ -54,6 +54,7 @@ class ParameterServerRunner(Runner):
             # A part of a matrix is not a matrix: powersgd needs whole tensors.
             elementwise=self._traits.elementwise
             and not (spec.codec is not None and spec.codec.needs_whole_tensors),
+            shards_of=spec.shards_of,
         )
         self._compressors = self._make_compressors()
         self._uncompressed_bytes = 0
