@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
+from paceline.keras.distribution import REPLICAS, DatasetCreator
 from paceline.keras.module import import_keras
 from paceline.worker.batch_loader import EpochOrder
 
@@ -45,6 +47,7 @@ def make_fit_data(
     shuffle: bool,
     seed: int,
     class_weight: dict[int, float] | None = None,
+    workers: int = 1,
 ) -> FitData:
     """Converts the arguments of fit(). Raises UsageError for data that cannot be distributed."""
     keras = import_keras()
@@ -54,10 +57,20 @@ def make_fit_data(
         return LoaderFitData(x, shuffle, seed)
     if isinstance(x, keras.utils.PyDataset):
         return BatchFitData(x, shuffle, seed)
+    if isinstance(x, DatasetCreator):
+        x = x.create()
+    copies = 1
+    if hasattr(x, "options") and hasattr(x, "cardinality"):
+        copies = _count_copies(x, workers) if steps is None else 1
+        if hasattr(x, "element_spec"):
+            if class_weight is not None:
+                raise UsageError("class_weight requires arrays; give the dataset sample weights")
+            return StreamFitData(x, steps, copies)
     parts = keras.tree.flatten(x)
     if not parts or not all(hasattr(p, "shape") and hasattr(p, "dtype") for p in parts):
-        x, y, sample_weight, found = collect_epoch(x, steps)
-        batch_size, steps = batch_size or found, None
+        replicas = getattr(x, REPLICAS, 1)
+        x, y, sample_weight, found = collect_epoch(x, steps, copies)
+        batch_size, steps = batch_size or found * replicas, None
     if steps is not None:
         raise UsageError(
             "steps_per_epoch is not supported with arrays, where an epoch is the batch array; "
@@ -69,27 +82,49 @@ def make_fit_data(
     return ArrayFitData((x, y, sample_weight), batch=batch, shuffle=shuffle, seed=seed)
 
 
-def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
-    """Reads one epoch of a generator or tf.data dataset; returns arrays and the batch size."""
+def collect_epoch(x: Any, steps: int | None, copies: int = 1) -> tuple[Any, Any, Any, int]:
+    """Reads one epoch of a generator or of the stub's datasets; returns arrays and batch size."""
     if not hasattr(x, "__iter__"):
         raise UsageError(
             f"fit() does not support a {type(x).__name__}; use arrays, a tf.data dataset, "
             "a PyDataset, a DataLoader or a generator of batches"
         )
+    _check_finite(x, steps)
+    tree = import_keras().tree
+    batches = [tree.map_structure(as_array, batch) for batch in itertools.islice(x, steps)] * copies
+    if not batches:
+        raise UsageError("fit() received data without any batch")
+    first = _count_rows(tree, batches[0])
+    joined = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    return (*_three(joined), first)
+
+
+def _check_finite(x: Any, steps: int | None) -> None:
     cardinality = getattr(x, "cardinality", None)
     if steps is None and cardinality is not None and int(cardinality()) == -1:
         raise UsageError("fit() received infinite data; set steps_per_epoch, or remove repeat()")
-    tree = import_keras().tree
-    batches = [tree.map_structure(as_array, batch) for batch in itertools.islice(x, steps)]
-    if not batches:
-        raise UsageError("fit() received data without any batch")
-    first = tree.flatten(batches[0])[0]
-    if first.ndim == 0:
+
+
+def _count_rows(tree: Any, batch: Any) -> int:
+    first = tree.flatten(batch)[0]
+    if np.ndim(first) == 0:
         raise UsageError(
             "fit() received single samples; batch them, for example with dataset.batch(32)"
         )
-    joined = tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
-    return (*_three(joined), len(first))
+    return len(first)
+
+
+def _count_copies(dataset: Any, workers: int) -> int:
+    """Returns how often an epoch contains each sample: once per worker without sharding."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if getattr(policy, "name", "AUTO") != "OFF" or workers == 1:
+        return 1
+    print(
+        f"fit: auto_shard_policy is OFF, so an epoch contains each sample {workers} times, "
+        "once per worker",
+        flush=True,
+    )
+    return workers
 
 
 class ArrayFitData(FitData):
@@ -159,6 +194,86 @@ class LoaderFitData(FitData):
     def take(self, epoch: int, lo: int, hi: int) -> Any:
         rows = self._order.rows(epoch, lo, hi)
         return _three(self._collate([self._data[int(i)] for i in rows]))
+
+
+class StreamFitData(FitData):
+    """A dataset of TensorFlow, read by every worker in the same order.
+
+    Shuffling, augmentation and repetition are TensorFlow's, with equal seeds on all workers. Each
+    worker reads the whole epoch, takes the samples that it leases, and keeps the epoch in memory.
+    Without `steps`, every epoch is one new pass; otherwise epochs continue one pass, as in Keras.
+    """
+
+    def __init__(self, dataset: Any, steps: int | None, copies: int) -> None:
+        _check_finite(dataset, steps)
+        self._tree = import_keras().tree
+        options = type(dataset.options())()
+        options.deterministic = True  # Equal on all workers, though parallel.
+        self._dataset = dataset.with_options(options)
+        self._continues = steps is not None
+        self._iterator: Iterator[Any] = iter(())
+        self._batches: list[Any] = []
+        self._ends: list[int] = []
+        """Number of samples up to the end of each batch."""
+        self._epoch = -1
+        self._begin(0)
+        if not self._read():
+            raise UsageError("fit() received data without any batch")
+        first = self._ends[0]
+        if steps is None:
+            while self._read():
+                pass
+        self.batch = first * getattr(dataset, REPLICAS, 1)
+        self.samples = self._ends[-1] * copies if steps is None else steps * self.batch
+
+    def _begin(self, epoch: int) -> None:
+        if not self._continues or self._epoch < 0:
+            self._iterator = self._dataset.as_numpy_iterator()
+        self._batches, self._ends, self._epoch = [], [], epoch
+
+    def _read(self) -> bool:
+        batch = next(self._iterator, None)
+        if batch is None:
+            return False
+        rows = _count_rows(self._tree, batch)
+        self._batches.append(self._tree.map_structure(_standard, batch))
+        self._ends.append(rows + (self._ends[-1] if self._ends else 0))
+        return True
+
+    def _read_to(self, position: int) -> None:
+        while not self._ends or self._ends[-1] < position:
+            if not self._read():
+                self._iterator = self._dataset.as_numpy_iterator()
+                if not self._read():
+                    raise UsageError("the dataset has become empty; it must be readable again")
+
+    def take(self, epoch: int, lo: int, hi: int) -> Any:
+        while self._epoch != epoch:
+            # A worker without leases in an epoch reads it too: the order depends on earlier passes.
+            self._read_to(self.samples if self._continues else 1)
+            self._begin(self._epoch + 1 if self._epoch < epoch else epoch)
+        self._read_to(hi)
+        parts = []
+        while lo < hi:
+            index = bisect.bisect_right(self._ends, lo)
+            before = self._ends[index - 1] if index else 0
+            end = min(hi, self._ends[index])
+            a, b = lo - before, end - before
+            # Called immediately, within this iteration.
+            part = self._tree.map_structure(lambda array: array[a:b], self._batches[index])  # noqa: B023
+            parts.append(part)
+            lo = end
+        join = self._tree.map_structure(lambda *arrays: _tensor(np.concatenate(arrays)), *parts)
+        return _three(join)
+
+    def digest(self) -> str:
+        """Hashes targets only: TensorFlow's random operations in parallel maps may differ."""
+        summed = hashlib.sha256()
+        for batch in self._batches:
+            x, y, _ = _three(batch)
+            for array in self._tree.flatten(x if y is None else y):
+                summed.update(str((array.shape, array.dtype)).encode() + array.tobytes())
+        return summed.hexdigest()[:16]
 
 
 class BatchFitData(FitData):

@@ -7,12 +7,10 @@ weights, train together, and have the same model when it returns. Only worker 0 
 import fcntl
 import functools
 import importlib.machinery
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.errors import UsageError
@@ -22,8 +20,6 @@ from paceline.keras.module import check_backend
 from paceline.worker import custom_loop
 from paceline.worker.session import Session
 
-SEED = 0
-"""Seed of all generators when a script starts, so that unseeded scripts agree on all workers."""
 WORKER_0_ONLY = ("CSVLogger", "TensorBoard", "RemoteMonitor", "SwapEMAWeights")
 """Callbacks that only write output."""
 
@@ -39,9 +35,6 @@ def patch_fit(keras: Any) -> None:
     # Keras, which detects TensorFlow itself, must not use the stub.
     if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
         module_utils.tensorflow._available = False
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
     _FitPatch(keras, session).install()
 
 
@@ -127,6 +120,7 @@ class _FitPatch:
             shuffle=shuffle,
             seed=seed,
             class_weight=class_weight,
+            workers=self._session.size,
         )
         validation: FitData | None = None
         if validation_data is not None:
@@ -144,6 +138,7 @@ class _FitPatch:
                 raise UsageError("validation_split requires arrays; pass validation_data")
             source, validation = source.split(validation_split)
         if self._fit_session is None:
+            self._print_batch(source)
             count = max(0, epochs - initial_epoch)
             self._fit_session = FitSession(
                 self._session, model, source, validation, seed=seed, epochs=count
@@ -156,6 +151,16 @@ class _FitPatch:
             callbacks=self._list_callbacks(model, callbacks, verbose, epochs, source),
             freq=validation_freq,
         )
+
+    def _print_batch(self, source: FitData) -> None:
+        workers, steps = self._session.size, -(-source.samples // source.batch)
+        if self._session.rank == 0:
+            print(
+                f"fit: global batch {source.batch} on {workers} workers, about "
+                f"{source.batch / workers:g} per worker; {steps} steps per epoch of "
+                f"{source.samples} samples",
+                flush=True,
+            )
 
     def _list_callbacks(
         self, model: Any, callbacks: Any, verbose: Any, epochs: int, source: FitData

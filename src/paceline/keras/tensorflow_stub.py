@@ -2,26 +2,28 @@
 
 `tf.keras` is Keras 3 with the torch backend. In addition there are the parts of TensorFlow that
 scripts around `model.fit` use: tf.data over arrays, tensor operations from Keras, seeds, and
-strategy scopes, which have no effect (`paceline launch --strategy` decides). Anything else raises a
-one-line error with its name. Only `paceline launch` installs the stub.
+`tf.distribute` (`paceline.keras.distribution`). Anything else raises a one-line error with its name
+and the extra that provides it. Only `paceline launch` installs the stub.
 """
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import itertools
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import UsageError
+from paceline.keras.distribution import DatasetCreator, distribute_names
 from paceline.keras.module import import_keras
+from paceline.worker.script import EXTRA
 
 VERSION = "2.16.0"
 """The first TensorFlow version whose tf.keras is Keras 3."""
-REMEDY = "install TensorFlow (pip install tensorflow-cpu), or use keras.ops instead"
+REMEDY = f"{EXTRA}, or use keras.ops or NumPy instead"
 DTYPES = (
     *("float16", "float32", "float64", "bfloat16", "bool", "string"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
@@ -75,8 +77,8 @@ def make() -> ModuleType:
         "list_logical_devices": lambda kind=None: [],
         "run_functions_eagerly": lambda on: None,
     }
-    several = {"MultiWorkerMirroredStrategy": DistributionStrategyStub}
-    kinds = ("MirroredStrategy", "OneDeviceStrategy", "Strategy", "get_strategy")
+    keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
+    sharding = {"AutoShardPolicy": AutoShardPolicy, "AUTOTUNE": -1}
     names: dict[str, Any] = {
         **{name: name for name in DTYPES},
         **operations(SAME_NAME),
@@ -87,12 +89,13 @@ def make() -> ModuleType:
         "newaxis": None,
         "function": _plain_function,
         "Tensor": keras.KerasTensor,
-        "data": {"Dataset": TfDataset, "AUTOTUNE": -1, "experimental": {"AUTOTUNE": -1}},
-        "distribute": {
-            **dict.fromkeys(kinds, DistributionStrategyStub),
-            **several,
-            "experimental": several,
+        "data": {
+            "Dataset": TfDataset,
+            "Options": TfDataOptions,
+            "AUTOTUNE": -1,
+            "experimental": sharding,
         },
+        "distribute": _merge(distribute_names(), IGNORED),
         "config": {
             **devices,
             "experimental": {**devices, "set_memory_growth": lambda device, on: None},
@@ -114,17 +117,47 @@ def _plain_function(function: Callable[..., Any] | None = None, **options: Any) 
     return function if function is not None else lambda f: f
 
 
-class DistributionStrategyStub:
-    """Replacement of any tf.distribute strategy; has no effect on the model."""
+class IgnoredOption:
+    """Settings of strategies, which have no effect."""
 
-    num_replicas_in_sync = 1
-    """The batch size of a script is already the global one."""
+    AUTO = RING = NCCL = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         return
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+
+IGNORED = {
+    **dict.fromkeys(
+        ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"), IgnoredOption
+    ),
+    "experimental": {
+        **dict.fromkeys(("CommunicationOptions", "CommunicationImplementation"), IgnoredOption),
+        "CollectiveCommunication": IgnoredOption,
+        "partitioners": dict.fromkeys(
+            ("MinSizePartitioner", "MaxSizePartitioner", "FixedShardsPartitioner"), IgnoredOption
+        ),
+    },
+}
+
+
+def _merge(names: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    inner = {k: _merge(names[k], v) if k in names else v for k, v in more.items()}
+    return {**names, **inner}
+
+
+class AutoShardPolicy(enum.Enum):
+    """Values of tf.data's sharding option; `fit` distinguishes OFF from the others."""
+
+    OFF, AUTO, FILE, DATA, HINT = -1, 0, 1, 2, 3
+
+
+class TfDataOptions:
+    """Replacement of tf.data.Options."""
+
+    def __init__(self) -> None:
+        self.experimental_distribute = SimpleNamespace(auto_shard_policy=AutoShardPolicy.AUTO)
+        self.experimental_optimization = SimpleNamespace()
+        self.threading = SimpleNamespace()
 
 
 INFINITE, UNKNOWN = -1, -2
@@ -137,9 +170,15 @@ class TfDataset:
     per epoch, in its own order if the dataset is shuffled.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Any]], count: int) -> None:
+    def __init__(
+        self, make: Callable[[], Iterator[Any]], count: int, options: TfDataOptions | None = None
+    ) -> None:
         self._make = make
         self._count = count
+        self._options = options or TfDataOptions()
+
+    def _then(self, make: Callable[[], Iterator[Any]], count: int) -> TfDataset:
+        return TfDataset(make, count, self._options)
 
     def __iter__(self) -> Iterator[Any]:
         return self._make()
@@ -169,10 +208,10 @@ class TfDataset:
         return TfDataset(lambda: iter(zip(*given, strict=False)), count)
 
     def map(self, function: Callable[..., Any], *args: Any, **options: Any) -> TfDataset:
-        return TfDataset(lambda: (_call(function, item) for item in self), self._count)
+        return self._then(lambda: (_call(function, item) for item in self), self._count)
 
     def filter(self, function: Callable[..., Any], **options: Any) -> TfDataset:
-        return TfDataset(lambda: (item for item in self if _call(function, item)), UNKNOWN)
+        return self._then(lambda: (item for item in self if _call(function, item)), UNKNOWN)
 
     def batch(self, size: int, drop_remainder: bool = False, **options: Any) -> TfDataset:
         from paceline.keras.fit_data import as_array
@@ -188,30 +227,36 @@ class TfDataset:
         count = self._count
         if count >= 0:
             count = count // size if drop_remainder else -(-count // size)
-        return TfDataset(batched, count)
+        return self._then(batched, count)
 
     def unbatch(self) -> TfDataset:
-        return TfDataset(lambda: (row for item in self for row in _rows(item)), UNKNOWN)
+        return self._then(lambda: (row for item in self for row in _rows(item)), UNKNOWN)
 
     def take(self, count: int) -> TfDataset:
         kept = count if self._count < 0 else min(count, self._count)
-        return TfDataset(lambda: itertools.islice(self, count), kept)
+        return self._then(lambda: itertools.islice(self, count), kept)
 
     def skip(self, count: int) -> TfDataset:
         kept = self._count if self._count < 0 else max(0, self._count - count)
-        return TfDataset(lambda: itertools.islice(self, count, None), kept)
+        return self._then(lambda: itertools.islice(self, count, None), kept)
 
     def repeat(self, count: int | None = None) -> TfDataset:
         if count is None or count < 0:
-            return TfDataset(lambda: (item for _ in itertools.count() for item in self), INFINITE)
+            return self._then(lambda: (item for _ in itertools.count() for item in self), INFINITE)
         total = self._count * count if self._count >= 0 else self._count
-        return TfDataset(lambda: (item for _ in range(count) for item in self), total)
+        return self._then(lambda: (item for _ in range(count) for item in self), total)
 
     def shuffle(self, *args: Any, **options: Any) -> TfDataset:
         """Returns the dataset unchanged; Paceline reshuffles all samples every epoch."""
         return self
 
-    cache = prefetch = with_options = shuffle
+    cache = prefetch = shuffle
+
+    def with_options(self, options: TfDataOptions) -> TfDataset:
+        return TfDataset(self._make, self._count, options)
+
+    def options(self) -> TfDataOptions:
+        return self._options
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         return iter(self)

@@ -10,11 +10,8 @@ changes nothing. The loader's batch size is the global batch: each worker gets i
 
 from __future__ import annotations
 
-import runpy
-import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,7 +25,7 @@ from paceline.telemetry.phase_clock import BACKWARD, FORWARD, INPUT, PREPARE
 from paceline.worker.assignment import Assignment
 from paceline.worker.batch_loader import EpochOrder
 from paceline.worker.coordinator_client import CoordinatorClient, LoopHooks
-from paceline.worker.import_hooks import install_import_hook
+from paceline.worker.script import run_script
 from paceline.worker.session import Session
 
 _session: Session | None = None
@@ -175,14 +172,7 @@ def run_worker_script(assignment: Assignment, control: ControlConnection, wait_s
     assert assignment.script is not None
     session = _session = Session(assignment, control, wait_s)
     session.stages.enter(PREPARE)
-    install_import_hook()
-    sys.argv = [assignment.script, *assignment.script_args]
-    sys.path.insert(0, str(Path(assignment.script).parent))
-    try:
-        runpy.run_path(assignment.script, run_name="__main__")
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise UsageError(f"{assignment.script} exited with {ended.code!r}") from None
+    run_script(assignment.script, assignment.script_args, session.size)
     if session.client is None:
         raise UsageError(
             f"{assignment.script} called neither paceline.prepare(model, optimizer, loader) "

@@ -1,8 +1,8 @@
 """Import hook for launched scripts: Keras trains through Paceline, and TensorFlow may be a stub.
 
-When the script imports Keras, `fit` is replaced right after, before the script can use it. If
-TensorFlow is not installed, a stub takes its place. The adapters are named by their import paths,
-as runners are: most scripts need none.
+When the script imports Keras, `fit` is replaced right after, before the script can use it, and so
+is `tf.distribute` of TensorFlow. If TensorFlow is not installed, a stub takes its place. The
+adapters are named by their import paths, as runners are: most scripts need none.
 """
 
 import importlib
@@ -15,7 +15,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-ADAPTER = "paceline.keras.fit_patch"
+PATCHES = {
+    "keras": ("paceline.keras.fit_patch", "patch_fit"),
+    "tensorflow": ("paceline.keras.tensorflow_patch", "patch_tensorflow"),
+}
+"""Adapter and its function, called with the module that was imported."""
 STUB_ADAPTER = "paceline.keras.tensorflow_stub"
 STUB = "tensorflow"
 
@@ -32,25 +36,27 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         if name.startswith(f"{STUB}."):
             is_stub = isinstance(getattr(sys.modules.get(STUB), "__loader__", None), _StubLoader)
             return ModuleSpec(name, _StubLoader(), is_package=True) if is_stub else None
-        if name not in ("keras", STUB):
+        if name not in PATCHES:
             return None
-        os.environ["KERAS_BACKEND"] = "torch"
+        # tf.keras must be Keras 3 on torch, even if the script selects another.
+        os.environ.update(KERAS_BACKEND="torch", TF_USE_LEGACY_KERAS="0")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None and spec.loader is not None), None)
-        if name == "keras" and spec is not None:
-            _patch_after_import(spec.loader)
+        if spec is not None:
+            _patch_after_import(spec.loader, *PATCHES[name])
         if name == STUB and spec is None:
             return ModuleSpec(name, _StubLoader(), is_package=True)
         return spec
 
 
-def _patch_after_import(loader: Any) -> None:
+def _patch_after_import(loader: Any, adapter: str, function: str) -> None:
     run = loader.exec_module
 
     def run_and_patch(module: ModuleType) -> None:
         run(module)
-        importlib.import_module(ADAPTER).patch_fit(module)
+        getattr(importlib.import_module(adapter), function)(module)
 
     loader.exec_module = run_and_patch
 

@@ -1,0 +1,62 @@
+"""Adapts an installed TensorFlow to `paceline launch`: only `tf.distribute` and `fit` are ours.
+
+`tf.data`, `tf.io`, `tf.image`, `tf.train` and `tensorflow_datasets` are TensorFlow's. They feed a
+Keras model that computes on torch, so what differentiates through TensorFlow is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.keras.distribution import (
+    LOOP_REMEDY,
+    DatasetCreator,
+    TensorFlowServer,
+    distribute_names,
+    worker_count,
+)
+from paceline.worker.script import SEED
+
+
+def patch_tensorflow(tf: Any) -> None:
+    """Called when the script has imported TensorFlow."""
+    tf.random.set_seed(SEED)
+    # Torch has the GPUs, and shares the cores of this worker.
+    tf.config.set_visible_devices([], "GPU")
+    tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+    _replace(tf.distribute, distribute_names())
+    tf.train.Server = TensorFlowServer
+    tf.GradientTape = _reject_tape
+    tf.data.Dataset.shard = _check_shard(tf.data.Dataset.shard)
+    tf.keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
+
+
+def _replace(module: Any, names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        if isinstance(value, dict):
+            _replace(getattr(module, name), value)
+        else:
+            setattr(module, name, value)
+
+
+def _reject_tape(*args: Any, **options: Any) -> Any:
+    raise UsageError(
+        f"tf.GradientTape is not supported: the model computes on torch; {LOOP_REMEDY}"
+    )
+
+
+def _check_shard(shard: Callable[..., Any]) -> Callable[..., Any]:
+    def call(dataset: Any, num_shards: int, index: int, **options: Any) -> Any:
+        if isinstance(num_shards, int) and 1 < num_shards == worker_count():
+            raise UsageError(
+                f"dataset.shard({num_shards}, {index}) leaves out samples: Paceline divides the "
+                "data among the workers itself; remove the call"
+            )
+        return shard(dataset, num_shards, index, **options)
+
+    return call
