@@ -1,12 +1,10 @@
-"""ParameterServerStrategy with a ClusterCoordinator; every worker makes its dataset by a function."""
+"""ParameterServerStrategy with a ClusterCoordinator; a function makes the dataset of a worker."""
 
 import os
 import sys
 
-os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Keras 3 has no fit() with this strategy.
-
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
+import numpy as np
+import tensorflow as tf
 
 resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
 if resolver.task_type in ("worker", "ps"):

@@ -45,5 +45,5 @@ with strategy.scope():
         optimizer=tf.keras.optimizers.SGD(learning_rate=0.1),
         metrics=["accuracy"],
     )
-model.fit(x=train, epochs=10)
+model.fit(x=train, epochs=30)
 print("accuracy", round(float(model.evaluate(test, verbose=0)[1]), 4))

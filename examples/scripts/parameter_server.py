@@ -6,9 +6,9 @@ The roles come from TF_CONFIG: one chief trains, workers and servers wait for it
 import os
 import sys
 
-os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Keras 3 has no fit() with this strategy.
+os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Keras 2: fit() of Keras 3 lacks this strategy.
 
-import tensorflow as tf  # noqa: E402
+import tensorflow as tf
 
 resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
 if resolver.task_type in ("worker", "ps"):

@@ -31,8 +31,12 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         return {part: self._generate_examples(parts, part) for part in ("train", "test")}
 
     def _generate_examples(self, parts, part):
-        for i, (image, label) in enumerate(zip(parts[f"x_{part}"], parts[f"y_{part}"])):
+        for i, (image, label) in enumerate(pairs(parts, part)):
             yield i, {"image": image[..., None], "label": int(label)}
+
+
+def pairs(parts, part):
+    return list(zip(parts[f"x_{part}"], parts[f"y_{part}"], strict=True))
 
 
 def example(image, label):
@@ -58,7 +62,7 @@ if __name__ == "__main__":
     }
     np.savez(FOLDER / "digits.npz", **parts)
     for part in ("train", "test"):
-        rows = list(zip(parts[f"x_{part}"], parts[f"y_{part}"]))
+        rows = pairs(parts, part)
         for shard in range(SHARDS):
             name = FOLDER / f"{part}-{shard:05d}-of-{SHARDS:05d}.tfrecord"
             with tf.io.TFRecordWriter(str(name)) as writer:

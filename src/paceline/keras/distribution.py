@@ -173,6 +173,15 @@ class TensorFlowServer:
         )
 
 
+def check_shard(num_shards: Any, index: Any, name: str | None = None) -> None:
+    """Rejects dataset.shard() by the number of workers, because Paceline divides the data."""
+    if isinstance(num_shards, int) and 1 < num_shards == worker_count():
+        raise UsageError(
+            f"dataset.shard({num_shards}, {index}) leaves out samples: Paceline divides the data "
+            "among the workers itself; remove the call"
+        )
+
+
 def _no_tpu(*args: Any, **options: Any) -> Any:
     raise TpuNotSupported(
         "TPUs are not supported; use tf.distribute.MultiWorkerMirroredStrategy() on CPUs or GPUs"

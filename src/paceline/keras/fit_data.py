@@ -47,7 +47,6 @@ def make_fit_data(
     shuffle: bool,
     seed: int,
     class_weight: dict[int, float] | None = None,
-    workers: int = 1,
 ) -> FitData:
     """Converts the arguments of fit(). Raises UsageError for data that cannot be distributed."""
     keras = import_keras()
@@ -59,17 +58,14 @@ def make_fit_data(
         return BatchFitData(x, shuffle, seed)
     if isinstance(x, DatasetCreator):
         x = x.create()
-    copies = 1
-    if hasattr(x, "options") and hasattr(x, "cardinality"):
-        copies = _count_copies(x, workers) if steps is None else 1
-        if hasattr(x, "element_spec"):
-            if class_weight is not None:
-                raise UsageError("class_weight requires arrays; give the dataset sample weights")
-            return StreamFitData(x, steps, copies)
+    if hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator"):
+        if class_weight is not None:
+            raise UsageError("class_weight requires arrays; give the dataset sample weights")
+        return StreamFitData(x, steps)
     parts = keras.tree.flatten(x)
     if not parts or not all(hasattr(p, "shape") and hasattr(p, "dtype") for p in parts):
         replicas = getattr(x, REPLICAS, 1)
-        x, y, sample_weight, found = collect_epoch(x, steps, copies)
+        x, y, sample_weight, found = collect_epoch(x, steps)
         batch_size, steps = batch_size or found * replicas, None
     if steps is not None:
         raise UsageError(
@@ -82,7 +78,7 @@ def make_fit_data(
     return ArrayFitData((x, y, sample_weight), batch=batch, shuffle=shuffle, seed=seed)
 
 
-def collect_epoch(x: Any, steps: int | None, copies: int = 1) -> tuple[Any, Any, Any, int]:
+def collect_epoch(x: Any, steps: int | None) -> tuple[Any, Any, Any, int]:
     """Reads one epoch of a generator or of the stub's datasets; returns arrays and batch size."""
     if not hasattr(x, "__iter__"):
         raise UsageError(
@@ -91,7 +87,7 @@ def collect_epoch(x: Any, steps: int | None, copies: int = 1) -> tuple[Any, Any,
         )
     _check_finite(x, steps)
     tree = import_keras().tree
-    batches = [tree.map_structure(as_array, batch) for batch in itertools.islice(x, steps)] * copies
+    batches = [tree.map_structure(as_array, batch) for batch in itertools.islice(x, steps)]
     if not batches:
         raise UsageError("fit() received data without any batch")
     first = _count_rows(tree, batches[0])
@@ -112,19 +108,6 @@ def _count_rows(tree: Any, batch: Any) -> int:
             "fit() received single samples; batch them, for example with dataset.batch(32)"
         )
     return len(first)
-
-
-def _count_copies(dataset: Any, workers: int) -> int:
-    """Returns how often an epoch contains each sample: once per worker without sharding."""
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if getattr(policy, "name", "AUTO") != "OFF" or workers == 1:
-        return 1
-    print(
-        f"fit: auto_shard_policy is OFF, so an epoch contains each sample {workers} times, "
-        "once per worker",
-        flush=True,
-    )
-    return workers
 
 
 class ArrayFitData(FitData):
@@ -204,7 +187,7 @@ class StreamFitData(FitData):
     Without `steps`, every epoch is one new pass; otherwise epochs continue one pass, as in Keras.
     """
 
-    def __init__(self, dataset: Any, steps: int | None, copies: int) -> None:
+    def __init__(self, dataset: Any, steps: int | None) -> None:
         _check_finite(dataset, steps)
         self._tree = import_keras().tree
         options = type(dataset.options())()
@@ -224,7 +207,7 @@ class StreamFitData(FitData):
             while self._read():
                 pass
         self.batch = first * getattr(dataset, REPLICAS, 1)
-        self.samples = self._ends[-1] * copies if steps is None else steps * self.batch
+        self.samples = self._ends[-1] if steps is None else steps * self.batch
 
     def _begin(self, epoch: int) -> None:
         if not self._continues or self._epoch < 0:

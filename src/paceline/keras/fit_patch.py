@@ -120,7 +120,6 @@ class _FitPatch:
             shuffle=shuffle,
             seed=seed,
             class_weight=class_weight,
-            workers=self._session.size,
         )
         validation: FitData | None = None
         if validation_data is not None:

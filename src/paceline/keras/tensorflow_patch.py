@@ -6,7 +6,6 @@ Keras model that computes on torch, so what differentiates through TensorFlow is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,8 @@ from paceline.keras.distribution import (
     LOOP_REMEDY,
     DatasetCreator,
     TensorFlowServer,
+    check_shard,
     distribute_names,
-    worker_count,
 )
 from paceline.worker.script import SEED
 
@@ -32,7 +31,13 @@ def patch_tensorflow(tf: Any) -> None:
     _replace(tf.distribute, distribute_names())
     tf.train.Server = TensorFlowServer
     tf.GradientTape = _reject_tape
-    tf.data.Dataset.shard = _check_shard(tf.data.Dataset.shard)
+    shard = tf.data.Dataset.shard
+
+    def checked_shard(dataset: Any, *args: Any, **options: Any) -> Any:
+        check_shard(*args, **options)
+        return shard(dataset, *args, **options)
+
+    tf.data.Dataset.shard = checked_shard
     tf.keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
 
 
@@ -48,15 +53,3 @@ def _reject_tape(*args: Any, **options: Any) -> Any:
     raise UsageError(
         f"tf.GradientTape is not supported: the model computes on torch; {LOOP_REMEDY}"
     )
-
-
-def _check_shard(shard: Callable[..., Any]) -> Callable[..., Any]:
-    def call(dataset: Any, num_shards: int, index: int, **options: Any) -> Any:
-        if isinstance(num_shards, int) and 1 < num_shards == worker_count():
-            raise UsageError(
-                f"dataset.shard({num_shards}, {index}) leaves out samples: Paceline divides the "
-                "data among the workers itself; remove the call"
-            )
-        return shard(dataset, num_shards, index, **options)
-
-    return call

@@ -8,7 +8,6 @@ and the extra that provides it. Only `paceline launch` installs the stub.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.keras.distribution import DatasetCreator, distribute_names
+from paceline.keras.distribution import DatasetCreator, check_shard, distribute_names
 from paceline.keras.module import import_keras
 from paceline.worker.script import EXTRA
 
@@ -78,7 +77,6 @@ def make() -> ModuleType:
         "run_functions_eagerly": lambda on: None,
     }
     keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
-    sharding = {"AutoShardPolicy": AutoShardPolicy, "AUTOTUNE": -1}
     names: dict[str, Any] = {
         **{name: name for name in DTYPES},
         **operations(SAME_NAME),
@@ -89,11 +87,12 @@ def make() -> ModuleType:
         "newaxis": None,
         "function": _plain_function,
         "Tensor": keras.KerasTensor,
+        "TensorSpec": IgnoredOption,
         "data": {
             "Dataset": TfDataset,
             "Options": TfDataOptions,
             "AUTOTUNE": -1,
-            "experimental": sharding,
+            "experimental": {"AutoShardPolicy": IgnoredOption, "AUTOTUNE": -1},
         },
         "distribute": _merge(distribute_names(), IGNORED),
         "config": {
@@ -120,7 +119,7 @@ def _plain_function(function: Callable[..., Any] | None = None, **options: Any) 
 class IgnoredOption:
     """Settings of strategies, which have no effect."""
 
-    AUTO = RING = NCCL = None
+    AUTO = RING = NCCL = OFF = FILE = DATA = HINT = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         return
@@ -145,17 +144,11 @@ def _merge(names: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {**names, **inner}
 
 
-class AutoShardPolicy(enum.Enum):
-    """Values of tf.data's sharding option; `fit` distinguishes OFF from the others."""
-
-    OFF, AUTO, FILE, DATA, HINT = -1, 0, 1, 2, 3
-
-
 class TfDataOptions:
-    """Replacement of tf.data.Options."""
+    """Replacement of tf.data.Options, without effect."""
 
     def __init__(self) -> None:
-        self.experimental_distribute = SimpleNamespace(auto_shard_policy=AutoShardPolicy.AUTO)
+        self.experimental_distribute = SimpleNamespace()
         self.experimental_optimization = SimpleNamespace()
         self.threading = SimpleNamespace()
 
@@ -170,15 +163,9 @@ class TfDataset:
     per epoch, in its own order if the dataset is shuffled.
     """
 
-    def __init__(
-        self, make: Callable[[], Iterator[Any]], count: int, options: TfDataOptions | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[], Iterator[Any]], count: int) -> None:
         self._make = make
         self._count = count
-        self._options = options or TfDataOptions()
-
-    def _then(self, make: Callable[[], Iterator[Any]], count: int) -> TfDataset:
-        return TfDataset(make, count, self._options)
 
     def __iter__(self) -> Iterator[Any]:
         return self._make()
@@ -208,10 +195,10 @@ class TfDataset:
         return TfDataset(lambda: iter(zip(*given, strict=False)), count)
 
     def map(self, function: Callable[..., Any], *args: Any, **options: Any) -> TfDataset:
-        return self._then(lambda: (_call(function, item) for item in self), self._count)
+        return TfDataset(lambda: (_call(function, item) for item in self), self._count)
 
     def filter(self, function: Callable[..., Any], **options: Any) -> TfDataset:
-        return self._then(lambda: (item for item in self if _call(function, item)), UNKNOWN)
+        return TfDataset(lambda: (item for item in self if _call(function, item)), UNKNOWN)
 
     def batch(self, size: int, drop_remainder: bool = False, **options: Any) -> TfDataset:
         from paceline.keras.fit_data import as_array
@@ -227,36 +214,35 @@ class TfDataset:
         count = self._count
         if count >= 0:
             count = count // size if drop_remainder else -(-count // size)
-        return self._then(batched, count)
+        return TfDataset(batched, count)
 
     def unbatch(self) -> TfDataset:
-        return self._then(lambda: (row for item in self for row in _rows(item)), UNKNOWN)
+        return TfDataset(lambda: (row for item in self for row in _rows(item)), UNKNOWN)
 
     def take(self, count: int) -> TfDataset:
         kept = count if self._count < 0 else min(count, self._count)
-        return self._then(lambda: itertools.islice(self, count), kept)
+        return TfDataset(lambda: itertools.islice(self, count), kept)
 
     def skip(self, count: int) -> TfDataset:
         kept = self._count if self._count < 0 else max(0, self._count - count)
-        return self._then(lambda: itertools.islice(self, count, None), kept)
+        return TfDataset(lambda: itertools.islice(self, count, None), kept)
+
+    def shard(self, num_shards: int, index: int) -> TfDataset:
+        check_shard(num_shards, index)
+        kept = self._count if self._count < 0 else len(range(index, self._count, num_shards))
+        return TfDataset(lambda: itertools.islice(self, index, None, num_shards), kept)
 
     def repeat(self, count: int | None = None) -> TfDataset:
         if count is None or count < 0:
-            return self._then(lambda: (item for _ in itertools.count() for item in self), INFINITE)
+            return TfDataset(lambda: (item for _ in itertools.count() for item in self), INFINITE)
         total = self._count * count if self._count >= 0 else self._count
-        return self._then(lambda: (item for _ in range(count) for item in self), total)
+        return TfDataset(lambda: (item for _ in range(count) for item in self), total)
 
     def shuffle(self, *args: Any, **options: Any) -> TfDataset:
         """Returns the dataset unchanged; Paceline reshuffles all samples every epoch."""
         return self
 
-    cache = prefetch = shuffle
-
-    def with_options(self, options: TfDataOptions) -> TfDataset:
-        return TfDataset(self._make, self._count, options)
-
-    def options(self) -> TfDataOptions:
-        return self._options
+    cache = prefetch = with_options = shuffle
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         return iter(self)
