@@ -42,7 +42,10 @@ peers: $(VENV)/.package           ## environments of the frameworks that `make b
 	.peers/torchft/bin/pip --disable-pip-version-check install --quiet \
 		--constraint constraints.txt --editable . torchft
 	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
-	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet tensorflow-cpu==2.21.0
+	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet \
+		--constraint constraints.txt --editable '.[tensorflow]'
+	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet --no-deps \
+		--constraint constraints.txt tf_keras
 
 delays:                           ## install what bench/slow_links.py needs for delays; root, Debian
 	apt-get install --yes --quiet libnetfilter-queue-dev libnfnetlink-dev

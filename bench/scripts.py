@@ -3,11 +3,11 @@
 
     PYTHON bench/scripts.py --out bench/results/scripts.jsonl [--seeds 3] [--only mirrored]
 
-PYTHON is an interpreter with `paceline[tensorflow]` and tf_keras (.peers/tensorflow of `make peers`):
-TensorFlow alone runs the scripts with Keras 2, as the studies did, because fit() of Keras 3 fails with
-strategies of several processes. Rows are appended to the output file one by one; a further call
-continues where the last one ended and prints the table. TensorFlow has as many replicas as Paceline
-has workers: two processes, two logical devices of one process, or two workers, a server and a chief.
+PYTHON has `paceline[tensorflow]` and tf_keras (.peers/tensorflow/bin/python after `make peers`).
+TensorFlow alone runs the scripts with Keras 2, as the studies did: fit() of Keras 3 fails with
+strategies of several processes. It has as many replicas as Paceline has workers: two processes, two
+logical devices, or two workers with a server and a chief. Rows are appended to the output file one
+by one; a further call continues where the last one ended and prints the table.
 """
 
 from __future__ import annotations

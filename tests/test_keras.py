@@ -296,7 +296,8 @@ def test_mistakes_in_a_script_are_one_line(run_cli: RunCli, tmp_path: Path) -> N
     )
     assert finished.code == 2
     assert (
-        "tf.raw_ops is not available without TensorFlow; install TensorFlow" in finished.last_line
+        "train_keras.py:2: `tf.raw_ops.Conv2D`: tf.raw_ops is not available without TensorFlow; "
+        "pip install 'paceline[tensorflow]'" in finished.last_line
     )
 
 

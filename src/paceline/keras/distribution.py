@@ -177,7 +177,7 @@ def check_shard(num_shards: Any, index: Any, name: str | None = None) -> None:
     """Rejects dataset.shard() by the number of workers, because Paceline divides the data."""
     if isinstance(num_shards, int) and 1 < num_shards == worker_count():
         raise UsageError(
-            f"dataset.shard({num_shards}, {index}) leaves out samples: Paceline divides the data "
+            f"dataset.shard({num_shards}, {index}) drops samples: Paceline divides the data "
             "among the workers itself; remove the call"
         )
 

@@ -27,14 +27,14 @@ WORKER_0_ONLY = ("CSVLogger", "TensorBoard", "RemoteMonitor", "SwapEMAWeights")
 def patch_fit(keras: Any) -> None:
     """Replaces `fit`; called when the script has imported keras."""
     check_backend(keras)
-    session = custom_loop._session
-    if session is None:
-        return
     from keras.src.utils import module_utils
 
     # Keras, which detects TensorFlow itself, must not use the stub.
     if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
         module_utils.tensorflow._available = False
+    session = custom_loop._session
+    if session is None:
+        return
     _FitPatch(keras, session).install()
 
 
