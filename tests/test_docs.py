@@ -13,7 +13,10 @@ from paceline.strategies.registry import parse_strategies
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = [*PAGES, *sorted((ROOT / "examples").iterdir())]
+SOURCES = [
+    *PAGES,
+    *sorted(p for p in (ROOT / "examples").rglob("*") if p.is_file() and p.suffix != ".pyc"),
+]
 # Kept equal to the command line by test_golden.py.
 COMMANDS = json.loads((ROOT / "tests/golden/options.json").read_text())
 # An indented line belongs to an example's docstring or comment.
