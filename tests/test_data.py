@@ -528,7 +528,7 @@ def fill_cache(folder: Path) -> tuple[Path, np.ndarray[Any, Any]]:
 @pytest.mark.usefixtures("unpublished")
 def test_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, x = fill_cache(tmp_path)
-    monkeypatch.setattr(cifar, "_unpack", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(cifar, "unpack", lambda *_: pytest.fail("decoded again"))
     again = rows_of(data.load("cifar10", data_dir=tmp_path).train)[0].numpy()
     np.testing.assert_array_equal(again, x)
 
