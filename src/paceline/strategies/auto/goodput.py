@@ -17,16 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.cluster.pool import Host, Link, Pool, StepCost
-from paceline.plan.cost_model import Workload
+from paceline.plan.cost_model import FIRST_BUCKET_BYTES, Workload
 from paceline.plan.facet import StepEstimate
 from paceline.plan.pool_arrays import PoolArrays
 from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.strategy import Strategy
+from paceline.strategies.allreduce.spec import AllReduce
 from paceline.strategies.registry import cost
 
-NOMINAL_GRADIENT_BYTES = 800_000
-"""Used if the exchange was not probed; then only the time that it takes is known."""
 MAX_CV = 2.0
 DOUBLINGS = 20
 MODEL_ERROR = 0.10
@@ -57,7 +56,7 @@ class LiveCluster:
         work = Workload(
             model="live",
             data="live",
-            shapes=(((probe.gradient_bytes if probe else NOMINAL_GRADIENT_BYTES) // 4,),),
+            shapes=((_whole_buckets(probe.gradient_bytes if probe else 0) // 4,),),
             item_bytes=4,
             flops_per_sample=1.0,
             samples=batch,
@@ -164,6 +163,15 @@ class LiveCluster:
         share = sum(w.comm_share if waits else w.mean_comm_share for w in windows) / len(windows)
         busy_s = float(np.max(alone.busy))
         return min(self.batch / mean_rate(windows), alone.step_s + share * busy_s)
+
+
+def _whole_buckets(nbytes: int) -> int:
+    """Returns the size without the last, partial bucket: what is in it may be ready much earlier.
+
+    The size itself is nominal, because the duration of an exchange is known.
+    """
+    each = int(AllReduce().bucket_bytes)
+    return FIRST_BUCKET_BYTES + max(0, nbytes - FIRST_BUCKET_BYTES) // each * each
 
 
 class Observation(NamedTuple):
