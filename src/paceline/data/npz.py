@@ -7,6 +7,7 @@ given. An archive is read into memory at once. Pickled objects are never loaded.
 import io
 import zipfile
 import zlib
+from collections.abc import Container
 
 import numpy as np
 
@@ -33,10 +34,12 @@ def _open(file: StoredFile) -> dict[str, Array]:
         raise file.error(f"is not a readable archive of arrays ({error})") from None
 
 
-def _find(known: object, names: tuple[str, ...], part: str, strict: bool = False) -> str | None:
+def _find(
+    known: Container[str], names: tuple[str, ...], part: str, strict: bool = False
+) -> str | None:
     candidates = [form for name in names for form in (f"{name}_{part}", f"{part}_{name}")]
     candidates += [] if strict else names
-    return next((name for name in candidates if name in known), None)  # type: ignore[operator]
+    return next((name for name in candidates if name in known), None)
 
 
 class NpzSource(BlockSource):

@@ -20,7 +20,7 @@ def recall_corrections(out: Path, config: Mapping[str, Any]) -> dict[str, float]
     Empty if no completed run next to `out` had the same job, workers and machine.
     """
     found = [f for f in out.parent.glob("*/result.json") if f.parent.resolve() != out.resolve()]
-    for path in sorted(found, key=lambda f: -f.stat().st_mtime)[:MAX_RUNS]:
+    for path in sorted(found, key=_modified, reverse=True)[:MAX_RUNS]:
         try:
             before = json.loads(RunFolder(path.parent).config.read_text(encoding="utf-8"))
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -35,3 +35,11 @@ def recall_corrections(out: Path, config: Mapping[str, Any]) -> dict[str, float]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # A run does not depend on folders of others.
     return {}
+
+
+def _modified(path: Path) -> float:
+    """Returns the time of the last change; 0 if the file was removed in the meantime."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

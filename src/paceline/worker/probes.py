@@ -25,6 +25,7 @@ PROBE_SHARE = 4
 """A pass takes this fraction of a worker's share of a batch: slow workers are slow here, too."""
 MIN_PROBE_SAMPLES = 8
 PING, PONG = 7001, 7002
+"""Tags of the messages of a round trip."""
 
 
 def probe_speed(

@@ -166,9 +166,10 @@ class LiveCluster:
 
 
 def _whole_buckets(nbytes: int) -> int:
-    """Returns the size without the last, partial bucket: what is in it may be ready much earlier.
+    """Returns the size of a gradient without its last, partial bucket.
 
-    The size itself is nominal, because the duration of an exchange is known.
+    Only the number of buckets matters, because the duration of an exchange is known. The partial
+    one is not counted: it may hold almost nothing, so that it hides almost nothing.
     """
     each = int(AllReduce().bucket_bytes)
     return FIRST_BUCKET_BYTES + max(0, nbytes - FIRST_BUCKET_BYTES) // each * each

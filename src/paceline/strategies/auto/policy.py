@@ -72,16 +72,19 @@ class AutoPolicy(SwitchPolicy):
         windows = history.throughput.latest(history.phase, WINDOWS)
         if not windows or len(self._candidates) < 2:
             return None
-        # One window suffices to confirm what the probes promised.
-        foreseen = self._foreseen(history) if len(windows) < WINDOWS else None
-        if len(windows) < WINDOWS and foreseen is None:
+        is_early = len(windows) < WINDOWS
+        expected = self._expected_best(history) if is_early else None
+        if is_early and expected is None:
             return None
         cluster = self._cluster()
         corrections = self._measure(history, cluster, windows)
         if corrections is None:
             return None
         decision = self._choose(history, cluster, corrections)
-        return decision if foreseen in (None, decision and decision.phase) else None
+        # One window is enough only to confirm what the probes promised.
+        if is_early and (decision is None or decision.phase != expected):
+            return None
+        return decision
 
     def _cluster(self) -> LiveCluster:
         horizon = self._horizon
@@ -138,11 +141,11 @@ class AutoPolicy(SwitchPolicy):
     def _gain(found: Mapping[int, Goodput], now: int, other: int) -> float:
         return 1 - found[now].value / found[other].value
 
-    def _foreseen(self, history: History) -> int | None:
-        """Returns the candidate that the probes promised to be better than the first one."""
-        if history.switches or self._horizon.exchange is None or not all(self._horizon.speeds):
-            return None
-        if not self._horizon.speeds or self._first is not None:
+    def _expected_best(self, history: History) -> int | None:
+        """Returns the candidate that the probes expect to be better than the first one, if any."""
+        speeds = self._horizon.speeds
+        is_probed = self._horizon.exchange is not None and speeds and all(speeds)
+        if history.switches or self._first is not None or not is_probed:
             return None
         found = self._predict_from_probes()
         best = max(found, key=lambda p: found[p].value)
