@@ -11,6 +11,7 @@ import pytest
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import SpecError
 from paceline.job import Job
+from paceline.launch.compare_runs import compare
 from paceline.launch.run import train
 from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import History
@@ -473,6 +474,17 @@ def test_a_run_recalls_what_an_earlier_one_measured(tmp_path: Path) -> None:
         out=tmp_path / "other",
     )
     assert "earlier run" not in other["decisions"][0]["reason"]
+
+
+def test_the_runs_of_a_comparison_do_not_recall_each_other(tmp_path: Path) -> None:
+    job = Job(model="mlp-128", data="digits", epochs=1, batch=64, seed=1)
+    earlier = train(job, "auto(allreduce, ps)", workers=2, out=tmp_path / "0-auto")
+    rows = [*earlier["decisions"], {"figures": {"corrections": {"ps": 0.5, "allreduce": 1.0}}}]
+    done = json.dumps({**earlier, "decisions": rows})
+    (tmp_path / "0-auto" / "result.json").write_text(done)
+    compare(job, ["auto(allreduce, ps)"], workers=2, out=tmp_path)
+    result = json.loads((tmp_path / "1-auto-seed1" / "result.json").read_text())
+    assert "earlier run" not in result["decisions"][0]["reason"]
 
 
 def test_recalled_corrections_change_the_start() -> None:

@@ -102,6 +102,7 @@ def compare_strategies(
                     options,
                     out=folder / name,
                     workers=strategy.worker_count(workers),
+                    recall=False,
                     labels={**options.labels, **label_as_given(strategies[number], strategy)},
                     on_event=show,
                 )
@@ -217,6 +218,7 @@ def run_cell(cell: MatrixCell, options: MatrixOptions, view: MatrixProgress, run
         workers=cell.workers,
         resume=half_done,
         force=not half_done,
+        recall=False,
         labels={"task": cell.task, "arm": cell.arm},
         on_event=view.show,
     )

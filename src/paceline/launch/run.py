@@ -287,8 +287,7 @@ def _run(
         },
     }
     write_json(folder.config, config)
-    # The runs of a comparison are independent of each other.
-    if plan.strategy.needs_exchange_probe and "task" not in options.labels:
+    if plan.strategy.needs_exchange_probe and options.recall:
         recalled = recall_corrections(options.out, config)
         plan = dataclasses.replace(plan, recalled=recalled)
     event_log = EventLog(folder.events("run"), options.on_event)

@@ -30,6 +30,8 @@ class RunOptions(RunSettings):
     """`step_s`, `seconds` and `seconds_interval` as planned, to compare with the measurement."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     """Starts the processes; by default as child processes of this one."""
+    recall: bool = True
+    """Use what earlier runs of the same job next to `out` measured; not within a comparison."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels in reports: `task`, the comparison that the run belongs to, and `arm`, its name."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -163,7 +163,9 @@ class SwitchSearch:
             result = folder.read_result()
         else:
             job = with_job_fields(self.job, checkpoint_every="epoch(1)", until=None, patience=None)
-            options = dataclasses.replace(self.options, out=folder.path, force=True, **changes)
+            options = dataclasses.replace(
+                self.options, out=folder.path, force=True, recall=False, **changes
+            )
             result = run_to_result(self.run, job, strategy, options)
         probe = SwitchTrial(
             share=share,
