@@ -425,7 +425,7 @@ def test_report_of_many_runs_has_every_part(tmp_path: Path) -> None:
     for heading in ("Summary", "Findings", "Accuracy and loss", "Time categories", "Staleness",
                     "Switches", "Stages", "Runs", "Configuration and versions"):  # fmt: skip
         assert f"<h2>{heading}</h2>" in body
-    assert len(figures) == 4 + 1 + 3 + 1
+    assert len(figures) == 8 + 1 + 3 + 1
     assert all(len(figure["layout"]["shapes"]) == 2 for figure in figures[:4])
     assert "half of the samples seen (at=50%)" in body
     assert "2.8.0" in body

@@ -6,14 +6,29 @@ from dataclasses import dataclass
 from paceline.report import charts
 from paceline.report.charts import Figure
 from paceline.report.findings import list_findings
+from paceline.report.machines import draw_machines
 from paceline.report.published_results import (
     draw_published,
     make_published_tables,
     sentences_on_published,
 )
 from paceline.report.runs import ReportRun, RunGroup, split_tasks
-from paceline.report.study_tables import list_tables
+from paceline.report.study_tables import (
+    list_tables,
+    make_run_table,
+    make_stage_table,
+    make_switch_table,
+    make_version_table,
+)
 from paceline.report.tables import ReportTable
+
+CURVES = {
+    "val_acc": "Validation accuracy",
+    "train_loss": "Training loss",
+    "train_acc": "Training accuracy",
+    "val_loss": "Validation loss",
+}
+"""Metrics drawn over epochs and over seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +59,14 @@ class ReportDocument:
     @property
     def sheets(self) -> dict[str, ReportTable]:
         """By the name of their files."""
-        return {s.prefix + sheet.name: sheet for s in self.sections for sheet in s.sheets}
+        of_sections = {s.prefix + sheet.name: sheet for s in self.sections for sheet in s.sheets}
+        return {**of_sections, **{sheet.name: sheet for sheet in self.run_sheets}}
+
+    @property
+    def run_sheets(self) -> list[ReportTable]:
+        """Tables over the runs of all sections; only those with rows."""
+        tables = (make_switch_table, make_stage_table, make_run_table, make_version_table)
+        return [sheet for table in tables if (sheet := table(self.runs)).rows]
 
 
 def make_content(
@@ -82,7 +104,7 @@ def summarize_runs(runs: Sequence[ReportRun]) -> str:
 
 def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Figure]]:
     found: list[tuple[str, str, Figure | None]] = []
-    for measure, word in (("val_acc", "Validation accuracy"), ("train_loss", "Training loss")):
+    for measure, word in CURVES.items():
         for against in ("epochs", "seconds"):
             figure = charts.draw_curves(task.runs, measure, against=against)
             name = f"{measure.replace('_', '-')}-{against}"
@@ -90,6 +112,7 @@ def list_figures(task: RunGroup, *, published: bool) -> list[tuple[str, str, Fig
     found.append(("frontier", "Accuracy vs. time", charts.draw_frontier(task)))
     if published:
         found.append(("published", "Training accuracy and published results", draw_published(task)))
+    found += draw_machines(task)
     for number, (label, n, figure) in enumerate(charts.draw_phases(task.runs)):
         heading = f"{label} (mean of {n} runs)" if n > 1 else label
         found.append((f"phases-{number + 1}", heading, figure))

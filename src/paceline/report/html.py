@@ -11,11 +11,12 @@ from plotly.offline import get_plotlyjs
 
 from paceline.report import charts, study_tables
 from paceline.report.charts import Figure
-from paceline.report.document import ReportDocument, ReportSection
+from paceline.report.document import CURVES, ReportDocument, ReportSection
 from paceline.report.runs import UNFINISHED, ReportRun, group_by_label
 from paceline.report.tables import ReportTable
 
 PAGE = Path(__file__).parent / "page"
+CURVE_NAMES = tuple(measure.replace("_", "-") for measure in CURVES)
 
 # The page may run its own script and load nothing: it works offline and sends no requests.
 POLICY = (
@@ -49,12 +50,10 @@ def render_report(content: ReportDocument) -> str:
         }
         figures += [figure for _, _, figure in section.figures]
         body += render_section(section, boxes)
-    body += render_table(study_tables.make_switch_table(runs))
-    body += render_table(study_tables.make_stage_table(runs))
-    body += render_table(study_tables.make_run_table(runs))
-    body += render_table(study_tables.make_version_table(runs)) or [
-        "<h2>Configuration and versions</h2>"
-    ]
+    for sheet in content.run_sheets:
+        body += render_table(sheet)
+    if not any(sheet.name == "versions" for sheet in content.run_sheets):
+        body.append("<h2>Configuration and versions</h2>")
     for run in runs:
         if run.config:
             text = json.dumps(run.config, indent=2, ensure_ascii=False)
@@ -83,6 +82,7 @@ def render_section(section: ReportSection, boxes: Mapping[str, str]) -> list[str
         *render_frontier(boxes),
         *render_phases(section, boxes),
         *render_staleness(section, boxes),
+        *render_machines(boxes),
     ]
     if section.sheets:
         parts.append("<h2>Tables</h2>")
@@ -126,7 +126,7 @@ def describe_run(run: ReportRun) -> str:
 
 
 def render_curves(section: ReportSection, boxes: Mapping[str, str]) -> list[str]:
-    drawn = [box for name, box in boxes.items() if name.startswith(("val-acc", "train-loss"))]
+    drawn = [box for name, box in boxes.items() if name.startswith(CURVE_NAMES)]
     heading = "<h2>Accuracy and loss</h2>"
     if not drawn:
         note = "No run has finished an epoch, so there are no curves."
@@ -171,6 +171,14 @@ def render_phases(section: ReportSection, boxes: Mapping[str, str]) -> list[str]
         render_legend(legend),
         render_grid([boxes[name] for name in drawn]),
     ]
+
+
+def render_machines(boxes: Mapping[str, str]) -> list[str]:
+    drawn = [box for name, box in boxes.items() if name.startswith("machines-")]
+    if not drawn:
+        return []
+    note = "Whole machines over the whole run, one run per strategy; the table is of training only."
+    return ["<h2>Machines over time</h2>", render_note(note), render_grid(drawn)]
 
 
 def render_staleness(section: ReportSection, boxes: Mapping[str, str]) -> list[str]:

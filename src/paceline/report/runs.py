@@ -16,6 +16,7 @@ from paceline.report.comparison import (
     label_results,
     mean_metric,
 )
+from paceline.report.machine_series import ClusterRecord, read_machines
 from paceline.report.stats import Spread, group_by, interpolate, mean_and_std, mean_of
 from paceline.telemetry.events import PHASES, StrategySwitched
 from paceline.telemetry.reader import RunReader, read_run
@@ -33,6 +34,7 @@ class ReportRun:
     config: RunConfig = field(default_factory=RunConfig)
     missing: list[str] = field(default_factory=list)
     switch_times_s: dict[int, float] = field(default_factory=dict)
+    cluster: ClusterRecord = field(default_factory=ClusterRecord)
     label: str = ""
 
     @property
@@ -181,6 +183,7 @@ def load_run(path: Path, name: str) -> ReportRun:
         config=record.config,
         missing=missing,
         switch_times_s={event.row.samples: event.t for event in switched},
+        cluster=read_machines(record),
     )
 
 

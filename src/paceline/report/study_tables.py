@@ -10,6 +10,7 @@ from rich.text import Text
 
 from paceline.report import number_format, stats
 from paceline.report.comparison import Comparison, StrategyEntry, spread_of
+from paceline.report.machines import make_machine_table
 from paceline.report.runs import ReportRun, RunGroup, finished_or_all, group_by_label
 from paceline.report.tables import Column, ReportTable, make_table
 from paceline.telemetry.metrics import ALWAYS_SHOWN, RESOURCES, Metric, View, metrics_in
@@ -153,6 +154,7 @@ def list_tables(task: RunGroup, target: float | None = None) -> list[ReportTable
         make_time_table(task),
         make_time_to_accuracy_table(task, target),
         make_resource_table(task),
+        make_machine_table(task),
         make_model_parts_table(task),
         make_significance_table(task),
     ]

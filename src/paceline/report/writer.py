@@ -93,6 +93,8 @@ def render_markdown(content: ReportDocument, pictures: Mapping[str, Path], base:
             if section.prefix + name in pictures:
                 link = os.path.relpath(pictures[section.prefix + name], base)
                 lines += [f"![{escape_markdown(heading)}]({link})", ""]
+    for sheet in content.run_sheets:
+        lines += [f"## {sheet.title}", "", sheet.to_markdown(), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -238,6 +238,8 @@ class WorkerStarted(Event, kind="worker"):
     host: str
     pid: int
     threads: int
+    namespace: int = 0
+    """Network namespace, which tells apart machines of one host name; 0 if unknown."""
     cores: list[int] = field(default_factory=list)
     """CPU cores this process may run on."""
     quota: float | None = None
@@ -252,6 +254,7 @@ class ServerStarted(Event, kind="server"):
     """The worker that started it."""
     host: str
     pid: int
+    namespace: int = 0
     cores: list[int] = field(default_factory=list)
     quota: float | None = None
 
@@ -318,8 +321,15 @@ class HostMetrics(Event, kind="machine"):
     cpu_idle: float = 0.0
     cores_busy: list[float] = field(default_factory=list)
     """Busy seconds per core."""
+    namespace: int = 0
+    """As in `WorkerStarted`."""
+    load: float = 0.0
+    """Mean number of runnable or blocked threads over the last minute, as the kernel counts it."""
     memory_used: int = 0
     memory_total: int = 0
+    memory_cached: int = 0
+    """File cache and buffers, which are not part of `memory_used`."""
+    swap_used: int = 0
     net_in: int = 0
     net_out: int = 0
     """Over all interfaces except loopback."""

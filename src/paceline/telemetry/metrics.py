@@ -91,6 +91,12 @@ def compression(result: RunResult) -> float | None:
     return sent / before if sent and before and sent != before else None
 
 
+def step_ms(result: RunResult) -> float | None:
+    """Returns milliseconds per global batch, the mean duration of a step of every worker."""
+    batch, rate = as_finite(result.get("batch")), as_finite(result.get("samples_per_s"))
+    return 1e3 * batch / rate if batch and rate else None
+
+
 _accuracy = partial(Metric, unit=Unit.FRACTION, better="higher", views=(ACCURACY, DASHBOARD))
 _loss = partial(Metric, unit=Unit.LOSS, better="lower", views=(ACCURACY, DASHBOARD))
 _duration = partial(Metric, unit=Unit.SECONDS, better="lower")
@@ -136,6 +142,14 @@ METRICS: tuple[Metric, ...] = (
         title="samples/s",
         better="higher",
         priority=30,
+    ),
+    _count(
+        "step_ms",
+        "Milliseconds per step: training time per global batch, without startup and evaluation.",
+        views=(TIME, DASHBOARD),
+        title="ms/step",
+        source=step_ms,
+        better="lower",
     ),
     _count(
         "samples",

@@ -272,8 +272,12 @@ def read_machine(t: float = 0.0) -> HostMetrics:
             core.user + core.nice + core.system + core.irq + core.softirq + core.steal
             for core in psutil.cpu_times(percpu=True)
         ],
+        namespace=network_namespace(),
+        load=_read_load(),
         memory_used=memory.total - memory.available,
         memory_total=memory.total,
+        memory_cached=getattr(memory, "cached", 0) + getattr(memory, "buffers", 0),
+        swap_used=_read_swap(),
         links={name: [link.bytes_recv, link.bytes_sent] for name, link in links.items()},
         disk_read=disk_read,
         disk_write=disk_write,
@@ -302,6 +306,29 @@ def host_metrics_between(before: HostMetrics, now: HostMetrics) -> HostMetrics:
         links={name: both for name, both in links.items() if any(both)},
         **amounts,
     )
+
+
+def network_namespace() -> int:
+    """Returns the number of this process's network namespace; 0 if unknown."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def _read_load() -> float:
+    fields = _text("/proc/loadavg").split()
+    return float(fields[0]) if fields else 0.0
+
+
+def _read_swap() -> int:
+    """Returns the bytes of swap in use, without psutil's warnings in some sandboxes."""
+    sizes = {"SwapTotal:": 0, "SwapFree:": 0}
+    for line in _text("/proc/meminfo").splitlines():
+        name, *rest = line.split()
+        if name in sizes:
+            sizes[name] = 1024 * int(rest[0])
+    return sizes["SwapTotal:"] - sizes["SwapFree:"]
 
 
 @cache

@@ -76,7 +76,8 @@ def phase_seconds(process: str, event: ev.ProcessMetrics) -> dict[str, float]:
 
 
 _LEVELS = {"t", "host", "epoch", "rss", "threads", "rtt", "rtt_least"}
-_LEVELS |= {"memory_used", "memory_total", "gpus"}
+_LEVELS |= {"memory_used", "memory_total", "memory_cached", "swap_used", "gpus"}
+_LEVELS |= {"load", "namespace"}
 
 Metrics = TypeVar("Metrics", bound=ev.ProcessMetrics | ev.HostMetrics)
 

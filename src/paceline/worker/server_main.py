@@ -9,7 +9,7 @@ from paceline.comm.wire import ControlConnection
 from paceline.strategies.ps.server import ParameterServerProcess, warm_up_torch
 from paceline.telemetry.events import ServerEnded, ServerStarted
 from paceline.telemetry.phase_clock import ServerClock
-from paceline.telemetry.proc_stats import allowed_cores, quota_cores
+from paceline.telemetry.proc_stats import allowed_cores, network_namespace, quota_cores
 from paceline.telemetry.sampler import ServerCounters, StepCounters
 from paceline.worker.assignment import Assignment
 from paceline.worker.run_files import TelemetryReporter, open_run_files, peak_rss_bytes
@@ -28,6 +28,7 @@ def run_server(assignment: Assignment, control: ControlConnection, wait_s: float
             beside=assignment.index % assignment.workers,
             host=socket.gethostname(),
             pid=os.getpid(),
+            namespace=network_namespace(),
             cores=allowed_cores(),
             quota=quota_cores(),
         )

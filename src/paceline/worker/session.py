@@ -29,7 +29,7 @@ from paceline.strategies.registry import parse_strategy
 from paceline.strategies.runner import Replica, WorkerContext
 from paceline.telemetry.events import PHASES, InputStats, WorkerEnded, WorkerStarted
 from paceline.telemetry.phase_clock import BACKWARD, COMM, STAGES, PhaseClock
-from paceline.telemetry.proc_stats import allowed_cores, quota_cores
+from paceline.telemetry.proc_stats import allowed_cores, network_namespace, quota_cores
 from paceline.telemetry.sampler import StepCounters
 from paceline.worker.assignment import Assignment
 from paceline.worker.probes import probe_exchange
@@ -71,6 +71,7 @@ class Session:
                 worker=self.rank,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                namespace=network_namespace(),
                 threads=assignment.threads,
                 cores=allowed_cores(),
                 quota=quota_cores(),
