@@ -29,6 +29,7 @@ class Places:
         return self._address
 
     def begin(self, tickets: list[str], on_lost: OnAgentLost) -> None:
+        self.ended = False
         for index, ticket in enumerate(tickets):
             if index in self._late:
                 continue
@@ -58,3 +59,4 @@ class Places:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+        self.processes.clear()

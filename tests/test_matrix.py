@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from conftest import RunCli, read_result
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.arm_settings import ArmSettings
 from paceline.launch.compare_runs import MatrixOptions, run_matrix
 from paceline.launch.matrix_file import Matrix, list_cells, list_shipped, read_matrix
 from paceline.launch.run_options import RunOptions
@@ -121,6 +123,15 @@ def test_shipped_matrices_are_whole(path: Path, scale: str) -> None:
         ({"batches": [32, 32]}, "twice"),
         ({"models": []}, "has no work"),
         ({"batch_is": "local"}, "batch_is is 'local'"),
+        ({"strategies": [{"strategy": "ps", "colour": 1}]}, "strategies.0.colour is not a field"),
+        ({"strategies": [{"strategy": "ps", "threads": 0}]}, "--threads must be at least 1, got 0"),
+        ({"strategies": [{"strategy": "ps", "resume": True}]}, "resume is not a field"),
+        ({"where": {"threads": 2}}, "where has no option 'threads'"),
+        ({"strategies": ["ps", {"strategy": "ps", "pin": True}]}, "two arms are called 'ps'"),
+        (
+            {"strategies": [{"strategy": "ps", "select": "auto"}], "batch_is": "per-worker"},
+            "batch_is: per-worker and select: auto cannot be combined",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Path, changes: Any, words: str) -> None:
@@ -226,6 +237,75 @@ def test_view_guesses_the_time_left_from_runs_alike() -> None:
     assert view.estimate_left_s() == pytest.approx(90 - 10)
     view.end("a2", {"status": "failed", "error": "x"})
     assert view.describe().startswith("2 of 3, 1 failed")
+
+
+def test_an_arm_has_its_own_place_and_run_options(tmp_path: Path) -> None:
+    pools = tmp_path / "pools"
+    pools.mkdir()
+    path = write_matrix(
+        pools / "m.yaml",
+        batches=[32],
+        seeds=1,
+        pool="mine.yaml",
+        timeout=60,
+        strategies=[
+            "allreduce",
+            {"strategy": "ps", "select": "gpu", "servers-on": "a", "threads": 3},
+            {"strategy": "ps", "arm": "here", "engine": "local", "workers": 5},
+            {"strategy": "ps", "arm": "ray", "engine": "ray", "address": "10.0.0.1:6379"},
+            {"strategy": "ps", "arm": "slow", "twin": 4, "slow": "worker=0,factor=2"},
+        ],
+    )
+    cells = {cell.arm: cell for cell in list_cells(read_matrix(str(path)), {})}
+    pool = str(pools / "mine.yaml")
+    assert cells["allreduce"].where == {"pool": pool}
+    assert cells["ps"].where == {"pool": pool, "select": ["gpu"], "servers_on": ["a"]}
+    assert cells["ps"].run_values == {"timeout_s": 60.0, "threads": 3}
+    assert cells["here"].is_here
+    assert cells["here"].workers == 5
+    assert cells["ray"].placement.address == "10.0.0.1:6379"
+    assert cells["ray"].placement.pool is None
+    assert cells["slow"].twin == "4"
+    assert cells["slow"].slowdowns.slow == ("worker=0,factor=2",)
+    # The command's place replaces that of the matrix, but not that of an arm.
+    command = ArmSettings(where={"engine": "spark"}, run={"timeout": 90})
+    moved = {cell.arm: cell for cell in list_cells(read_matrix(str(path)), {}, command)}
+    assert moved["allreduce"].where == {"engine": "spark"}
+    assert moved["allreduce"].run == {"timeout_s": 90.0}
+    assert moved["here"].is_here
+    with pytest.raises(UsageError, match="needs other machines"):
+        run_matrix(read_matrix(str(path)), options_for(tmp_path / "out"), run=Runs())
+
+
+@pytest.mark.timeout(300)
+def test_arms_on_a_pool_here_and_simulated(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "pool.yaml").write_text("hosts: [{host: localhost, workers: 3}]\n")
+    path = write_matrix(
+        tmp_path / "m.yaml",
+        batches=[96],
+        seeds=1,
+        threads=1,
+        strategies=[
+            {"strategy": "allreduce", "arm": "pool", "pool": "pool.yaml"},
+            {"strategy": "allreduce", "arm": "here", "workers": 2},
+            {"strategy": "allreduce", "arm": "twin", "twin": "pool.yaml", "workers": 3},
+            {"strategy": "single", "arm": "first of the pool", "pool": "pool.yaml"},
+        ],
+    )
+    out = tmp_path / "out"
+    done = run_cli("compare", "--matrix", path, "--out", out, "--quiet")
+    assert done.code == 0, done.stderr
+    found = {}
+    for folder in (path for path in out.iterdir() if path.is_dir()):
+        result, config = read_result(folder), json.loads((folder / "run.json").read_text())
+        place = "twin" if result["virtual"] else config["engine"]
+        found[result["labels"]["arm"]] = (place, result["workers"])
+    assert found == {
+        "pool": ("ssh", 3),
+        "here": ("local", 2),
+        "twin": ("twin", 3),
+        "first of the pool": ("ssh", 1),
+    }
 
 
 @pytest.mark.timeout(300)

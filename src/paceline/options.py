@@ -152,6 +152,24 @@ def build_settings(cls: type[T], values: Mapping[str, Any], *, prefix: str = "")
         raise UsageError(explain(error, lambda name: prefix + names.get(name, name))) from None
 
 
+def read_values(values: Mapping[str, Any], fields: Mapping[str, OptionField]) -> dict[str, Any]:
+    """Returns option values of a file by field; `fields` maps the accepted names to options.
+
+    Values may be written as YAML reads them: a number for text, one value for a list.
+    """
+    found = {}
+    for name, value in values.items():
+        field = fields[name]
+        if value is None:
+            continue
+        if field.is_repeatable and not isinstance(value, (list, tuple)):
+            value = [value]
+        elif field.type is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = str(value)
+        found[field.field] = value
+    return found
+
+
 def field_values(settings: object, cls: type) -> dict[str, Any]:
     """Returns the fields that an object has from a base dataclass, to pass them to another."""
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}

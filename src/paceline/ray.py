@@ -77,6 +77,7 @@ class RayEngine:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._check_size(len(tickets))
+        self._ended.clear()
         # All or nothing: a run with only some of its workers would wait forever.
         self._group = placement_group([dict(self._needs)] * len(tickets), strategy="SPREAD")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
@@ -121,16 +122,18 @@ class RayEngine:
         self._ended.set()
         if self._watcher is not None:
             self._watcher.join(2 * POLL_S + 1.0)
+        actors, group, is_ours = self._actors, self._group, self._is_ours
+        self._actors, self._group, self._is_ours, self._watcher = [], None, False, None
         if not self._ray.is_initialized():
             return
         with contextlib.suppress(Exception):
-            for actor in self._actors:
+            for actor in actors:
                 self._ray.kill(actor)
-            if self._group is not None:
+            if group is not None:
                 from ray.util.placement_group import remove_placement_group
 
-                remove_placement_group(self._group)
-        if self._is_ours:
+                remove_placement_group(group)
+        if is_ours:
             self._ray.shutdown()
 
 

@@ -30,6 +30,7 @@ from paceline.options import (
     OptionField,
     build_settings,
     option_fields,
+    read_values,
     settings,
 )
 
@@ -116,19 +117,11 @@ def read_config(path: Path, fields: Mapping[str, OptionField]) -> dict[str, Any]
     by_name = {field.option.replace("-", "_"): field for field in fields.values()}
     by_name.update(fields)
     given = {name.replace("-", "_"): value for name, value in found.items()}
-    values = {}
-    for name, value in given.items():
-        if (field := by_name.get(name)) is None:
+    for name in given:
+        if name not in by_name:
             hint = suggest_name(name, by_name)
             raise UsageError(f"--config {path}: unknown option {name!r}; {hint}")
-        if value is None:
-            continue
-        if field.is_repeatable and not isinstance(value, (list, tuple)):
-            value = [value]
-        elif field.type is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = str(value)
-        values[field.field] = value
-    return values
+    return read_values(given, by_name)
 
 
 def _parameter(field: OptionField) -> inspect.Parameter:

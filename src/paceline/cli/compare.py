@@ -20,15 +20,17 @@ from paceline.cli.commands import (
     require_with,
     split_list,
 )
+from paceline.cli.placement import LOCAL_WORKERS, MatrixPlaces, PlaceRequest, Places
 from paceline.errors import UsageError
 from paceline.job import Job
-from paceline.launch.settings import ProcessSettings, SlowdownSettings
+from paceline.launch.settings import PlacementSettings, ProcessSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings, settings_to_plain
 
 if TYPE_CHECKING:
+    from paceline.launch.placement import Placement
     from paceline.report.comparison import Comparison
 
-DEFAULT_WORKERS, DEFAULT_SEEDS, DEFAULT_SCALE = 2, 1, "full"
+DEFAULT_SEEDS, DEFAULT_SCALE = 1, "full"
 """Defaults of options that cannot be combined with --matrix, or that require it."""
 
 
@@ -40,7 +42,9 @@ class CompareOptions:
     """Strategies, separated by semicolons: "single; allreduce; ps". Required without --matrix."""
     seeds: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_SEEDS))] = None
     """Number of runs per strategy, with consecutive seeds."""
-    workers: Annotated[int | None, Field(ge=1), Option(default=str(DEFAULT_WORKERS))] = None
+    workers: Annotated[
+        int | None, Field(ge=1), Option(default=f"{LOCAL_WORKERS}, or as the pool defines")
+    ] = None
     """Total number of worker processes, excluding servers."""
     force: bool = False
     """Overwrite an existing comparison in --out."""
@@ -70,6 +74,7 @@ def compare(
     common: CommonOptions,
     fields: Job,
     matrix: MatrixChoice,
+    where: PlacementSettings,
     slowdowns: SlowdownSettings,
 ) -> int:
     if matrix.matrix is not None:
@@ -85,7 +90,7 @@ def compare(
             **{n: n in fields.model_fields_set for n in ("model", "data", "batch", "seed")},
         }
         refuse_together("--matrix", in_matrix, reason)
-        return compare_matrix(matrix, options, processes, common, fields)
+        return compare_matrix(matrix, options, processes, common, fields, where)
     require_with("--matrix", given_options(matrix), "it applies to the runs of a matrix")
     if options.strategies is None:
         raise UsageError(
@@ -96,7 +101,20 @@ def compare(
     from paceline.strategies.registry import parse_strategies
 
     parse_strategies(options.strategies)  # Raises before anything else is checked.
-    workers = options.workers or DEFAULT_WORKERS
+    places = Places(make_log(quiet=common.quiet))
+    workers = places.count_workers(where, options.workers)
+
+    def request(strategy: str) -> PlaceRequest:
+        return PlaceRequest(
+            strategy=strategy,
+            where=where,
+            refer=lambda n: refer_to_options(job, fields, n, common.batch_per_worker),
+            out=options.out,
+            workers=None if where.pool is not None else workers,
+            threads=processes.threads,
+            batch_is_per_worker=common.batch_per_worker is not None,
+        )
+
     comparison = compare_strategies(
         refer_to_options(job, fields, workers, common.batch_per_worker),
         split_list(options.strategies),
@@ -106,10 +124,11 @@ def compare(
             workers=workers,
             slowdowns=slowdowns.parse(workers),
             force=options.force,
-            settings=settings_to_plain(slowdowns),
+            settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
         ),
         seeds=options.seeds or DEFAULT_SEEDS,
         progress=not common.quiet,
+        place=lambda strategy: places.place(request(strategy)),
     )
     return show_comparison(comparison, options.out)
 
@@ -120,31 +139,32 @@ def compare_matrix(
     processes: ProcessSettings,
     common: CommonOptions,
     fields: Job,
+    where: PlacementSettings,
 ) -> int:
+    from paceline.launch.arm_settings import ArmSettings
     from paceline.launch.compare_runs import MatrixOptions, run_matrix
     from paceline.launch.matrix_file import read_matrix
-    from paceline.launch.run import Run, run_training
 
     assert chosen.matrix is not None
     matrix = read_matrix(chosen.matrix, scale=chosen.scale or DEFAULT_SCALE)
     given = {field: getattr(fields, field) for field in fields.model_fields_set}
     if given.get("data_dir") is not None:
         given["data_dir"] = str(Path(given["data_dir"]).resolve())
-    run: Run = run_training
+    place = given_options(where)
     if chosen.twin is not None:
-        from paceline.twin.clusters import read_cluster
-        from paceline.twin.run import run_in_twin
-
-        run = run_in_twin(read_cluster(chosen.twin))
+        refuse_together("--twin", place, "a simulation has its own machines")
+        place["twin"] = chosen.twin
     matrix_options = MatrixOptions(
         **field_values(processes, ProcessSettings),
         out=options.out,
         given=given,
+        command=ArmSettings(where=place, run=given_options(processes)),
         retry=chosen.retry,
         force=options.force,
         progress=not common.quiet,
     )
-    comparison = run_matrix(matrix, matrix_options, run=run)
+    places = MatrixPlaces(Places(make_log(quiet=common.quiet)), options.out)
+    comparison = run_matrix(matrix, matrix_options, places=places)
     return show_comparison(comparison, options.out, title=matrix.title)
 
 
@@ -189,7 +209,7 @@ class TuneOptions:
     workers: Annotated[
         int | None,
         Field(ge=1),
-        Option(default=f"{DEFAULT_WORKERS}, or one per slot of --twin"),
+        Option(default=f"{LOCAL_WORKERS}, or as the pool or --twin defines"),
     ] = None
     """Total number of worker processes, excluding servers."""
 
@@ -203,8 +223,12 @@ def tune(
     processes: ProcessSettings,
     common: CommonOptions,
     fields: Job,
+    where: PlacementSettings,
     slowdowns: SlowdownSettings,
 ) -> None:
+    from paceline.launch.arm_settings import ArmSettings
+    from paceline.launch.engines.local import LocalLauncher
+    from paceline.launch.launcher import Launcher
     from paceline.launch.run import Run, run_training
     from paceline.launch.run_options import RunOptions
     from paceline.launch.switch_search import SwitchSearch
@@ -217,13 +241,16 @@ def tune(
                 "full length, and each one saves a checkpoint per epoch; remove the option"
             )
     run: Run = run_training
-    pool, workers = None, options.workers or DEFAULT_WORKERS
+    places = Places(make_log(quiet=common.quiet))
+    machines: dict[str, Any] = ArmSettings(where=given_options(where)).where
+    workers = places.count_workers(where, options.workers)
     if options.twin is not None:
+        refuse_together("--twin", machines, "a simulation has its own machines")
         from paceline.twin.clusters import read_cluster
         from paceline.twin.run import run_in_twin
 
         cluster = read_cluster(options.twin)
-        run, pool = run_in_twin(cluster), cluster.to_plain()
+        run, machines = run_in_twin(cluster), cluster.to_plain()
         slots = len(cluster.slots)
         workers = options.workers or slots
         if workers > slots:
@@ -232,8 +259,24 @@ def tune(
                 "slots"
             )
 
+    reference = refer_to_options(job, fields, workers, common.batch_per_worker)
+    launcher: Launcher = LocalLauncher()
+    if where.pool is not None or where.engine is not None:
+        # All runs use the machines of the first strategy.
+        placed = places.place(
+            PlaceRequest(
+                strategy=str(parse_strategy(options.first)),
+                where=where,
+                refer=lambda n: reference,
+                out=options.out,
+                workers=options.workers,
+                threads=processes.threads,
+                batch_is_per_worker=common.batch_per_worker is not None,
+            )
+        )
+        launcher, workers = placed.launcher, placed.workers
     search = SwitchSearch(
-        refer_to_options(job, fields, workers, common.batch_per_worker),
+        reference,
         parse_strategy(options.first),
         parse_strategy(options.second),
         RunOptions(
@@ -241,13 +284,14 @@ def tune(
             out=options.out,
             workers=workers,
             slowdowns=slowdowns.parse(workers),
-            settings=settings_to_plain(slowdowns),
+            launcher=launcher,
+            settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
         ),
         tolerance=options.tolerance,
         others=parse_strategies(options.sweep) if options.sweep else [],
         tell=make_log(quiet=common.quiet, form="{}"),
         run=run,
-        where=pool,
+        where=machines or None,
     )
     show_search(search.search())
 
@@ -273,11 +317,16 @@ def show_search(found: dict[str, Any]) -> None:
     print(f"recommended: {found['evidence']}")
 
 
+DEMO_WORKERS = 4
+
+
 @settings()
 class DemoOptions:
     out: Annotated[Path | None, Option(short="o", metavar="DIR", default="runs/<time>-demo")] = None
     """Directory for all runs."""
-    workers: Annotated[int, Field(ge=1)] = 4
+    workers: Annotated[
+        int | None, Field(ge=1), Option(default=f"{DEMO_WORKERS}, or as the pool defines")
+    ] = None
     """Total number of worker processes, excluding servers; the last one is slowed down."""
     epochs: Annotated[int, Field(ge=1)] = 10
     """Number of epochs over the 1,297 training images."""
@@ -288,8 +337,8 @@ SLOWDOWN = 3.0
 
 
 @command
-def demo(*, options: DemoOptions) -> int:
-    from paceline.job import build_job
+def demo(*, options: DemoOptions, where: PlacementSettings) -> int:
+    from paceline.job import JobRef, build_job
     from paceline.launch.compare_runs import compare_strategies
     from paceline.launch.run_options import RunOptions, new_run_name
     from paceline.specs.slowdown import InjectedSlowdown
@@ -298,20 +347,35 @@ def demo(*, options: DemoOptions) -> int:
 
     folder = options.out if options.out is not None else Path("runs") / new_run_name("demo")
     fields: dict[str, Any] = {"data": "digits", "lr": 0.05, "checkpoint_every": "never"}
-    slow = (InjectedSlowdown(options.workers - 1, factor=SLOWDOWN),) if options.workers > 1 else ()
+    places = Places(make_log(quiet=False))
+    own = options.workers if where.pool is not None else options.workers or DEMO_WORKERS
+    workers = places.count_workers(where, own)
+    slow = (InjectedSlowdown(workers - 1, factor=SLOWDOWN),) if workers > 1 else ()
+    machines = "the cluster" if where.engine is not None else "this machine"
+    machines = "the machines of the pool" if where.pool is not None else machines
     print(
-        f"Training a digit classifier with {options.workers} worker processes on this machine, "
+        f"Training a digit classifier with {workers} worker processes on {machines}, "
         f"{options.epochs} epochs, with four strategies.\n"
         f"The last worker is {SLOWDOWN:g} times slower than the others:",
         flush=True,
     )
+    job = JobRef(fields={**fields, "model": "resnet8", "epochs": options.epochs, "batch": 128})
+
+    def place(strategy: str) -> Placement:
+        request = PlaceRequest(
+            strategy=strategy, where=where, refer=lambda n: job, out=folder, workers=own
+        )
+        return places.place(request)
+
     comparison = compare_strategies(
-        build_job(**fields, model="resnet8", epochs=options.epochs, batch=128),
+        job,
         ["allreduce", "allreduce(balance=auto)", "ps", "auto"],
-        RunOptions(out=folder, workers=options.workers, slowdowns=slow),
+        RunOptions(out=folder, workers=workers, slowdowns=slow),
         progress=True,
+        place=place,
     )
-    real = show_comparison(comparison, folder, title="Paceline demo: one slow worker of four")
+    title = f"Paceline demo: one slow worker of {workers}"
+    real = show_comparison(comparison, folder, title=title)
     print(_conclude(folder, slow=bool(slow)))
     print(
         "\nThe same on a simulated cluster of eight published machines, whose step times vary; "

@@ -14,6 +14,7 @@ from paceline.cli.placement import (
     check_machines,
     make_engine_launcher,
     make_pool_launcher,
+    report_server_hosts,
 )
 from paceline.errors import UsageError
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, MachineSettings
@@ -129,8 +130,9 @@ def launch_with_strategy(
             launcher = make_engine_launcher(where, workers, bundle, options.threads or 1)
         else:
             hosts, servers_on = choose_hosts(where)
-            launcher = make_pool_launcher(hosts, servers_on, bundle, strategy, log)
+            launcher = make_pool_launcher(hosts, servers_on, bundle)
             workers = launcher.workers
+            report_server_hosts(servers_on, strategy, workers, log)
             if where.dry_run:
                 print(launcher.describe(strategy.servers_for(workers)))
                 return

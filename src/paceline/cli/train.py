@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from paceline.cli.commands import (
-    CommonOptions,
-    JobFile,
-    Log,
-    command,
-    make_log,
-    refer_to_options,
-    require_with,
-)
-from paceline.cli.placement import (
-    LOCAL_WORKERS,
-    check_machines,
-    make_engine_launcher,
-    make_pool_launcher,
-)
-from paceline.errors import UsageError
-from paceline.job import Job, JobRef
+from paceline.cli.commands import CommonOptions, JobFile, command, make_log, refer_to_options
+from paceline.cli.placement import PlaceRequest, Places
+from paceline.job import Job
 from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
 from paceline.options import RUN, Option, field_values, settings, settings_to_plain
-
-if TYPE_CHECKING:
-    from paceline.launch.launcher import Launcher
-    from paceline.launch.project import ProjectBundle
-    from paceline.specs.strategy import Strategy
 
 
 @settings(RUN)
@@ -64,8 +43,17 @@ def train(
     from paceline.report.comparison import compare_results
     from paceline.report.progress import terminal_reporter
 
-    log = make_log(quiet=common.quiet)
-    place = choose_placement(RunRequest(job, options, run, common, fields, where, log))
+    place = Places(make_log(quiet=common.quiet)).place(
+        PlaceRequest(
+            strategy=options.strategy,
+            where=where,
+            refer=lambda n: refer_to_options(job, fields, n, common.batch_per_worker),
+            out=options.out,
+            workers=options.workers,
+            threads=run.threads,
+            batch_is_per_worker=common.batch_per_worker is not None,
+        )
+    )
     given = {
         **settings_to_plain(options),
         **settings_to_plain(where),
@@ -74,7 +62,7 @@ def train(
     }
     with terminal_reporter(str(place.strategy), quiet=common.quiet) as show:
         result = run_training(
-            place.reference,
+            place.job,
             place.strategy,
             RunOptions(
                 **field_values(run, RunSettings),
@@ -89,111 +77,3 @@ def train(
         )
     title = f"{result['model']}: {place.strategy}"
     show_comparison(compare_results([result]), options.out, title, lambda: place.after(result))
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """Requested run, before a place is chosen."""
-
-    file: Path | None
-    options: TrainOptions
-    run: RunSettings
-    common: CommonOptions
-    fields: Job
-    where: PlacementSettings
-    log: Log
-
-    def reference(self, workers: int) -> JobRef:
-        return refer_to_options(self.file, self.fields, workers, self.common.batch_per_worker)
-
-    def bundle(self, reference: JobRef) -> ProjectBundle:
-        """Returns the project to copy to other machines."""
-        from paceline.launch.project import bundle_project
-
-        return bundle_project(
-            reference.file,
-            out=self.options.out,
-            folder=self.where.project,
-            venv=self.where.venv,
-            tell=self.log,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The chosen place of a run; `after` receives the result."""
-
-    launcher: Launcher
-    workers: int
-    strategy: Strategy
-    reference: JobRef
-    predicted: Mapping[str, object] | None = None
-    after: Callable[[Mapping[str, Any]], None] = lambda result: None
-
-
-def choose_placement(request: RunRequest) -> Placement:
-    """Chooses where a run takes place; raises UsageError before any process is started."""
-    where = request.where
-    check_machines(where, request.options.workers)
-    if where.pool is not None:
-        return _on_pool(request, where.pool)
-    require_with("--pool", {"objective": where.objective}, "the planner needs to know the machines")
-    from paceline.launch.engines.local import LocalLauncher
-    from paceline.strategies.registry import parse_strategy
-
-    strategy, workers = parse_strategy(request.options.strategy), request.options.workers
-    if workers is None:
-        workers = strategy.worker_count(LOCAL_WORKERS)  # A strategy may need only one worker.
-    reference = request.reference(workers)
-    launcher: Launcher = LocalLauncher()
-    if where.engine is not None:
-        bundle, threads = request.bundle(reference), request.run.threads or 1
-        launcher = make_engine_launcher(where, workers, bundle, threads)
-    return Placement(launcher=launcher, workers=workers, strategy=strategy, reference=reference)
-
-
-def _on_pool(request: RunRequest, path: Path) -> Placement:
-    from paceline.cli.plan import plan_on_pool
-    from paceline.cli.pool import open_pool
-    from paceline.cluster.pool import find_hosts, select_hosts
-    from paceline.strategies.registry import parse_strategy
-
-    where = request.where
-    pool = open_pool(path).pool
-    planned = request.options.strategy == "auto"
-    selection = where.select or (("auto",) if planned else ("all",))
-    choosing = selection == ("auto",)
-    if where.objective is not None and not (planned or choosing):
-        raise UsageError(
-            "--objective requires --strategy auto or --select auto: otherwise nothing is planned"
-        )
-    hosts = pool.hosts if choosing else select_hosts(pool, selection)
-    servers_on = find_hosts(pool, where.servers_on, "--servers-on")
-    if choosing and request.common.batch_per_worker is not None:
-        raise UsageError(
-            "--select auto and --batch-per-worker cannot be combined: the number of machines is "
-            "not known in advance; use --batch"
-        )
-    reference = request.reference(len(hosts) if choosing else sum(h.workers for h in hosts))
-    strategy = None if planned else parse_strategy(request.options.strategy)
-    plan = plan_on_pool(
-        *(path, pool, hosts, reference, strategy),
-        choosing=choosing,
-        objective=where.objective or "time",
-    )
-    if planned or choosing:
-        plan.show()
-        hosts = tuple(plan.hosts)
-    expected = chosen = strategy or plan.strategy
-    if planned and len(hosts) > 1:
-        chosen = parse_strategy(f"auto(start={expected})")  # Continues by measurement.
-    serving = servers_on or plan.find_servers(chosen)
-    launcher = make_pool_launcher(hosts, serving, request.bundle(reference), chosen, request.log)
-    return Placement(
-        launcher=launcher,
-        workers=launcher.workers,
-        strategy=chosen,
-        reference=reference,
-        predicted=plan.predict(expected),
-        after=lambda result: plan.remember(request.options.out, launcher.worker_hosts, result),
-    )

@@ -9,15 +9,26 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
+from paceline.launch.arm_settings import ArmSettings
 from paceline.launch.engines import fork_client
-from paceline.launch.matrix_file import JobFields, Matrix, MatrixCell, list_cells, list_jobs
+from paceline.launch.engines.local import LocalLauncher
+from paceline.launch.matrix_file import (
+    JobFields,
+    Matrix,
+    MatrixCell,
+    count_workers_here,
+    list_cells,
+    list_jobs,
+)
+from paceline.launch.placement import Placement
 from paceline.launch.run import Run, check_sizes, run_to_result, run_training
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
+from paceline.options import settings_to_plain
 from paceline.report.comparison import Comparison, compare_tasks, write_comparison
 from paceline.report.progress import MatrixProgress, terminal_reporter
 from paceline.specs.slowdown import InjectedSlowdown
@@ -68,45 +79,59 @@ def compare_strategies(
     progress: bool = False,
     run: Run = run_training,
     check: Callable[[int, Strategy, int], object] = check_sizes,
+    place: Callable[[str], Placement] | None = None,
 ) -> Comparison:
     """Runs the comparison of `compare` with the given run options; `out` is its folder.
 
-    `run` carries a run out, and `check` raises UsageError for one that it cannot carry out.
+    `run` carries a run out, and `check` raises UsageError for one that it cannot carry out. `place`
+    returns the place of a strategy; by default all use the launcher of the options.
     """
-    folder, workers, force = options.out, options.workers, options.force
-    chosen = [parse_strategy(s) for s in strategies]
+    folder, force = options.out, options.force
+
+    def place_here(strategy: Strategy | str) -> Placement:
+        return Placement(
+            launcher=options.launcher,
+            workers=options.workers,
+            strategy=parse_strategy(strategy),
+            job=job,
+        )
+
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     if seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {seeds}")
-    for strategy in chosen:
-        check(resolved.batch, strategy, strategy.worker_count(workers))
+    placed = [place_here(s) if place is None else place(str(s)) for s in strategies]
+    for each in placed:
+        check(resolved.batch, each.strategy, each.strategy.worker_count(each.workers))
     if (folder / "comparison.json").exists() and not force:
         raise UsageError(
             f"--out {folder} already contains a comparison; choose a new directory, or use "
             "--force to overwrite it"
         )
     clear_runs(folder)
-    if run is run_training:
+    if run is run_training and all(each.launcher.supports_live_objects for each in placed):
         # All workers of all strategies get the same threads, including the one of `single`.
         options = replace(options, threads=options.threads_each)
         fork_client.warm_up()
     results: list[RunResult] = []
     # Seed by seed, so that a slow period of the machine affects all strategies equally.
     for seed in range(resolved.seed, resolved.seed + seeds):
-        for number, strategy in enumerate(chosen):
+        for number, each in enumerate(placed):
+            strategy = each.strategy
             name = f"{number + 1}-{strategy.name}-seed{seed}"
             label = f"[{name}]" if run is run_training else "(virtual)"
             with terminal_reporter(f"{strategy} {label}", quiet=not progress) as show:
                 mine = replace(
                     options,
                     out=folder / name,
-                    workers=strategy.worker_count(workers),
                     recall=False,
+                    workers=strategy.worker_count(each.workers),
+                    launcher=each.launcher,
+                    predicted=each.predicted,
                     labels={**options.labels, **label_as_given(strategies[number], strategy)},
                     on_event=show,
                 )
-                seeded = with_job_fields(job, seed=seed)
+                seeded = with_job_fields(each.job, seed=seed)
                 result = run_to_result(run, seeded, strategy, mine)
             results.append({**result, "dir": name})
     return write_comparison(folder / "comparison.json", results)
@@ -144,20 +169,59 @@ class MatrixOptions(RunOptions):
 
     given: JobFields
     """Job fields that replace those of the file, such as `data_dir`."""
+    command: ArmSettings = ArmSettings()
+    """Settings that replace those of the file, but not those of an arm."""
     retry: bool = False
     """Repeat runs that failed or diverged."""
     progress: bool = False
 
 
-def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_training) -> Comparison:
+class CellPlaces(Protocol):
+    """Chooses the places of the runs of a matrix. Raises UsageError before anything starts."""
+
+    def count(self, settings: ArmSettings, own: int | None, axis: int) -> int:
+        """Returns the number of workers of an arm: of its place, its own, or that of the axis."""
+        ...
+
+    def place(self, cell: MatrixCell) -> Placement: ...
+
+
+class LocalPlaces:
+    """Places all runs on this machine."""
+
+    def count(self, settings: ArmSettings, own: int | None, axis: int) -> int:
+        return count_workers_here(settings, own, axis)
+
+    def place(self, cell: MatrixCell) -> Placement:
+        if not cell.is_here:
+            raise UsageError(f"run {cell.name} needs other machines; use `paceline compare`")
+        return Placement(
+            launcher=LocalLauncher(),
+            workers=cell.workers,
+            strategy=cell.spec,
+            job=JobRef(fields=cell.job),
+        )
+
+
+def run_matrix(
+    matrix: Matrix,
+    options: MatrixOptions,
+    *,
+    run: Run = run_training,
+    places: CellPlaces | None = None,
+) -> Comparison:
     """Executes every missing run; returns the contents of `comparison.json`.
+
+    `places` chooses where the runs of each arm take place, and `run` carries out those of arms
+    that are not simulated.
 
     A run that fails or diverges is kept and counted, and the others continue. Runs that already
     exist in the same folder are reused, so that an interrupted matrix is resumed by the same
     command. Raises UsageError before anything starts, for a mistake in any of the runs, and if the
     folder holds runs of another matrix.
     """
-    cells = list_cells(matrix, options.given)
+    places = places or LocalPlaces()
+    cells = list_cells(matrix, options.given, options.command, places.count)
     for job in list_jobs(cells):
         job.check()
     if options.out.exists() and not options.out.is_dir():
@@ -165,17 +229,19 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
     if not options.force:
         check_folder(options.out, cells)
     options.out.mkdir(parents=True, exist_ok=True)
-    threads = options.threads or max(1, usable_cores() // max(cell.workers for cell in cells))
-    options = replace(options, threads=threads)
+    placed = {cell.name: places.place(cell) for cell in cells}
+    # All workers of this machine get the same threads.
+    here = max((cell.workers for cell in cells if cell.is_here), default=1)
+    threads_here = options.threads or max(1, usable_cores() // here)
     sizes = {cell.name: (cell.job["model"], cell.job["data"], cell.job["epochs"]) for cell in cells}
     results: dict[str, RunResult] = {}
     with lock_matrix_folder(options.out):
         if options.force:
             clear_runs(options.out)
         about = {"format": 1, **matrix.model_dump(include={"title", "about", "study"})}
-        runs = [cell.model_dump(mode="json") for cell in cells]
+        runs = [cell.facts for cell in cells]
         write_json(options.out / "matrix.json", {**about, "runs": runs})
-        if run is run_training:
+        if run is run_training and any(cell.is_here for cell in cells):
             fork_client.warm_up()
         progress = MatrixProgress(matrix.title, sizes, quiet=not options.progress)
         with contextlib.closing(progress) as view:
@@ -184,7 +250,10 @@ def run_matrix(matrix: Matrix, options: MatrixOptions, *, run: Run = run_trainin
                     kept = read_existing_result(options.out / cell.name, retry=options.retry)
                     if kept is None:
                         view.begin(cell.name)
-                        kept = run_cell(cell, options, view, run)
+                        is_local = cell.is_here or cell.twin is not None
+                        threads = threads_here if is_local else options.threads
+                        mine = replace(options, threads=threads)
+                        kept = run_cell(cell, placed[cell.name], mine, view, run)
                         view.end(cell.name, kept)
                     else:
                         view.skip(cell.name, kept)
@@ -209,21 +278,29 @@ def lock_matrix_folder(out: Path) -> Iterator[None]:
         yield
 
 
-def run_cell(cell: MatrixCell, options: MatrixOptions, view: MatrixProgress, run: Run) -> RunResult:
+def run_cell(
+    cell: MatrixCell, placed: Placement, options: MatrixOptions, view: MatrixProgress, run: Run
+) -> RunResult:
     folder = RunFolder(options.out / cell.name)
     half_done = bool(list_checkpoints(folder.checkpoints)) and not folder.result.exists()
-    mine = replace(
-        options,
-        out=folder.path,
-        workers=cell.workers,
-        resume=half_done,
-        force=not half_done,
-        recall=False,
-        labels={"task": cell.task, "arm": cell.arm},
-        on_event=view.show,
-    )
+    workers = placed.strategy.worker_count(placed.workers)
     try:
-        return run_to_result(run, JobRef(fields=cell.job), cell.spec, mine)
+        mine = replace(
+            options,
+            **cell.run_values,
+            out=folder.path,
+            workers=workers,
+            slowdowns=cell.slowdowns.parse(placed.workers),
+            launcher=placed.launcher,
+            predicted=placed.predicted,
+            settings={**settings_to_plain(cell.placement), **settings_to_plain(cell.slowdowns)},
+            resume=half_done,
+            force=not half_done,
+            recall=False,
+            labels={"task": cell.task, "arm": cell.arm},
+            on_event=view.show,
+        )
+        return run_to_result(placed.run or run, placed.job, placed.strategy, mine)
     except UsageError as error:
         raise UsageError(f"run {cell.name}: {error}") from None
 
@@ -253,7 +330,7 @@ def check_folder(out: Path, cells: list[MatrixCell]) -> None:
         ) from None
     for cell in cells:
         then = before.get(cell.name) if (out / cell.name).exists() else None
-        now = without_data_location(cell.model_dump(mode="json"))
+        now = without_data_location(cell.facts)
         if then is not None and without_data_location(then) != now:
             raise UsageError(
                 f"--out {out} contains {cell.name} of another matrix; choose a new directory, or "

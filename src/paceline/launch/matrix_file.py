@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, build_job
+from paceline.launch.arm_settings import ArmSettings
 from paceline.launch.run import check_sizes
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy
@@ -28,8 +30,8 @@ class _MatrixPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class MatrixArm(_MatrixPart):
-    """A strategy of a matrix, with its own settings."""
+class MatrixArm(ArmSettings):
+    """A strategy of a matrix, with its own settings: of its job, its place and its runs."""
 
     strategy: str
     arm: str | None = None
@@ -49,8 +51,8 @@ class ModelAndData(_MatrixPart):
     job: JobFields = Field(default_factory=dict)
 
 
-class Matrix(_MatrixPart):
-    """Contents of the file; `list_cells` expands it to runs."""
+class Matrix(ArmSettings):
+    """Contents of the file; `list_cells` expands it to runs. Its settings hold for all arms."""
 
     title: str = "Matrix"
     about: str = ""
@@ -94,8 +96,8 @@ class Matrix(_MatrixPart):
         return [*self.work, *crossed]
 
 
-class MatrixCell(_MatrixPart):
-    """One run of a matrix."""
+class MatrixCell(ArmSettings):
+    """One run of a matrix, with the settings of its arm."""
 
     name: str
     """Its folder."""
@@ -109,6 +111,20 @@ class MatrixCell(_MatrixPart):
     @property
     def spec(self) -> Strategy:
         return parse_strategy(self.strategy)
+
+    @property
+    def facts(self) -> JobFields:
+        """Row of matrix.json, without settings that are not given."""
+        empty = {name for name in ("where", "run") if not getattr(self, name)}
+        return self.model_dump(mode="json", exclude=empty)
+
+
+CountWorkers = Callable[[ArmSettings, int | None, int], int]
+"""Returns the number of workers of an arm: as its place has them, its own, or that of the axis."""
+
+
+def count_workers_here(settings: ArmSettings, own: int | None, axis: int) -> int:
+    return own or axis
 
 
 def read_matrix(name: str, *, scale: str = "full") -> Matrix:
@@ -127,9 +143,11 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
     if scale == "small":
         plain = apply_small(plain, path)
     try:
-        return Matrix(**plain)
+        matrix = Matrix(**plain)
     except ValidationError as error:
         raise UsageError(f"matrix {path}: {explain_matrix_error(error)}") from None
+    arms = [arm.located_in(path.parent) for arm in matrix.strategies]
+    return matrix.located_in(path.parent).model_copy(update={"strategies": arms})
 
 
 def apply_small(plain: JobFields, path: Path) -> JobFields:
@@ -172,8 +190,15 @@ def explain_matrix_error(error: ValidationError) -> str:
     return f"{where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
+def list_cells(
+    matrix: Matrix,
+    given: JobFields,
+    command: ArmSettings | None = None,
+    count: CountWorkers = count_workers_here,
+) -> list[MatrixCell]:
     """Returns all runs in order of execution; `given` replaces fields of every job.
+
+    `command` has settings that replace those of the matrix, but not those of an arm.
 
     Seed by seed and strategies innermost, so that a slow hour of the machine falls on all
     strategies alike, and a matrix that is cut off has whole comparisons rather than one column.
@@ -186,16 +211,28 @@ def list_cells(matrix: Matrix, given: JobFields) -> list[MatrixCell]:
                 f"the matrix has {name!r} under 'job:', but it is one of its axes; "
                 "write it as a list next to 'job:'"
             )
+    common = (command or ArmSettings()).on_top_of(matrix)
+    counts = {
+        (number, axis): count(arm.on_top_of(common), arm.workers, axis)
+        for number, arm in enumerate(matrix.strategies)
+        for axis in matrix.workers
+    }
     cells = [
-        make_cell(matrix, work, arm, batch, workers, seed, given)
+        make_cell(matrix, work, arm, batch, counts[number, axis], seed, given, common)
         for seed in matrix.seeds
         for work in matrix.pairs
         for batch in work.batches or matrix.batches
-        for workers in matrix.workers
-        for arm in matrix.strategies
+        for axis in matrix.workers
+        for number, arm in enumerate(matrix.strategies)
     ]
     # An arm with its own number of workers occurs once, regardless of the axis.
     distinct = {cell.name: cell for cell in cells}
+    for cell in cells:
+        if distinct[cell.name] != cell:
+            raise UsageError(
+                f"two arms are called {cell.arm!r} and differ in their settings; "
+                "name them with 'arm:'"
+            )
     for cell in distinct.values():
         # All runs are validated before the first one starts; data is located later.
         try:
@@ -213,9 +250,16 @@ def make_cell(
     workers: int,
     seed: int,
     given: JobFields,
+    common: ArmSettings,
 ) -> MatrixCell:
     strategy = parse_strategy(arm.strategy)
-    count = strategy.worker_count(arm.workers or workers)
+    count = strategy.worker_count(workers)
+    chosen = arm.on_top_of(common)
+    if matrix.batch_is == "per-worker" and chosen.where.get("select") == ["auto"]:
+        raise UsageError(
+            "batch_is: per-worker and select: auto cannot be combined: the number of machines is "
+            "not known in advance; use batch_is: global"
+        )
     label = arm.arm or str(strategy)
     whole = batch * count if matrix.batch_is == "per-worker" else batch
     fields = {**matrix.job, **work.job, **arm.job, **given}
@@ -238,6 +282,8 @@ def make_cell(
         strategy=str(strategy),
         workers=count,
         job=job,
+        where=chosen.where,
+        run=chosen.run,
     )
 
 

@@ -77,11 +77,13 @@ class RemoteLauncher(Launcher):
     ) -> RemoteProcess:
         assert live is None, "live objects go to child processes only"
         site = self.remote_hosts[self.host_index_of(assignment.kind, assignment.index)]
-        workers = [self.host_index_of("worker", rank) for rank in range(assignment.workers)]
-        here = [r for r, at in enumerate(workers) if self.remote_hosts[at].host == site.host]
+        # Also with fewer workers than places, so that all runs of a comparison get equal threads.
+        places = [self.host_index_of("worker", r) for r in range(self.workers)]
+        seats = [r for r, at in enumerate(places) if self.remote_hosts[at].host == site.host]
+        here = [r for r in seats if r < assignment.workers]
         local_rank = here.index(assignment.index) if assignment.index in here else 0
         local_size = max(1, len(here))
-        default_threads = self.threads or max(1, int(site.facts["cores"]) // local_size)
+        default_threads = self.threads or max(1, int(site.facts["cores"]) // max(1, len(seats)))
         placed = assignment.model_copy(
             update={
                 "bind": site.address if len(self.remote_hosts) > 1 else None,

@@ -74,8 +74,10 @@ class SparkEngine:
     def end(self) -> None:
         if self._job is not None:
             self._job.end()
+            self._job = None
         if self._is_ours and self._session is not None:
             self._session.stop()
+            self._session = None
 
 
 def host_agent_task(tickets: list[str]) -> Callable[[int], str]:

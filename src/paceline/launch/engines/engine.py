@@ -57,7 +57,11 @@ class Engine(Protocol):
         ...
 
     def end(self) -> None:
-        """Releases everything that `begin` allocated. Called once, in every case; may block."""
+        """Releases everything that `begin` allocated; may block.
+
+        Called in every case, also if `begin` was not. `find_address` and `begin` may follow, for
+        the next run or after a slot was lost.
+        """
         ...
 
 
