@@ -138,6 +138,54 @@ def test_the_number_of_workers_and_the_strategy_may_change_at_a_checkpoint(tmp_p
     assert state.shared.plain["coordinator"]["history"]["samples"] == 220
 
 
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("single", 1), ("allreduce", 2), ("ps", 2), ("pipeline(stages=2, micro=2)", 2)],
+)
+def test_a_run_lost_in_its_last_evaluation_is_finished(
+    tmp_path: Path, strategy: str, workers: int
+) -> None:
+    """Only the model and the result are missing: they are made without training."""
+    out, fields = tmp_path / "run", {"epochs": 2, "checkpoint_every": "epoch(1)"}
+    before = train(out, strategy, workers, **fields)
+    weights = read_weights(out)
+    (out / "result.json").unlink()
+    (out / "model.safetensors").rename(out / "model.safetensors.partial")
+    after = train(out, strategy, workers, **fields, resume=True)
+    assert largest_difference(read_weights(out), weights) == 0.0
+    for name in ("status", "epochs", "samples", "updates", "val_loss", "test_loss", "test_acc"):
+        assert after[name] == before[name], name
+    assert [row["train_loss"] for row in after["history"]] == [
+        row["train_loss"] for row in before["history"]
+    ]
+    assert list(out.glob("*.partial")) == []
+    with pytest.raises(UsageError, match="has already completed its 2 epochs, and its model and"):
+        train(out, strategy, workers, **fields, resume=True)
+
+
+def test_a_longer_run_lost_at_its_end_is_finished(tmp_path: Path) -> None:
+    """The model and the result of the shorter run before do not count."""
+    out = tmp_path / "run"
+    train(out, "single", 1, epochs=1, checkpoint_every="epoch(1)")
+    shorter = {name: (out / name).read_bytes() for name in ("model.safetensors", "result.json")}
+    train(out, "single", 1, epochs=2, checkpoint_every="epoch(1)", resume=True)
+    for name, content in shorter.items():
+        (out / name).write_bytes(content)
+    result = train(out, "single", 1, epochs=2, checkpoint_every="epoch(1)", resume=True)
+    assert (result["epochs"], result["samples"]) == (2, 220)
+
+
+def test_a_met_condition_ends_a_resumed_run(tmp_path: Path) -> None:
+    out, fields = tmp_path / "run", {"epochs": 5, "checkpoint_every": "epoch(1)"}
+    first = train(out, "single", 1, **fields, until="val_loss<=100")
+    assert first["epochs"] == 1
+    with pytest.raises(UsageError, match=r"has already ended \(until val_loss<=100\), and its"):
+        train(out, "single", 1, **fields, until="val_loss<=100", resume=True)
+    (out / "result.json").unlink()
+    assert train(out, "single", 1, **fields, until="val_loss<=100", resume=True)["epochs"] == 1
+    assert train(out, "single", 1, **fields, resume=True)["epochs"] == 5
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="contains no run"):
         train(tmp_path / "nothing", "single", 1, resume=True)

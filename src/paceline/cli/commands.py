@@ -225,6 +225,8 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
+    from paceline.report.terminal_text import fit_terminal
+
     table = Table(box=None, title=title, title_justify="left")
     names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
@@ -233,5 +235,5 @@ def print_table(
         else:
             table.add_column(name, justify="right", overflow="fold", no_wrap=no_wrap)
     for row in rows:
-        table.add_row(*(row.get(name, "") for name in names))
+        table.add_row(*(fit_terminal(row.get(name, "")) for name in names))
     Console().print(table)

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError
 
 from paceline.cli.usage import HelpLayout, describe_error
 from paceline.errors import PacelineError, RunFailed
+from paceline.report.terminal_text import never_fail_on_characters
 
 SUMMARY = "Train one neural network on many unequal machines, at the pace those machines allow."
 
@@ -100,6 +101,7 @@ def describe_version() -> str:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit status; errors are printed to stderr."""
+    never_fail_on_characters()
     try:
         status = make_app()(list(arguments))
     except CycloptsError as error:
@@ -122,7 +124,21 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the `paceline` program."""
+    if sys.getfilesystemencoding() == "ascii":
+        restart_in_utf8_mode()
     sys.exit(run(sys.argv[1:]))
+
+
+def restart_in_utf8_mode() -> None:
+    """Replaces this process by one that reads and writes file names as UTF-8.
+
+    Under an ASCII locale Python represents other characters of a path by invalid ones, which can
+    be written neither as JSON nor as HTML. What is displayed stays in the encoding of the locale.
+    """
+    os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding)
+    os.environ["PYTHONUTF8"] = "1"
+    arguments = [each for each in sys.orig_argv[1:] if each not in ("-Xutf8=0", "utf8=0")]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":

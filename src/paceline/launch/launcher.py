@@ -47,6 +47,9 @@ class Launcher(ABC):
     def bundle(self, job_file: Path | None, out: Path) -> None:  # noqa: B027
         """Collects the files that the job needs before any process starts; raises UsageError."""
 
+    def check_capacity(self, workers: int, servers: int) -> None:  # noqa: B027
+        """Raises UsageError if the machines certainly cannot run this many processes."""
+
     async def open(self, on_line: OnLine) -> None:  # noqa: B027
         """Prepares the start of processes. Raises HostError or UsageError on failure.
 

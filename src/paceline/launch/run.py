@@ -1,9 +1,7 @@
 """Runs a job from start to end: check, start, supervise, summarize. The Python entry point."""
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import platform
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -11,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import psutil
 
@@ -21,14 +19,13 @@ from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.recall import recall_corrections
 from paceline.launch.remote_launcher import RemoteLauncher
+from paceline.launch.resume import find_checkpoint, read_coordinator_state
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
 from paceline.launch.supervisor import Supervisor
 from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.adaptive_batch import BatchRule
-from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.run_spec import RunSpec
-from paceline.specs.optimizer import parse_optimizer
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
@@ -42,6 +39,7 @@ from paceline.telemetry.run_folder import (
     list_checkpoints,
     write_json,
 )
+from paceline.telemetry.run_lock import locked_folder
 from paceline.telemetry.schema import RunConfig, RunResult
 
 T = TypeVar("T")
@@ -101,6 +99,7 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
+    options.launcher.check_capacity(options.workers, strategy.servers_for(options.workers))
     if (profiled := options.profile_epoch) is not None:
         if not isinstance(options.launcher, LocalLauncher):
             raise UsageError(
@@ -127,7 +126,8 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     options.launcher.bundle(next((f for f in files if f is not None), None), options.out)
     plan = make_plan(resolved, strategy, options.workers)
     facts = describe_job(resolved, reference)
-    return _run(plan, facts, {"job": reference}, live, options, started_wall_s)
+    with locked_folder(options.out) as fresh:
+        return _run(plan, facts, {"job": reference}, live, options, started_wall_s, fresh)
 
 
 Run = Callable[[Job | JobRef, Strategy, RunOptions], RunResult]
@@ -238,10 +238,12 @@ def run_script(
         raise UsageError(f"script {script} was not found; use the path of a Python file")
     options.launcher.bundle(script, options.out)
     strategy.check_workers(options.workers)
+    options.launcher.check_capacity(options.workers, strategy.servers_for(options.workers))
     plan = RunSpec(strategy=strategy, workers=options.workers, custom_loop=True)
     facts = {"model": script.stem, "data": "own loop", "seed": 0, "script": str(script)}
     template = {"script": str(script.resolve()), "script_args": tuple(args)}
-    return _run(plan, facts, template, None, options, started_wall_s)
+    with locked_folder(options.out) as fresh:
+        return _run(plan, facts, template, None, options, started_wall_s, fresh)
 
 
 def check_sizes(batch: int, strategy: Strategy, workers: int) -> None:
@@ -260,12 +262,13 @@ def _run(
     live: bytes | None,
     options: RunOptions,
     started_wall_s: float,
+    fresh: bool,
 ) -> RunResult:
+    """Runs in a locked folder; `fresh` if it did not exist before."""
     folder = RunFolder(options.out)
-    fresh = not options.out.exists()
     checkpoint = options.from_checkpoint
     if checkpoint is None and options.resume:
-        checkpoint = find_checkpoint(folder, facts)
+        checkpoint = find_checkpoint(folder, facts, plan)
     memory = read_coordinator_state(checkpoint) if checkpoint is not None else None
     folder.prepare(force=options.force, resume=options.resume)
     earlier = folder.config.read_bytes() if options.resume else None
@@ -333,14 +336,13 @@ def _run(
             folder.config.write_bytes(earlier)
         elif fresh:
             folder.clear()
-            with contextlib.suppress(OSError):
-                options.out.rmdir()
 
     try:
         outcome = run_async(supervisor.run)
     except UsageError:
         leave_nothing()
         raise
+    folder.remove_partial_files()
     trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
     if outcome.is_usage_error and trained == 0 and (fresh or earlier is not None):
         leave_nothing()
@@ -351,45 +353,6 @@ def _run(
     if (way := result["collectives"]) is not None:
         options.on_event(CollectivesNotice(path=way["way"], reason=way["why"] or ""))
     return raise_unless_done(result, outcome, folder)
-
-
-def find_checkpoint(folder: RunFolder, facts: Mapping[str, Any]) -> Path | None:
-    """The latest checkpoint of a run, if any; raises UsageError if it cannot be resumed."""
-    if not folder.config.exists():
-        raise UsageError(f"--resume: {folder.path} contains no run; start it without --resume")
-    before = json.loads(folder.config.read_text(encoding="utf-8"))["job"]
-    for name in ("model", "data", "batch", "seed", "dtype"):
-        if before.get(name) != facts.get(name):
-            raise UsageError(
-                f"--resume: {folder.path} was trained with {name}={before.get(name)!r}, "
-                f"but {name}={facts.get(name)!r} was given; resume with the same job"
-            )
-    kind, trained = facts.get("optimizer"), before.get("optimizer")
-    if kind and trained and parse_optimizer(kind).name != parse_optimizer(trained).name:
-        raise UsageError(
-            f"--resume: {folder.path} was trained with {trained}, but {kind} was given; "
-            "the checkpoint contains the state of the first"
-        )
-    if not (whole := list_checkpoints(folder.checkpoints)):
-        return None
-    epoch = read_coordinator_state(whole[-1])["history"]["epoch"]
-    if "epochs" in facts and epoch >= facts["epochs"]:
-        raise UsageError(
-            f"--resume: {folder.path} has already completed its {facts['epochs']} epochs; "
-            "increase --epochs to continue training"
-        )
-    return whole[-1]
-
-
-def read_coordinator_state(checkpoint: Path) -> CoordinatorMemory:
-    """The coordinator's state in a checkpoint."""
-    try:
-        head = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        memory = head["plain"]["coordinator"]
-        float(memory["elapsed_s"]), int(memory["history"]["epoch"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UsageError(f"checkpoint {checkpoint} cannot be read: {error}") from None
-    return cast(CoordinatorMemory, memory)
 
 
 def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder) -> RunResult:

@@ -35,8 +35,9 @@ from paceline.launch.script_tasks import (
     make_environment,
     place_tasks,
 )
-from paceline.launch.supervisor import cancel_on_sigterm
+from paceline.launch.signals import cancel_on_signals
 from paceline.telemetry.run_folder import RunFolder, write_json
+from paceline.telemetry.run_lock import locked_folder
 
 SETTLE_S = 1.0
 """After a failure that may be a consequence, wait this long for its cause to show."""
@@ -149,6 +150,10 @@ class ScriptRun:
 
         The run folder keeps `result.json` and every task's output in logs/, whatever happens.
         """
+        with locked_folder(self.out):
+            return self._launch()
+
+    def _launch(self) -> dict[str, Any]:
         self._folder.prepare(force=self.force, resume=False)
         config = {
             "format": 1,
@@ -195,7 +200,7 @@ class ScriptRun:
         return result
 
     async def _main(self) -> None:
-        cancel_on_sigterm()
+        cancel_on_signals()
         used = sorted({t.site for t in self._tasks})
         hosts = [self.hosts[site] for site in used]
         async with AsyncExitStack() as stack:

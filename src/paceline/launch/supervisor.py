@@ -6,8 +6,6 @@ seconds, and no process remains, whether the run is done, failed or interrupted.
 
 import asyncio
 import secrets
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from paceline.launch.folder_service import FolderService, ProcessLogs
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.signals import cancel_on_signals
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory, History
 from paceline.protocol.membership import MemberStatus
@@ -60,13 +59,6 @@ def describe_progress(t: float, history: History) -> RunProgress:
         updates=history.updates,
         loss=history.tally.loss,
     )
-
-
-def cancel_on_sigterm() -> None:
-    """Treats SIGTERM, by which batch systems end a job, as Ctrl-C: the result is written."""
-    task = asyncio.current_task()
-    if task is not None and threading.current_thread() is threading.main_thread():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +105,7 @@ class Supervisor:
 
     async def run(self) -> RunOutcome:
         """Runs to the end and always cleans up; a cancelled run has the status `cancelled`."""
-        cancel_on_sigterm()
+        cancel_on_signals()
         try:
             if self.monitor is not None:
                 await self.monitor.start(self._now, self._token)

@@ -173,10 +173,11 @@ class RunSequence:
             policy = self._policy = self._make_policy(self.plan.strategy, horizon)
         except SpecError as error:
             raise RunStopped("failed", str(error), usage=True) from None
-        position = history.samples - history.epoch * ready.samples
+        samples = ready.samples
+        position = history.samples - history.epoch * samples
         check_position(history, ready, position, self._layout_before)
         ledger = Ledger(
-            ready.samples,
+            samples,
             epoch=history.epoch,
             position=position,
             layout=ready.layout,
@@ -184,17 +185,16 @@ class RunSequence:
         )
         last_saved = history.samples
         self.notes = ready.notes
-        self._emit(
-            RunLengthKnown(
-                t=self._event_time,
-                epochs=ready.epochs,
-                samples_per_epoch=ready.samples,
-                notes=ready.notes,
-            )
-        )
+        length = RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=samples)
+        self._emit(dataclasses.replace(length, notes=ready.notes))
+        ended = history.epoch and not position and self.plan.stop_reason(history, ready.epochs)
         # A run that is resumed at a switch point switches now.
-        yield from self._enter(ready, ledger, self._record(policy.decide(history)))
-
+        decision = None if ended else self._record(policy.decide(history))
+        yield from self._enter(ready, ledger, decision)
+        if ended:  # It was lost in its last evaluation, or while it saved the model.
+            yield from self._ask_all_workers(Quiesce(0), Quiesced)
+            yield from self._finish(ready)
+            return
         while True:
             stop = self.plan.next_stop(
                 history, ready, ledger.frontier, policy.next_stop(history), last_saved
@@ -222,7 +222,7 @@ class RunSequence:
                 # Immediately, so that the current weights do not become a checkpoint or the result.
                 yield from self._enter(ready, ledger, self._decision)
                 self._decision = None
-            reason = self.plan.stop_reason(history, ready) if epoch_ended else None
+            reason = self.plan.stop_reason(history, ready.epochs) if epoch_ended else None
             if self.plan.checkpoint_due(history, epoch_ended, last_saved, reason):
                 yield from self._save(ledger)
                 last_saved = history.samples

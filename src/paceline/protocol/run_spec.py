@@ -68,8 +68,8 @@ class RunSpec:
         every = self.checkpoint_epochs
         return bool(every and epoch_ended and history.epoch % every == 0)
 
-    def stop_reason(self, history: History, ready: WorkerReady) -> str | None:
-        """Returns the reason why the run ends after this epoch, or None if it continues."""
+    def stop_reason(self, history: History, epochs: int | None) -> str | None:
+        """Returns the reason why a run of this many epochs ends here, or None."""
         rows = history.rows
         if self.until is not None:
             latest = rows[-1].value(self.until.metric) if rows else None
@@ -80,8 +80,8 @@ class RunSpec:
             known = [pair for pair in losses if not math.isnan(pair[0])]
             if known and len(rows) - 1 - min(known)[1] >= self.patience:
                 return f"no improvement in val_loss for {self.patience} epochs"
-        if ready.epochs is not None and not self.custom_loop and history.epoch >= ready.epochs:
-            return f"{ready.epochs} epochs"
+        if epochs is not None and not self.custom_loop and history.epoch >= epochs:
+            return f"{epochs} epochs"
         return None
 
 

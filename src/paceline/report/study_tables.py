@@ -13,6 +13,7 @@ from paceline.report.comparison import Comparison, StrategyEntry, spread_of
 from paceline.report.machines import make_machine_table
 from paceline.report.runs import ReportRun, RunGroup, finished_or_all, group_by_label
 from paceline.report.tables import Column, ReportTable, make_table
+from paceline.report.terminal_text import fit_terminal
 from paceline.telemetry.metrics import ALWAYS_SHOWN, RESOURCES, Metric, View, metrics_in
 from paceline.telemetry.phase_clock import STAGES
 from paceline.telemetry.schema import as_finite, as_mapping
@@ -45,7 +46,8 @@ def results_table(comparison: Comparison, *, width: int | None = None) -> Table:
     the lowest priority are hidden and listed below the table.
     """
     summary = make_summary_table(comparison)
-    columns, rows = summary.headers, summary.formatted_rows()
+    columns = [fit_terminal(name) for name in summary.headers]
+    rows = [[fit_terminal(cell) for cell in row] for row in summary.formatted_rows()]
     # The width of a column: its cells unbroken, its heading wrapped between words.
     widths = [
         max(map(len, [*name.split(), *(row[i] for row in rows)])) for i, name in enumerate(columns)
@@ -56,7 +58,7 @@ def results_table(comparison: Comparison, *, width: int | None = None) -> Table:
     if hidden:
         notes.append(f"Hidden columns (terminal too narrow): {', '.join(hidden)}.")
     table = Table(
-        caption=" ".join(filter(None, notes)),
+        caption=fit_terminal(" ".join(filter(None, notes))),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -207,6 +207,16 @@ def available_memory_bytes() -> float:
     return max(0.0, min(left))
 
 
+def free_cgroup_tasks() -> list[int]:
+    """Returns how many more threads each cgroup of this process allows, if it is limited."""
+    found = []
+    for group in _groups("pids"):
+        limit, used = (_text(group / name).strip() for name in ("pids.max", "pids.current"))
+        if limit.isdigit() and used.isdigit():
+            found.append(int(limit) - int(used))
+    return found
+
+
 def allowed_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))

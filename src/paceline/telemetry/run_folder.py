@@ -5,6 +5,9 @@ DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl
                             DIR/events/server-K.jsonl  a server's
 DIR/logs/worker-K.log       output of a process;     DIR/checkpoints/SAMPLES/   TrainState
 DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
+DIR/run.lock                held by the supervisor while the run is in progress (run_lock.py)
+
+Files that are being written have the suffix `.partial`, and checkpoints also a leading dot.
 """
 
 import json
@@ -79,6 +82,7 @@ class RunFolder:
             )
         if force and not resume:
             self.clear()
+        self.remove_partial_files()
         try:
             for part in ("events", "logs", "checkpoints"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
@@ -95,6 +99,18 @@ class RunFolder:
                 shutil.rmtree(target)
             elif target.exists():
                 target.unlink()
+
+    def remove_partial_files(self) -> None:
+        """Removes what a killed process was writing, and completes a replaced checkpoint."""
+        for aside in self.checkpoints.glob(".*.old"):
+            final = aside.with_name(aside.name[1 : -len(".old")])
+            if not final.exists():
+                os.replace(aside, final)
+        for pattern in (".*.partial", ".*.old"):
+            for stale in self.checkpoints.glob(pattern):
+                shutil.rmtree(stale, ignore_errors=True)
+        for name in RUN_FILES:
+            self.path.joinpath(f"{name}.partial").unlink(missing_ok=True)
 
     def read_result(self) -> RunResult:
         """Returns result.json. Raises UsageError if it is missing or not valid JSON."""

@@ -10,6 +10,7 @@ from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import compare_strategies
+from paceline.launch.resume import read_coordinator_state
 from paceline.launch.run import (
     Run,
     check_sizes,
@@ -18,7 +19,6 @@ from paceline.launch.run import (
     job_reference,
     make_plan,
     raise_unless_done,
-    read_coordinator_state,
 )
 from paceline.launch.run_options import RunOptions
 from paceline.launch.supervisor import describe_progress
@@ -31,6 +31,7 @@ from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, simulation
 from paceline.telemetry.result import RunOutcome, make_result
 from paceline.telemetry.run_folder import EventLog, OnEvent, RunFolder, write_json
+from paceline.telemetry.run_lock import locked_folder
 from paceline.telemetry.schema import RunConfig, RunResult
 from paceline.twin.simulator import Simulator
 from paceline.twin.updates import WeightsBackend
@@ -66,6 +67,11 @@ class TwinOptions(RunOptions):
 
 def run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> RunResult:
     """Simulates a job and returns its result. Raises like a real run."""
+    with locked_folder(options.out):
+        return _run_twin(job, strategy, options)
+
+
+def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> RunResult:
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     workers = strategy.worker_count(options.workers)

@@ -29,6 +29,8 @@ SEND_TIMEOUT_S = 5.0
 MAX_LINE = 1 << 20
 """Longest line of output that is read in one piece."""
 EXIT_TIMEOUT_S = 2.0
+PROCESS_OUTPUT = "utf-8:backslashreplace"
+"""Encoding of what processes print, whatever the locale: logs are UTF-8."""
 
 _STARTUP_PREFIXES = (
     "CUDA", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_",
@@ -179,6 +181,7 @@ def server_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": PROCESS_OUTPUT,
     }
 
 

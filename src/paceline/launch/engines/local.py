@@ -5,9 +5,11 @@ import contextlib
 import os
 import signal
 
+from paceline.launch.capacity import check_capacity
 from paceline.launch.engines.fork_client import (
     IS_SUPPORTED,
     MAX_LINE,
+    PROCESS_OUTPUT,
     ForkedProcess,
     ForkServerError,
     get_fork_server,
@@ -78,6 +80,9 @@ class LocalLauncher(Launcher):
         self._fork = fork and IS_SUPPORTED
         self._started: list[LocalProcess] = []
 
+    def check_capacity(self, workers: int, servers: int) -> None:
+        check_capacity(workers, servers)
+
     async def close(self) -> None:
         while self._started:
             await self._started.pop().close()
@@ -137,6 +142,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": PROCESS_OUTPUT,
     }
 
 
