@@ -300,7 +300,7 @@ def assert_mistake(finished: Finished, *words: str) -> None:
         (("--epoch", 3), ("unknown option --epoch; did you mean --epochs?",)),
         (("--lr",), ("--lr requires a value",)),
         (("a.py", "b.py"), ("unexpected argument 'b.py'",)),
-        (("--profile", "3"), ("--profile must be epoch=N with N of at least 1, got '3'",)),
+        (("--profile", "3"), ("--profile must be epoch=N or epochs=A-B, from 1, got '3'",)),
         (("--metrics-port", 70000), ("--metrics-port must be at most 65535, got 70000",)),
         (("--metrics-port", 0, "--no-telemetry"), ("cannot be combined: metrics are computed",)),
         (

@@ -29,6 +29,7 @@ from paceline.launch.project import bundle_project
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.protocol.messages import EventLine, FileChunk, FileRequest, FilesComplete
+from paceline.report.operator_profile import read_profile
 from paceline.state import list_checkpoints
 from paceline.strategies.registry import parse_strategy
 from paceline.telemetry.run_folder import RunFolder
@@ -85,6 +86,13 @@ def test_servers_and_a_switch(tmp_path: Path) -> None:
     result = run_there(tmp_path / "run", "switch(allreduce, ps(sync=bsp, servers=2), at=50%)")
     assert result["status"] == "done"
     assert len(result["switches"]) == 1
+
+
+def test_profiles_of_other_machines_reach_the_run_folder(tmp_path: Path) -> None:
+    run_there(tmp_path / "run", "allreduce", profile="epochs=1-2")
+    profile = read_profile(tmp_path / "run")
+    assert (profile.workers, profile.epoch, profile.epochs) == ([0, 1], 1, 2)
+    assert profile.total_ms > 0
 
 
 @pytest.mark.slow

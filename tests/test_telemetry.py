@@ -272,7 +272,7 @@ from paceline.strategies.registry import parse_strategy
 out = Path(sys.argv[1])
 job = Job(model="resnet8", epochs=4)
 spawn = LocalLauncher(fork=False)
-options = RunOptions(out=out, workers=2, threads=1, profile_epoch=2, launcher=spawn)
+options = RunOptions(out=out, workers=2, threads=1, profile="epoch=2", launcher=spawn)
 run_training(job, parse_strategy("switch(allreduce, ps, at=50%)"), options)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([used.ru_utime, used.ru_stime]))
@@ -542,10 +542,10 @@ def test_operators_of_an_epoch_are_timed_on_each_worker(recorded: Any, run_cli: 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--profile", "3"), "--profile must be epoch=N with N of at least 1, got '3'"),
+        (("--profile", "3"), "--profile must be epoch=N or epochs=A-B, from 1, got '3'"),
         (
             ("--profile", "epoch=0"),
-            "--profile must be epoch=N with N of at least 1, got 'epoch=0'",
+            "--profile must be epoch=N or epochs=A-B, from 1, got 'epoch=0'",
         ),
         (("--profile", "epoch=9", "--epochs", "2"), "--profile epoch=9: the run has 2 epochs"),
         (("--metrics-port", "70000"), "--metrics-port must be at most 65535, got 70000"),

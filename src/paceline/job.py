@@ -79,6 +79,12 @@ class Job(BaseModel):
     ] = None
     """Scaling of pixels: standard (mean 0, deviation 1 over the training set), unit (0 to 1) or
     none (0 to 255)."""
+    limit: Annotated[int | None, Option(metavar="ROWS", default="all rows")] = Field(
+        default=None, ge=10
+    )
+    """Use at most this many rows of each part of a named dataset, for quick trials."""
+    row_by_row: bool = False
+    """Fetch and stack single rows of a batch, as from a generator, to compare the cost of input."""
     format: Annotated[str | None, _from_files(default="by file suffix")] = None
     """File format, for example parquet, tfrecord or csv."""
     shape: Annotated[str | None, _from_files("SHAPE")] = None
@@ -171,6 +177,12 @@ class Job(BaseModel):
         validation = self.validation_spec
         if validation is not None and self.val_data is not None:
             raise UsageError("--validation and --val-data cannot be combined; remove one of them")
+        for option in ("limit", "row_by_row"):
+            if getattr(self, option) and not self.has_named_data:
+                raise UsageError(
+                    f"{option} applies only to named datasets, and data is "
+                    f"{display_name(self.data)!r}; remove {option}"
+                )
         if isinstance(self.data, str):
             from paceline import data
             from paceline.data.stores import is_url_or_path
@@ -187,12 +199,19 @@ class Job(BaseModel):
             if not any(isinstance(o, Option) and o.group == DATA_FILES for o in field.metadata):
                 continue
             value = getattr(self, name)
-            # Every worker can train on all rows of any dataset.
-            if value != field.default and (name, value) != ("shard", "off"):
+            # Every worker can train on all rows of any dataset, and prefetch its batches.
+            applies = name == "prefetch" or (name, value) == ("shard", "off")
+            if value != field.default and not applies:
                 raise UsageError(
                     f"{name} applies only to data that is a path or URL, and data is "
                     f"{display_name(self.data)!r}; remove {name}"
                 )
+
+    @property
+    def has_named_data(self) -> bool:
+        from paceline.data.stores import is_url_or_path
+
+        return isinstance(self.data, str) and not is_url_or_path(self.data)
 
     def pipelines(self) -> tuple[DataPipeline, DataPipeline | None]:
         """Returns the pipelines that read training and validation files; raises UsageError."""

@@ -55,6 +55,10 @@ class FolderService:
             if who not in self._events:
                 self._events[who] = EventWriter(self._folder.events(who))
             self._events[who].write_line(message.line.replace("\n", " "))
+        elif isinstance(message, FileChunk) and message.path == f"profile/{who}":
+            path = self._folder.profile(who)  # In one chunk: at most a few hundred operators.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(message.data)
         elif isinstance(message, FileChunk):
             self._write(message)
         elif isinstance(message, FilesComplete):

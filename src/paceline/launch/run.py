@@ -100,17 +100,10 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
     options.launcher.check_capacity(options.workers, strategy.servers_for(options.workers))
-    if (profiled := options.profile_epoch) is not None:
-        if not isinstance(options.launcher, LocalLauncher):
-            raise UsageError(
-                "--profile is only supported for processes on this machine; "
-                "remove it, or run with --workers only"
-            )
-        if profiled > resolved.epochs:
-            raise UsageError(
-                f"--profile epoch={profiled}: the run has {resolved.epochs} epochs; "
-                "choose one of them"
-            )
+    if (profiled := options.profiled_epochs) is not None and profiled[1] > resolved.epochs:
+        raise UsageError(
+            f"--profile {options.profile}: the run has {resolved.epochs} epochs; choose among them"
+        )
     live = None
     reference = job_reference(job, resolved)
     if reference is None:
@@ -305,7 +298,7 @@ def _run(
         "keep_checkpoints": options.keep_checkpoints,
         "slowdowns": tuple(t.to_plain() for t in options.slowdowns),
         "telemetry": options.telemetry,
-        "profile_epoch": options.profile_epoch,
+        "profile_epochs": options.profiled_epochs,
     }
     watch = None
     if options.telemetry:

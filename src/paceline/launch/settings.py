@@ -1,9 +1,10 @@
 """Settings of a run: how to run a job, as opposed to what to train. Each field is an option."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from paceline.errors import UsageError
 from paceline.options import PLACEMENT, RUN, SLOWDOWNS, Option, settings
@@ -13,14 +14,21 @@ MIN_TIMEOUT_S = 2.0
 DEFAULT_TIMEOUT_S = 300.0
 
 
-def parse_profile_epoch(value: object) -> object:
-    """Returns the epoch of `epoch=N`; other values are returned as they are."""
-    if not isinstance(value, str):
-        return value
-    name, _, number = value.partition("=")
-    if name.strip() != "epoch" or not number.strip().isdigit() or int(number) < 1:
-        raise ValueError(f"must be epoch=N with N of at least 1, got {value!r}")
-    return int(number)
+PROFILED = re.compile(r"epochs?\s*=\s*(\d+)(?:\s*-\s*(\d+))?")
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """Returns the first and the last epoch of `epoch=N` or `epochs=A-B`; raises ValueError."""
+    if (match := PROFILED.fullmatch(text.strip())) is not None:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if 1 <= first <= last:
+            return first, last
+    raise ValueError(f"must be epoch=N or epochs=A-B, from 1, got {text!r}")
+
+
+def check_profile(text: str) -> str:
+    parse_profile(text)
+    return text
 
 
 @settings(RUN)
@@ -50,19 +58,21 @@ class ProcessSettings:
 class RunSettings(ProcessSettings):
     """Settings of a single run."""
 
-    profile_epoch: Annotated[
-        int | None,
-        BeforeValidator(parse_profile_epoch),
-        Field(ge=1),
-        Option(name="profile", metavar="epoch=N"),
+    profile: Annotated[
+        Annotated[str, AfterValidator(check_profile)] | None,
+        Option(metavar="epoch=N|epochs=A-B"),
     ] = None
-    """Profile the operators of one epoch, counted from 1."""
+    """Profile the operators of one epoch or of several, counted from 1."""
     metrics_port: Annotated[int | None, Field(ge=0, le=65535), Option(metavar="PORT")] = None
     """Serve Prometheus metrics on this localhost port; 0 picks a free port."""
     resume: bool = False
     """Resume from the latest checkpoint in --out."""
     force: bool = False
     """Overwrite an existing run in --out."""
+
+    @property
+    def profiled_epochs(self) -> tuple[int, int] | None:
+        return parse_profile(self.profile) if self.profile is not None else None
 
     def __post_init__(self) -> None:
         super().__post_init__()

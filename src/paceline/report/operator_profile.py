@@ -20,10 +20,19 @@ class OperatorProfile:
 
     name: str
     epoch: int = 0
+    """The first one."""
+    epochs: int = 1
+    steps_per_epoch: float = 0.0
+    """Mean over the workers, also of steps that were not profiled."""
     steps: dict[int, int] = field(default_factory=dict)
     ms: dict[str, dict[int, float]] = field(default_factory=dict)
     calls: dict[str, float] = field(default_factory=dict)
     """Calls per step, mean over the workers."""
+
+    def describe_epochs(self) -> str:
+        if self.epochs == 1:
+            return f"epoch {self.epoch}"
+        return f"epochs {self.epoch} to {self.epoch + self.epochs - 1}"
 
     @property
     def workers(self) -> list[int]:
@@ -35,6 +44,10 @@ class OperatorProfile:
     @property
     def total_ms(self) -> float:
         return sum(self.mean_ms(operator) for operator in self.ms)
+
+    def us_per_epoch(self, operator: str) -> float:
+        """Returns microseconds of self time per epoch, mean over the workers."""
+        return 1e3 * self.mean_ms(operator) * self.steps_per_epoch
 
     def share(self, operator: str) -> float:
         total = self.total_ms
@@ -54,6 +67,9 @@ def read_profile(folder: Path) -> OperatorProfile:
             body = json.loads(path.read_text(encoding="utf-8"))
             worker, profile.epoch = int(body["worker"]), int(body["epoch"])
             profile.steps[worker] = count = max(1, int(body["steps"]))
+            profile.epochs = max(1, int(body.get("epochs", 1)))
+            all_steps = int(body.get("epoch_steps", count))
+            profile.steps_per_epoch += all_steps / profile.epochs / len(paths)
             operators = body["operators"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a valid profile ({error}); record it again") from None
@@ -97,7 +113,7 @@ def rows_for_two_runs(one: OperatorProfile, two: OperatorProfile, top: int | Non
 def make_table(profiles: Sequence[OperatorProfile], top: int) -> Table:
     head, rows = _rows(profiles, top)
     steps = "; ".join(
-        f"{p.name}: epoch {p.epoch}, {min(p.steps.values())} steps, {len(p.steps)} workers"
+        f"{p.name}: {p.describe_epochs()}, {min(p.steps.values())} steps, {len(p.steps)} workers"
         for p in profiles
     )
     title = f"self time by operator, milliseconds per step ({steps})"

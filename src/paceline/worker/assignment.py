@@ -52,8 +52,8 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     script_args: tuple[str, ...] = ()
     telemetry: bool = True
     """Record steps and process metrics; otherwise only totals are reported."""
-    profile_epoch: int | None = None
-    """Epoch whose operators are profiled, counted from 1."""
+    profile_epochs: tuple[int, int] | None = None
+    """First and last epoch whose operators are profiled, counted from 1."""
     has_live_job: bool = False
     """A pickled job follows on standard input: only ever from a parent to its own child."""
 

@@ -15,6 +15,7 @@ from paceline import models
 from paceline.data import DataPipeline, DatasetSplits, MapDataset, as_dataset
 from paceline.data.dataset import FeatureOptions
 from paceline.data.dataset_builder import build_dataset, build_splits
+from paceline.data.row_access import FirstRows, SingleRows
 from paceline.data.stores import is_url_or_path
 from paceline.data.streaming import PipelinedDataset
 from paceline.errors import UsageError
@@ -49,11 +50,34 @@ class JobData:
 def load_job_data(job: Job) -> JobData:
     """Loads the job's data. Raises a one-line DataError or UsageError."""
     data = _load(job)
+    if job.has_named_data:
+        data = _change_access(data, job)
     if job.shard != "off":
         return data
-    train = data.train
-    wrapped = train if isinstance(train, PipelinedDataset) else PipelinedDataset(train)
-    return replace(data, train=replace(wrapped, shard="off"))
+    return replace(data, train=replace(as_pipelined(data.train), shard="off"))
+
+
+def _change_access(data: JobData, job: Job) -> JobData:
+    """Applies the options of a job on how rows of a named dataset are fetched."""
+    if (limit := job.limit) is not None:
+        train, val, test = (
+            part and FirstRows(part, limit) for part in (data.train, data.val, data.test)
+        )
+        assert train is not None
+        assert data.dataset is not None
+        used = f"only {len(train):,} of {len(data.train):,} training rows are used (limit)"
+        noted = replace(data.dataset, notes=(*data.dataset.notes, used))
+        data = JobData(train, val, test, noted)
+    if job.row_by_row:
+        data = replace(data, train=SingleRows(data.train))
+    if job.prefetch is not None:
+        pipeline = DataPipeline(urls=()).prefetch(job.prefetch)
+        data = replace(data, train=replace(as_pipelined(data.train), pipeline=pipeline))
+    return data
+
+
+def as_pipelined(dataset: MapDataset) -> PipelinedDataset:
+    return dataset if isinstance(dataset, PipelinedDataset) else PipelinedDataset(dataset)
 
 
 def _load(job: Job) -> JobData:

@@ -6,6 +6,7 @@ control connection, before the messages that refer to them: when the coordinator
 """
 
 import contextlib
+import json
 import os
 import resource
 import tempfile
@@ -37,7 +38,13 @@ from paceline.state import (
 )
 from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics
 from paceline.telemetry.phase_clock import PhaseClock
-from paceline.telemetry.run_folder import KERAS, EventSink, EventWriter, RunFolder
+from paceline.telemetry.run_folder import (
+    KERAS,
+    EventSink,
+    EventWriter,
+    RunFolder,
+    write_json,
+)
 from paceline.telemetry.sampler import MetricsDownsampler, Sampler, ServerCounters, StepCounters
 from paceline.worker.assignment import Assignment
 
@@ -52,6 +59,7 @@ class LocalRunFiles:
         assert assignment.folder is not None
         self._folder = RunFolder(assignment.folder)
         self._keep = assignment.keep_checkpoints
+        self._who = assignment.process_name
         self.began_wall_s = assignment.started_wall_s
         """Start of the run, by this machine's clock."""
         self.events: EventSink = EventWriter(self._folder.events(assignment.process_name))
@@ -59,6 +67,13 @@ class LocalRunFiles:
     def save(self, name: str, state: TrainState) -> str:
         """Saves a checkpoint; returns its path inside the run folder."""
         path = save_checkpoint(self._folder.checkpoints, name, state, keep=self._keep)
+        return str(path.relative_to(self._folder.path))
+
+    def save_profile(self, body: Mapping[str, object]) -> str:
+        """Saves the operator profile of this process; returns its path inside the run folder."""
+        path = self._folder.profile(self._who)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, body)
         return str(path.relative_to(self._folder.path))
 
     def load(self, checkpoint: str) -> TrainState:
@@ -76,6 +91,7 @@ class RemoteRunFiles:
     def __init__(self, assignment: Assignment, control: ControlConnection) -> None:
         self._control = control
         self._keep = assignment.keep_checkpoints
+        self._who = assignment.process_name
         self.began_wall_s = self._estimate_run_start()
         self.events: EventSink = self
 
@@ -100,6 +116,11 @@ class RemoteRunFiles:
                 self._send(f"{name}/{file.name}", file)
         self._control.send(FilesComplete(name, self._keep))
         return f"checkpoints/{name}"
+
+    def save_profile(self, body: Mapping[str, object]) -> str:
+        path = f"profile/{self._who}"
+        self._control.send(FileChunk(path, json.dumps(body).encode()))
+        return f"{path}.json"
 
     def save_model(self, model: torch.nn.Module, distant: Mapping[str, RemoteTensor]) -> None:
         with tempfile.TemporaryDirectory(prefix="paceline-") as place:
