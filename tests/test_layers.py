@@ -35,6 +35,8 @@ FILE_PATTERNS = {
     "strategies/*_cost.py": "strategies.cost",
     "strategies/*_simulate.py": "strategies.simulate",
     "strategies/ps/simulated.py": "strategies.simulate",
+    "strategies/allreduce/simulated_shares.py": "strategies.simulate",
+    "strategies/allreduce/share_tree.py": "strategies.spec",
     "strategies/ps/sync.py": "strategies.spec",
     "strategies/pipeline/partition.py": "strategies.spec",
     "strategies/switch/*.py": "strategies.spec",

@@ -19,6 +19,9 @@ SUMMARY = "Train one neural network on many unequal machines, at the pace those 
 COMMANDS = {
     "demo": "Compare strategies on this machine with a small real dataset.",
     "train": "Train one job with one strategy.",
+    "attach": "Follow a run in progress until its end; Ctrl-C leaves it running.",
+    "stop": "Cancel a run in progress.",
+    "resume": "Continue a run from its latest checkpoint, with its recorded options.",
     "compare": "Train one job with several strategies and seeds, and compare them.",
     "launch": "Run a script with its own training loop on several workers.",
     "tune": "Find the smallest synchronous share of a run that keeps the accuracy.",
@@ -58,6 +61,7 @@ MODULES = {
     "tune": "compare",
     "doctor": "pool",
     **dict.fromkeys(RECORDED, "recorded_runs"),
+    **dict.fromkeys(("attach", "stop", "resume"), "detached"),
 }
 """Modules of commands that share one; each of the others has its own."""
 

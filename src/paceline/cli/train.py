@@ -25,6 +25,19 @@ class TrainOptions:
     """Total number of worker processes, excluding servers."""
 
 
+@settings(RUN)
+class DetachOption:
+    detach: bool = False
+    """Run in the background, independent of this terminal; see `paceline attach`."""
+
+    def apply(self, out: Path) -> None:
+        """Continues in a background process if requested; the calling process then exits."""
+        if self.detach:
+            from paceline.launch.detach import detach
+
+            detach(out)
+
+
 @command
 def train(
     job: JobFile = None,
@@ -36,7 +49,31 @@ def train(
     fields: Job,
     where: PlacementSettings,
     slowdowns: SlowdownSettings,
+    background: DetachOption,
 ) -> None:
+    background.apply(options.out)
+    run_train(
+        job,
+        options=options,
+        run=run,
+        common=common,
+        fields=fields,
+        where=where,
+        slowdowns=slowdowns,
+    )
+
+
+def run_train(
+    job: Path | None,
+    *,
+    options: TrainOptions,
+    run: RunSettings,
+    common: CommonOptions,
+    fields: Job,
+    where: PlacementSettings,
+    slowdowns: SlowdownSettings,
+) -> None:
+    """Trains, and prints the result."""
     from paceline.cli.compare import show_comparison
     from paceline.launch.run import run_training
     from paceline.launch.run_options import RunOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -220,6 +221,21 @@ class CollectiveGroup:
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(pieces, tensor, group=self._members)
         return pieces
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Sends `rows[r]` to each worker r, and returns the rows of all workers, by rank.
+
+        `counts` are the pieces per row of each worker: `rows` has the shape (workers, own count,
+        length), the result (sum of counts, length).
+        """
+        size, own, length = rows.shape
+        received = rows.new_empty(sum(counts), length)
+        sizes = [count * length for count in counts]
+        flat = rows.reshape(-1)
+        dist.all_to_all_single(
+            received.view(-1), flat, sizes, [own * length] * size, group=self._members
+        )
+        return received
 
     def broadcast_section(self, section: Section | None, source: int = 0) -> Section:
         """Returns the section of `source` on all workers; others may pass None."""

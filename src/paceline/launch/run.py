@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import platform
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -275,6 +276,7 @@ def _run(
         "pin": options.pin,
         "timeout_s": options.timeout_s,
         "predicted": options.predicted,
+        "directory": os.getcwd(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {
             "system": platform.platform(),

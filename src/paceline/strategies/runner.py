@@ -12,6 +12,7 @@ import torch
 from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.wire import CoordinatorLink
 from paceline.errors import PeerLost
+from paceline.protocol.balance import split_batch
 from paceline.protocol.messages import Lease, StepStats
 from paceline.state import (
     RemoteTensor,
@@ -112,6 +113,8 @@ class WorkerContext:
     token: str
     timeout_s: float
     phase: PhaseContext = PhaseContext()
+    seed: int = 0
+    """Seed of the run, the same on every worker."""
     on_bucket_ready: Callable[[], None] | None = None
     """Called before gradients are sent in the middle of backward; None without slowdowns."""
 
@@ -143,6 +146,10 @@ class Runner(ABC):
     def rows_for(self, lease: Lease) -> Lease:
         """Returns the lease whose rows this worker reads, by default its own share."""
         return lease
+
+    def cut_batch(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
+        """Returns the offsets that split a global batch of `count` samples among the workers."""
+        return split_batch(count, self.context.size, weights)
 
     def begin_step(self, work: TrainStep) -> None:
         """Prepares the weights for a forward pass."""

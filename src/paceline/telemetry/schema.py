@@ -28,6 +28,7 @@ class RunConfig(TypedDict, total=False):
     job: Mapping[str, Any]
     settings: Mapping[str, Any]
     labels: Mapping[str, str]
+    directory: str
     started: str
     versions: Mapping[str, object]
     machine: Mapping[str, object]

@@ -109,6 +109,7 @@ class GradientBackend(WeightsBackend):
         self, job: Job, tables: JobData, workers: int, *, checkpoints: Path, keep: int = 2
     ) -> None:
         self._job = job
+        self.seed = job.seed
         self._tables = tables
         self.workers = workers
         model = build_model(job, tables)

@@ -44,7 +44,7 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         self._newest = 0.0
         self._start = 0
         self._reported = 0.0
-        self._split = lru_cache(MAX_CACHED_SPLITS)(split_batch)
+        self._split = lru_cache(MAX_CACHED_SPLITS)(self.cut_batch)
         self._reset_report()
 
     # ---- for strategies -----------------------------------------------------------------------
@@ -52,6 +52,10 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     def bytes_per_exchange(self) -> float:
         """Bytes that each worker contributes to an exchange among all workers."""
         return 0.0
+
+    def cut_batch(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
+        """Returns the offsets that split a global batch of `count` samples among the workers."""
+        return split_batch(count, self.workers, weights)
 
     def compute_step(self, shares: Floats, epoch: float) -> tuple[Floats, Floats]:
         """Returns when each worker has its gradient, and how long it computed."""
@@ -117,7 +121,7 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         """One global batch on all workers; schedules the next one for when it is finished."""
         simulator, plan = self.simulator, self._plans[0]
         start, stop = self._start, min(self._start + plan.batch, plan.stop)
-        cuts = self._split(stop - start, self.workers, plan.batch_weights)
+        cuts = self._split(stop - start, plan.batch_weights)
         shares = np.diff(cuts).astype(float)
         epoch = plan.epoch + start / simulator.work.samples
         ends, busy = self.compute_step(shares, epoch)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import Diverged, PacelineError, UsageError
-from paceline.protocol.balance import split_batch
 from paceline.protocol.block_plan import take_rows
 from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import (
@@ -99,7 +98,7 @@ class CoordinatorClient:
         """Trains from `state`; restores this worker's random state with it."""
         self._session, self._context = session, session.context
         self._control, self._clock, self._stages = session.control, session.clock, session.stages
-        self._rank, self._size = session.rank, session.size
+        self._rank = session.rank
         self._slowdown = session.slowdown
         self._hooks = hooks
         self._samples_per_epoch = samples_per_epoch
@@ -244,7 +243,7 @@ class CoordinatorClient:
         leases = []
         for start in range(plan.start, plan.stop, plan.batch):
             stop = min(start + plan.batch, plan.stop)
-            cuts = split_batch(stop - start, self._size, plan.batch_weights)
+            cuts = self.runner.cut_batch(stop - start, plan.batch_weights)
             lo, hi = start + cuts[self._rank], start + cuts[self._rank + 1]
             pieces = take_rows(rows, hi - lo) if plan.pieces else ()
             leases.append(Lease(0, plan.epoch, start, stop, lo, hi, pieces, plan.ahead))

@@ -104,6 +104,7 @@ class Session:
             clock=self.clock,
             token=assignment.token,
             timeout_s=self._wait_s,
+            seed=seed,
             on_bucket_ready=self.slowdown.apply if self.slowdown is not None else None,
         )
         threading.Thread(target=self._send_heartbeats, daemon=True).start()

@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from paceline.plan.cost_model import (
     Workload,
     encoded_bytes,
@@ -20,11 +22,15 @@ from paceline.plan.lockstep import (
     update_s,
 )
 from paceline.plan.pool_arrays import Ints, PoolArrays
+from paceline.strategies.allreduce.share_tree import most_held_nodes, worker_shares
 from paceline.strategies.allreduce.spec import AllReduce
 
 
-def exchange_bytes(spec: AllReduce, work: Workload) -> float:
+def exchange_bytes(spec: AllReduce, work: Workload, workers: int) -> float:
     """Bytes of one exchange, as the size of an equivalent all-reduce."""
+    if spec.shares:
+        # An all-reduce sends one sum and receives one; here a worker sends one per subtree.
+        return work.bytes * (most_held_nodes(spec.shares, workers) + 1) / 2
     # Sharding adds an all-gather, which costs half an all-reduce.
     return encoded_bytes(spec.codec, work) * (1.0 if spec.shard == "none" else 1.5)
 
@@ -33,14 +39,21 @@ class AllReduceCost(CostFacet[AllReduce]):
     def step(self, arrays: PoolArrays, hosts: Ints, spec: AllReduce) -> StepEstimate:
         balanced = spec.balance == "auto"
         shares = balanced_shares(arrays, hosts) if balanced else even_shares(arrays, hosts)
+        if spec.shares:
+            counts = np.diff(worker_shares(spec.shares, len(hosts)))
+            shares = arrays.work.batch * counts / spec.shares
         compute = compute_s(arrays, hosts, shares)
+        if spec.shares:
+            compute = compute + arrays.fixed[hosts] * (counts - 1)
         update = update_s(arrays, hosts)
         if len(hosts) == 1:
             return StepEstimate(float(compute[0]) + update, compute)
-        nbytes = exchange_bytes(spec, arrays.work)
+        nbytes = exchange_bytes(spec, arrays.work, len(hosts))
         slowest = slowest_s(compute, arrays.cv[hosts])
         buckets = fill_buckets(arrays.work, spec.bucket_bytes)
-        if buckets:
+        if spec.shares:
+            exposed = all_reduce_s(arrays, hosts, nbytes)  # After the last share.
+        elif buckets:
             each = [(b.ready, all_reduce_s(arrays, hosts, b.share * nbytes)) for b in buckets]
             exposed = exposed_s(slowest, each)
         else:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from paceline.codecs.registry import read_codec
 from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
-from paceline.specs.base import choice_field, float_field, spec_field
+from paceline.specs.base import choice_field, float_field, int_field, spec_field
 from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.registry import StrategyRecord
 
@@ -21,8 +21,12 @@ class AllReduce(Strategy):
     codec: Codec | None = spec_field(read_codec, None)
     via: str = spec_field(choice_field("auto", "shared", "network"), "auto")
     shard: str = spec_field(choice_field("none", "optimizer", "full"), "none")
+    shares: int = spec_field(int_field(0, 1024), 0)
+    """Fixed shares of a batch, for the same bits with any number of workers; 0: one per worker."""
 
     def worker_variant(self, workers: int) -> str:
+        if self.shares:
+            return "shares"
         if workers == 1:  # Nothing to exchange, but a codec still changes the gradients.
             return "single" if self.codec is None else "none"
         return self.shard
@@ -36,6 +40,18 @@ class AllReduce(Strategy):
         }[self.shard]
 
     def __post_init__(self) -> None:
+        others = {
+            "codec": self.codec is not None,
+            "balance=auto": self.balance != "even",
+            f"shard={self.shard}": self.shard != "none",
+            "via=shared": self.via == "shared",
+        }
+        if self.shares and any(others.values()):
+            other = next(name for name, given in others.items() if given)
+            raise SpecError(
+                f"allreduce: shares and {other} cannot be combined: fixed shares are summed "
+                "exactly, in one order; remove one of them"
+            )
         if self.shard == "full" and (self.codec is not None or self.via != "auto"):
             raise SpecError(
                 "allreduce(shard=full) uses torch collectives and does not support codec or via; "
@@ -61,7 +77,14 @@ class AllReduce(Strategy):
 
     @property
     def measures_noise(self) -> bool:
-        return self.shard == "none" and self.codec is None
+        return not self.shares and self.shard == "none" and self.codec is None
+
+    def check_workers(self, workers: int) -> None:
+        if self.shares and workers > self.shares:
+            raise SpecError(
+                f"{self} does not support {workers} workers: each computes at least one share; "
+                f"use at most {self.shares} workers, or more shares"
+            )
 
     @property
     def accumulates_gradients(self) -> bool:
@@ -80,6 +103,7 @@ RECORD = StrategyRecord(
         "none": "paceline.strategies.allreduce.worker:AllReduceRunner",
         "optimizer": "paceline.strategies.allreduce.sharded:ShardedOptimizerRunner",
         "full": "paceline.strategies.allreduce.sharded:FullyShardedRunner",
+        "shares": "paceline.strategies.allreduce.fixed_shares:FixedSharesRunner",
     },
     simulate="paceline.strategies.allreduce.simulate:AllReduceSimulation",
     cost="paceline.strategies.allreduce.cost:AllReduceCost",
