@@ -31,7 +31,13 @@ from paceline.telemetry.events import PHASES
 from paceline.telemetry.reader import read_run
 from paceline.worker.batch_loader import epoch_order
 
-EXACT = ["single", "allreduce", "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
+ALGORITHMS = [
+    "allreduce(algorithm=tree)",
+    "allreduce(algorithm=butterfly)",
+    "allreduce(algorithm=hierarchical, via=network)",
+]
+"""Sums of messages between workers, which three workers form in their own ways."""
+EXACT = ["single", "allreduce", *ALGORITHMS, "ps(sync=bsp)", "ps(sync=bsp, servers=2)"]
 TABLE = [
     *EXACT,
     "ps",
@@ -80,8 +86,13 @@ def test_table_covers_every_registered_strategy() -> None:
     assert [text for text in TABLE if parse_strategy(text).exact] == EXACT
 
 
-ONE_WORKER = [text for text in TABLE if not text.startswith(("ps(overlap", "diloco"))]
-"""All but one that computes on weights a step old even alone, and one that goes by differences."""
+ONE_WORKER = [
+    text
+    for text in TABLE
+    if not text.startswith(("ps(overlap", "diloco")) and text not in ALGORITHMS
+]
+"""All but one that computes on weights a step old even alone, one that goes by differences, and
+sums that one worker does not form."""
 
 
 @pytest.mark.parametrize("strategy", ONE_WORKER)
@@ -105,6 +116,7 @@ def check_equal_to_one_process(
     [
         *(("allreduce", text) for text in OPTIMIZERS[:2]),
         *(pytest.param("allreduce", text, marks=pytest.mark.slow) for text in OPTIMIZERS[2:]),
+        *((text, "sgd(momentum=0.9)") for text in ALGORITHMS),
         ("ps(sync=bsp, servers=2)", "adam"),
         *(
             pytest.param("ps(sync=bsp, servers=2)", text, marks=pytest.mark.slow)

@@ -114,8 +114,15 @@ def step_in(line: str) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "rank"),
-    [("allreduce", 1), ("ps", 1), ("ps", 0), ("pipeline", 0), ("tensor", 1)],
-    ids=["allreduce", "ps", "ps-beside-its-server", "pipeline", "tensor"],
+    [
+        ("allreduce", 1),
+        ("allreduce(algorithm=butterfly)", 1),
+        ("ps", 1),
+        ("ps", 0),
+        ("pipeline", 0),
+        ("tensor", 1),
+    ],
+    ids=["allreduce", "butterfly", "ps", "ps-beside-its-server", "pipeline", "tensor"],
 )
 def test_killed_worker_is_named(
     start_cli: StartCli, tmp_path: Path, strategy: str, rank: int

@@ -32,6 +32,7 @@ COMMANDS = {
     "dashboard": "Show the runs of a directory in a browser, live and afterwards.",
     "profile": "Show operator times of a run, or compare two runs.",
     "export": "Export a run as a Chrome trace, CSV files or TensorBoard logs.",
+    "collectives": "Measure collectives next to their cost formulas, and fit the links of a pool.",
     "doctor": "Check every machine of a pool and suggest a fix for each problem.",
 }
 

@@ -175,7 +175,8 @@ class Pool(_Strict):
     link: Link = Field(default_factory=Link)
     """Default link of machines without their own."""
     jitter: Jitter = Field(default_factory=Jitter)
-    collective: Literal["ring", "tree", "auto"] = "auto"
+    collective: Literal["auto", "ring", "tree", "butterfly", "hierarchical"] = "auto"
+    """All-reduce of strategies that do not choose one; `auto` is the cheapest."""
     collective_gb_s: float = Field(default=1.0, gt=0)
     """Rate at which a process sends, receives and adds in a collective, excluding the network."""
     hop_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -6,7 +6,7 @@ memory of one machine, or torch), which is chosen once.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,12 +17,15 @@ import torch.distributed as dist
 from paceline.codecs.compressor import Compressor, ResidualSlice
 from paceline.codecs.spec import Codec
 from paceline.comm.compressed_allreduce import CompressedAllReduce
+from paceline.comm.message_collectives import BackgroundAllReduce, PendingSum
 from paceline.comm.process_group import CollectiveGroup, SharedMemoryGroup
 from paceline.comm.shm.allreduce import SharedMemoryAllReduce, aligned_size
 from paceline.errors import StateError, UsageError
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket, so that the exchange starts early in the backward pass."""
+RING = "ring"
+"""The algorithm of torch's all-reduce."""
 BENCHMARK_ROUNDS = 4
 MAX_BENCHMARK_NUMEL = 1 << 20
 """Number of elements summed in the benchmark; larger models only increase the difference."""
@@ -133,8 +136,12 @@ class GradientExchange:
         on_bucket_ready: Callable[[], None] | None = None,
         shared: SharedMemoryGroup | None = None,
         own_pieces: bool = False,
+        algorithms: Sequence[str] = (),
     ) -> None:
-        """With `own_pieces`, workers receive the sums of their slices only; no `grad` is a sum."""
+        """With `own_pieces`, workers receive the sums of their slices only; no `grad` is a sum.
+
+        `algorithms` are those of the buckets, by default torch's ring.
+        """
         by_name = dict(parameters)
         if sorted(by_name) != sorted(name for names in layout for name in names):
             raise StateError("the stored bucket layout belongs to another model")
@@ -158,6 +165,9 @@ class GradientExchange:
             for b in self.buckets
             if codec is not None
         ]
+        self._algorithms = list(algorithms) or [RING] * len(self.buckets)
+        others = set(self._algorithms) - {RING}
+        self._background = BackgroundAllReduce(group, others) if others else None
         self._in_backward = in_backward
         self._armed = False
         self.overlapped_us: int | None = None
@@ -180,7 +190,7 @@ class GradientExchange:
         self.local_grad_sq_norm = 0.0
         self._weight = weight
         self._launched = 0
-        self._works: list[dist.Work | None] = []
+        self._works: list[dist.Work | PendingSum | None] = []
         self._callback_queued = False
         for bucket in self.buckets:
             bucket.reset()
@@ -211,15 +221,19 @@ class GradientExchange:
         if self._on_bucket_ready is not None:
             self._on_bucket_ready()
         self.uncompressed_bytes += bucket.flat.nbytes
-        work = None
+        work: dist.Work | PendingSum | None = None
+        algorithm = self._algorithms[self._launched]
         if self.shared is not None:
             self.shared.mark_filled()
         elif self._compressed:
             # The flags must be exact, unlike the encoded gradients.
             work = self._group.all_reduce_async(bucket.flags)
             self._compressed[self._launched].begin(bucket.values)
-        else:
+        elif algorithm == RING:
             work = self._group.all_reduce_async(bucket.flat)
+        else:
+            assert self._background is not None
+            work = self._background.start(bucket.flat, algorithm)
         self._works.append(work)
         if self._timed and work is not None:
             span = [time.perf_counter_ns()]  # Its end is added when the exchange is complete.
@@ -273,6 +287,8 @@ class GradientExchange:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._background is not None:
+            self._background.close()
 
 
 @dataclass(frozen=True)

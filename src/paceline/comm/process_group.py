@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class CollectiveGroup:
         self._timeout = datetime.timedelta() if store is None else store.timeout
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
         self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
+        self._machines: list[list[int]] | None = None
 
     def new_subgroup(self, groups: tuple[tuple[int, ...], ...]) -> CollectiveGroup:
         """Returns this worker's group of a partition; all workers must pass the same one."""
@@ -149,6 +151,22 @@ class CollectiveGroup:
         if key not in self._shared:
             self._shared[key] = self._make_shared(slot_bytes)
         return self._shared[key]
+
+    def machines(self) -> list[list[int]]:
+        """Returns the ranks of the workers of each machine; all workers must make the same call.
+
+        A machine is where memory can be shared, or, where that is unknown, a host name.
+        """
+        if self._machines is None:
+            own = shm_domain_id() or socket.gethostname()
+            names = [own]
+            if self.size > 1:
+                names = self._all_gather_text("machine", own)
+            together: dict[str, list[int]] = {}
+            for rank, name in enumerate(names):
+                together.setdefault(name, []).append(rank)
+            self._machines = list(together.values())
+        return self._machines
 
     def _make_shared(self, slot_bytes: int) -> SharedMemoryGroup | str:
         store = self._store

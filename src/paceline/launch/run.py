@@ -346,7 +346,7 @@ def _run(
     result = make_result(config, outcome, folder, live=watch.live if watch is not None else None)
     write_json(folder.result, result)
     if (way := result["collectives"]) is not None:
-        options.on_event(CollectivesNotice(path=way["way"], reason=way["why"] or ""))
+        options.on_event(CollectivesNotice(path=way["way"] or "", reason=way["why"] or ""))
     return raise_unless_done(result, outcome, folder)
 
 

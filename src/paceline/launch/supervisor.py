@@ -75,10 +75,12 @@ class Supervisor:
     show: OnEvent
     memory: CoordinatorMemory | None
     monitor: LiveMonitor | None
+    coordinator: type[Coordinator] = Coordinator
+    """Makes the decisions; those of training by default."""
 
     def __post_init__(self) -> None:
         self._token = secrets.token_hex(32)
-        self._coordinator = Coordinator(
+        self._coordinator = self.coordinator(
             self.plan,
             now=self._now(),
             paces=make_pace,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from paceline.cluster.gpu_rates import estimate_gpu
 from paceline.cluster.pool import Host, Pool, StepCost
 from paceline.codecs.spec import Codec
+from paceline.specs.collectives import AUTO, all_reduce_steps, candidates
 
 FIXED_S = 0.0005
 """Fixed cost of a step in seconds, if it was not measured."""
@@ -91,44 +92,50 @@ def step_time_on(host: Host, work: Workload, pool: Pool) -> StepCost:
     return measured.model_copy(update={n: getattr(measured, n) / host.speed for n in seconds})
 
 
-def ring_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Returns the seconds of a ring all-reduce on the network."""
-    if members < 2:
-        return 0.0
-    return 2 * (members - 1) * (latency_s + nbytes / (members * bytes_per_s))
+def allreduce_s(
+    pool: Pool, hosts: list[Host], nbytes: float, algorithm: str | None = None
+) -> float:
+    """Returns the seconds of an all-reduce: the network's part and that of the processes.
 
-
-def tree_s(members: int, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Returns the seconds of a reduce to a root and a broadcast, level by level."""
-    if members < 2:
-        return 0.0
-    return 2 * math.ceil(math.log2(members)) * (latency_s + nbytes / bytes_per_s)
-
-
-def allreduce_s(pool: Pool, hosts: list[Host], nbytes: float) -> float:
-    """Returns the seconds of an all-reduce: the network's part and that of the processes."""
+    `algorithm` is that of the strategy; None for torch's.
+    """
     members = len(hosts)
     if members < 2 or not nbytes:
         return 0.0
-    names = {h.host for h in hosts}
+    machines = len({h.host for h in hosts})
     processes_per_core = max(1.0, *(h.workers / h.cores for h in hosts))
     endpoint = endpoint_s(pool, members, nbytes) * processes_per_core
     links = [pool.link_of(h) for h in hosts]
     latency_s = max(link.latency_s for link in links) + pool.hop_ms / 1e3
-    if len(names) == 1:
+    if machines == 1 and algorithm in (AUTO, None):
         # On one machine nothing crosses a network, but every hop is a context switch.
         return endpoint + 2 * (members - 1) * latency_s
     slowest = min(link.bytes_per_s for link in links)
-    return network_s(pool, members, nbytes, latency_s, slowest) + endpoint
+    return endpoint + network_s(pool, members, machines, nbytes, latency_s, slowest, algorithm)
 
 
 def network_s(
-    pool: Pool, members: int, nbytes: float, latency_s: float, bytes_per_s: float
+    pool: Pool,
+    members: int,
+    machines: int,
+    nbytes: float,
+    latency_s: float,
+    bytes_per_s: float,
+    algorithm: str | None = None,
 ) -> float:
-    """Returns the network's part of an all-reduce, with the pool's algorithm."""
-    ring = ring_s(members, nbytes, latency_s, bytes_per_s)
-    tree = tree_s(members, nbytes, latency_s, bytes_per_s)
-    return {"ring": ring, "tree": tree, "auto": min(ring, tree)}[pool.collective]
+    """Returns the network's part of an all-reduce.
+
+    The pool's algorithm is used where the strategy names none; if it is `auto`, too, the cheapest
+    one where the strategy chooses, and otherwise torch's ring.
+    """
+    name = pool.collective if algorithm in (AUTO, None) else algorithm
+    names: tuple[str, ...] = (name or AUTO,)
+    if name == AUTO:
+        names = ("ring",) if algorithm is None else candidates(members, machines)
+    return min(
+        all_reduce_steps(each, members, machines, nbytes).seconds(latency_s, bytes_per_s)
+        for each in names
+    )
 
 
 def endpoint_s(pool: Pool, members: int, nbytes: float) -> float:

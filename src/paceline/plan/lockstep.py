@@ -51,12 +51,15 @@ def expected_maximum(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def all_reduce_s(arrays: PoolArrays, hosts: Ints, nbytes: float) -> float:
-    """Seconds of one all-reduce of `nbytes` among these hosts."""
+def all_reduce_s(
+    arrays: PoolArrays, hosts: Ints, nbytes: float, algorithm: str | None = None
+) -> float:
+    """Seconds of one all-reduce of `nbytes` among these hosts; see `cost_model.allreduce_s`."""
     pool, count = arrays.pool, len(hosts)
     latency_s = float(arrays.latency[hosts].max()) + pool.hop_ms / 1e3
     bandwidth = float(arrays.bandwidth[hosts].min())
-    return network_s(pool, count, nbytes, latency_s, bandwidth) + endpoint_s(pool, count, nbytes)
+    network = network_s(pool, count, count, nbytes, latency_s, bandwidth, algorithm)
+    return network + endpoint_s(pool, count, nbytes)
 
 
 def update_s(arrays: PoolArrays, hosts: Ints) -> float:

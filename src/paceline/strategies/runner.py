@@ -52,6 +52,8 @@ class Replica:
     """Bucket layout of gradients; fixed for a run and stored in checkpoints."""
     comm_backend: str | None = field(default=None, init=False)
     """Backend of the sums, `shared` or `network`; fixed once it is chosen."""
+    comm_algorithms: list[str] | None = field(default=None, init=False)
+    """All-reduce algorithm of each bucket on the network; fixed once it is chosen."""
 
     def __post_init__(self) -> None:
         self.apply_gradients: Callable[[], object] = self.optimizer.step
@@ -85,9 +87,11 @@ class CommReport:
     backend: str
     """`shared`, `partly shared` or `network`."""
     reason: str
+    algorithm: str | None = None
+    """All-reduce algorithm, if gradients are summed by messages."""
 
-    def to_plain(self) -> dict[str, str]:
-        return {"way": self.backend, "why": self.reason}
+    def to_plain(self) -> dict[str, str | None]:
+        return {"way": self.backend, "why": self.reason, "algorithm": self.algorithm}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class RunResult(TypedDict, total=False):
     input: dict[str, object]
     bytes_sent: int
     parameter_bytes: int | None
-    collectives: dict[str, str] | None
+    collectives: dict[str, str | None] | None
     parts: dict[str, object]
     bytes_before_codec: int
     peak_rss_bytes: int | None

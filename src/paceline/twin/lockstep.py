@@ -34,7 +34,7 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         self.workers = simulator.plan.workers
         self.exchange_bytes = self.bytes_per_exchange() if self.workers > 1 else 0.0
         self._allreduce_s = lru_cache(MAX_CACHED_SPLITS)(
-            partial(allreduce_s, simulator.pool, simulator.fleet.hosts)
+            partial(allreduce_s, simulator.pool, simulator.fleet.hosts, algorithm=self.algorithm())
         )
         self.free = np.zeros(self.workers)
         """Time at which each worker can start its next step."""
@@ -56,6 +56,10 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     def cut_batch(self, count: int, weights: tuple[int, ...] | None) -> list[int]:
         """Returns the offsets that split a global batch of `count` samples among the workers."""
         return split_batch(count, self.workers, weights)
+
+    def algorithm(self) -> str | None:
+        """Algorithm of these exchanges; None for torch's."""
+        return None
 
     def compute_step(self, shares: Floats, epoch: float) -> tuple[Floats, Floats]:
         """Returns when each worker has its gradient, and how long it computed."""

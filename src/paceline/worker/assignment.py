@@ -16,6 +16,15 @@ from paceline.job import JobRef
 from paceline.plugins import Plugin
 
 
+class CollectivesPlan(BaseModel, frozen=True, extra="forbid"):
+    """A measurement of collectives, instead of training."""
+
+    sizes: tuple[int, ...]
+    """Bytes."""
+    rounds: int
+    """At most as many; a point that takes long has fewer."""
+
+
 class Assignment(BaseModel, frozen=True, extra="forbid"):
     """One process of a run. A server has no job: what it needs is sent by the workers."""
 
@@ -54,6 +63,8 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     """Record steps and process metrics; otherwise only totals are reported."""
     profile_epochs: tuple[int, int] | None = None
     """First and last epoch whose operators are profiled, counted from 1."""
+    collectives: CollectivesPlan | None = None
+    """Measure these instead of training."""
     has_live_job: bool = False
     """A pickled job follows on standard input: only ever from a parent to its own child."""
 

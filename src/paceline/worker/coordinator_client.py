@@ -377,6 +377,7 @@ class CoordinatorClient:
             shared.plain["coordinator"] = message.coordinator_state
             shared.plain["layout"] = self._context.replica.bucket_layout
             shared.plain["way"] = self._context.replica.comm_backend
+            shared.plain["algorithms"] = self._context.replica.comm_algorithms
             if self._rank == 0:
                 state = TrainState(shared, sections, distant)
                 path = self._session.files.save(message.name, state)

@@ -99,6 +99,10 @@ def _run(
         from paceline.worker.server_main import run_server
 
         run_server(assignment, control, wait_s)
+    elif assignment.collectives is not None:
+        from paceline.worker.collectives import measure_collectives
+
+        measure_collectives(assignment, control, wait_s)
     elif assignment.script is not None:
         from paceline.worker.custom_loop import run_worker_script
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,45 @@ HEARTBEAT_S = 1.0
 RANK_STRIDE = 1_000_003
 """Worker k's generators are seeded with seed + k times this; worker 0's continue
 after the model's initialization."""
+
+
+def connect_group(
+    assignment: Assignment, control: ControlConnection, wait_s: float
+) -> CollectiveGroup:
+    """Waits for the other workers and forms the process group."""
+    rank, size = assignment.index, assignment.workers
+    if size == 1:
+        return CollectiveGroup(rank, size)
+    store = CoordinatorStore(
+        assignment.host,
+        assignment.port,
+        token=assignment.token,
+        who=assignment.process_name,
+        timeout_s=wait_s,
+    )
+    address = assignment.bind or control.local_address
+    return CollectiveGroup.init(store, rank=rank, size=size, address=address)
+
+
+def start_heartbeats(
+    control: ControlConnection,
+    rank: int,
+    clock: PhaseClock,
+    closing: threading.Event,
+    step: Callable[[], int],
+) -> None:
+    """Sends one every second until `closing`; exits if the coordinator is unreachable."""
+
+    def beat() -> None:
+        while not closing.wait(HEARTBEAT_S):
+            try:
+                control.send(Heartbeat(rank, step(), PHASES[clock.current], clock.changes))
+            except PacelineError:
+                if not closing.is_set():
+                    os._exit(1)
+                return
+
+    threading.Thread(target=beat, daemon=True).start()
 
 
 class Session:
@@ -84,17 +123,7 @@ class Session:
     def join_group(self, replica: Replica, *, seed: int) -> None:
         """Waits for the other workers, forms the process group and starts the heartbeats."""
         assignment = self.assignment
-        group = CollectiveGroup(self.rank, self.size)
-        if self.size > 1:
-            store = CoordinatorStore(
-                assignment.host,
-                assignment.port,
-                token=assignment.token,
-                who=assignment.process_name,
-                timeout_s=self._wait_s,
-            )
-            address = assignment.bind or self.control.local_address
-            group = CollectiveGroup.init(store, rank=self.rank, size=self.size, address=address)
+        group = connect_group(assignment, self.control, self._wait_s)
         self.context = WorkerContext(
             rank=self.rank,
             size=self.size,
@@ -107,21 +136,12 @@ class Session:
             seed=seed,
             on_bucket_ready=self.slowdown.apply if self.slowdown is not None else None,
         )
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        start_heartbeats(
+            *(self.control, self.rank, self.clock, self._closing),
+            lambda: self.client.step if self.client is not None else 0,
+        )
         if self.rank > 0:
             torch.manual_seed(seed + self.rank * RANK_STRIDE)
-
-    def _send_heartbeats(self) -> None:
-        """Sends one every second; exits the process if the coordinator is unreachable."""
-        clock = self.clock
-        while not self._closing.wait(HEARTBEAT_S):
-            step = self.client.step if self.client is not None else 0
-            try:
-                self.control.send(Heartbeat(self.rank, step, PHASES[clock.current], clock.changes))
-            except PacelineError:
-                if not self._closing.is_set():
-                    os._exit(1)
-                return
 
     def broadcast_state(self) -> TrainState:
         """Returns the initial state of worker 0 or its checkpoint, equal on every worker."""
@@ -145,6 +165,7 @@ class Session:
             replica.bucket_layout = state.shared.plain["layout"]
             # A run with another number of workers adds in another order anyway.
             replica.comm_backend = state.shared.plain.get("way")
+            replica.comm_algorithms = state.shared.plain.get("algorithms")
         elif self.size > 1:
             state = TrainState(_broadcast_initial_state(state.shared, group))
         try:

@@ -54,10 +54,13 @@ class AllReduceCost(CostFacet[AllReduce]):
         if spec.shares:
             exposed = all_reduce_s(arrays, hosts, nbytes)  # After the last share.
         elif buckets:
-            each = [(b.ready, all_reduce_s(arrays, hosts, b.share * nbytes)) for b in buckets]
+            each = [
+                (b.ready, all_reduce_s(arrays, hosts, b.share * nbytes, spec.message_algorithm))
+                for b in buckets
+            ]
             exposed = exposed_s(slowest, each)
         else:
-            exchange = all_reduce_s(arrays, hosts, nbytes)
+            exchange = all_reduce_s(arrays, hosts, nbytes, spec.message_algorithm)
             # Gradients are divided into buckets before they are encoded.
             exposed = exposed_without_layers_s(
                 exchange, slowest, arrays.work.bytes, spec.bucket_bytes

@@ -29,6 +29,9 @@ class AllReduceSimulation(LockstepSimulation[AllReduce]):
     def bytes_per_exchange(self) -> float:
         return exchange_bytes(self.spec, self.simulator.work, self.workers)
 
+    def algorithm(self) -> str | None:
+        return self.spec.message_algorithm
+
     @cached_property
     def _buckets(self) -> list[BucketTiming]:
         return fill_buckets(self.simulator.work, self.spec.bucket_bytes)

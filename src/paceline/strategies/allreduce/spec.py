@@ -7,6 +7,7 @@ from paceline.codecs.registry import read_codec
 from paceline.codecs.spec import Codec
 from paceline.errors import SpecError
 from paceline.specs.base import choice_field, float_field, int_field, spec_field
+from paceline.specs.collectives import ALGORITHMS, AUTO, FLAT
 from paceline.specs.strategy import StateFraction, Strategy
 from paceline.strategies.registry import StrategyRecord
 
@@ -23,6 +24,7 @@ class AllReduce(Strategy):
     shard: str = spec_field(choice_field("none", "optimizer", "full"), "none")
     shares: int = spec_field(int_field(0, 1024), 0)
     """Fixed shares of a batch, for the same bits with any number of workers; 0: one per worker."""
+    algorithm: str = spec_field(choice_field(*ALGORITHMS), AUTO)
 
     def worker_variant(self, workers: int) -> str:
         if self.shares:
@@ -45,6 +47,7 @@ class AllReduce(Strategy):
             "balance=auto": self.balance != "even",
             f"shard={self.shard}": self.shard != "none",
             "via=shared": self.via == "shared",
+            f"algorithm={self.algorithm}": self.algorithm != AUTO,
         }
         if self.shares and any(others.values()):
             other = next(name for name, given in others.items() if given)
@@ -57,11 +60,41 @@ class AllReduce(Strategy):
                 "allreduce(shard=full) uses torch collectives and does not support codec or via; "
                 "remove them"
             )
+        if self.algorithm not in (AUTO, "ring"):
+            self._check_algorithm()
+        if self.algorithm in FLAT and self.via == "shared":
+            raise SpecError(
+                f"allreduce: algorithm={self.algorithm} and via=shared cannot be combined (nothing "
+                "is sent between workers that share memory); remove one of them"
+            )
         if self.via == "shared" and self.codec is not None:
             raise SpecError(
                 "allreduce: via=shared and codec cannot be combined (nothing is sent over the "
                 "network); remove one of them"
             )
+
+    def _check_algorithm(self) -> None:
+        if self.codec is not None:
+            raise SpecError(
+                f"allreduce: algorithm={self.algorithm} and codec cannot be combined (encoded "
+                "gradients are gathered along a ring); remove one of them"
+            )
+        if self.shard == "full":
+            raise SpecError(
+                f"allreduce: algorithm={self.algorithm} and shard=full cannot be combined (shards "
+                "are exchanged by torch); remove one of them"
+            )
+
+    @property
+    def via_network(self) -> bool:
+        """Gradients are sent as messages even between workers that can share memory."""
+        return self.via == "network" or self.algorithm in FLAT
+
+    @property
+    def message_algorithm(self) -> str | None:
+        """Algorithm of messages; None where torch alone exchanges gradients."""
+        by_torch = self.codec is not None or self.shard == "full" or self.shares > 0
+        return None if by_torch else self.algorithm
 
     @property
     def bucket_bytes(self) -> float:

@@ -1,9 +1,18 @@
 """Worker side of allreduce: gradients are summed, and all workers apply the same update."""
 
 from paceline.codecs.compressor import export_residuals, import_residuals
-from paceline.comm.buckets import BackendChoice, GradientExchange, choose_backend, plan_layout
+from paceline.comm.algorithm_choice import choose_algorithms, describe_algorithms
+from paceline.comm.buckets import (
+    RING,
+    BackendChoice,
+    GradientExchange,
+    choose_backend,
+    plan_layout,
+)
 from paceline.comm.process_group import SharedMemoryGroup
 from paceline.comm.shm.allreduce import aligned_size
+from paceline.errors import UsageError
+from paceline.specs.collectives import AUTO, HIERARCHICAL
 from paceline.state import Section, slots_by_parameter
 from paceline.strategies.allreduce.shared_weights import SharedModelWeights, can_share_weights
 from paceline.strategies.allreduce.spec import AllReduce
@@ -41,6 +50,7 @@ class AllReduceRunner(Runner):
             layout = plan_layout(self.replica.trained, int(spec.bucket_bytes))
             self.replica.bucket_layout = layout
         chosen = self._choose_backend(spec, layout)
+        algorithms = self._choose_algorithms(spec, layout, chosen)
         room = self._shared_weight_memory(chosen)
         self._exchange = GradientExchange(
             self.replica.trained,
@@ -51,6 +61,7 @@ class AllReduceRunner(Runner):
             on_bucket_ready=context.on_bucket_ready,
             shared=chosen.shared,
             own_pieces=room is not None,
+            algorithms=algorithms,
         )
         if room is not None:
             self._common = SharedModelWeights(context, room, self._exchange)
@@ -65,11 +76,48 @@ class AllReduceRunner(Runner):
         replica, group = self.replica, self.context.group
         if spec.codec is not None:
             return BackendChoice(None, "a codec")
-        chosen = choose_backend(spec.via, replica.comm_backend, replica.trained, layout, group)
-        if spec.via == "auto" and self.context.size > 1:
+        via = "network" if spec.via_network else spec.via
+        # Machine by machine means in the memory of each, wherever there is one.
+        before = "shared" if spec.algorithm == HIERARCHICAL else replica.comm_backend
+        chosen = choose_backend(via, before, replica.trained, layout, group)
+        if via == "auto" and self.context.size > 1:
             replica.comm_backend = chosen.name
-        self._comm_report = CommReport(backend=chosen.name, reason=chosen.reason)
+        between = chosen.shared is not None and chosen.shared.machines > 1
+        self._comm_report = CommReport(
+            backend=chosen.name,
+            reason=chosen.reason,
+            algorithm=HIERARCHICAL if between else None,
+        )
         return chosen
+
+    def _choose_algorithms(
+        self, spec: AllReduce, layout: list[list[str]], chosen: BackendChoice
+    ) -> list[str]:
+        """Returns the algorithm of each bucket whose sum is formed by messages, if it is not a ring
+        of torch."""
+        replica, group = self.replica, self.context.group
+        if self.context.size == 1 or spec.codec is not None or chosen.shared is not None:
+            return []
+        if any(p.device.type != "cpu" for _, p in replica.trained):
+            if spec.algorithm not in (AUTO, RING):
+                raise UsageError(
+                    f"allreduce: algorithm={spec.algorithm} sums in the processor's memory, but "
+                    "the model is on another device; remove it"
+                )
+            return []
+        by_name = dict(replica.trained)
+        sizes = [sum(by_name[name].nbytes for name in names) for names in layout]
+        algorithms, reason = choose_algorithms(
+            spec.algorithm, replica.comm_algorithms, sizes, group
+        )
+        if spec.algorithm == AUTO:
+            replica.comm_algorithms = algorithms
+        self._comm_report = CommReport(
+            backend=chosen.name,
+            reason="; ".join(filter(None, (chosen.reason, reason))),
+            algorithm=describe_algorithms(algorithms),
+        )
+        return algorithms
 
     def _shared_weight_memory(self, chosen: BackendChoice) -> SharedMemoryGroup | None:
         """Returns memory for shared weights; None if each worker has its own."""
