@@ -3,7 +3,8 @@
     python bench/collectives.py [--hosts 2,3,4] [--mbit 100] [--save]
 
 The hosts are network namespaces with their own SSH servers, as in the tests; `tc` limits both
-directions of every link. The burst is small, so that messages above 100 kB have the rate. Prints
+directions of every link. The burst is small, so that messages above 100 kB have the rate. With
+other programs on the machine, run it with priority (`nice -n -19`). Prints
 the tables of docs/collectives.md and fails if a formula is wrong by more than 25%.
 """
 

@@ -214,7 +214,8 @@ def test_formulas_by_hand() -> None:
     assert tree(8, 1e6).seconds(0.001, 1e6) == pytest.approx(2 * 3 * (0.001 + 1.0))
     assert butterfly(8, 1e6) == (3, 3e6)
     assert butterfly(6, 1e6) == (4, 4e6)  # two levels of four workers, before and after
-    assert COLLECTIVES["scatter"](4, 8e6) == (3, 6e6)
+    assert COLLECTIVES["gather"](4, 8e6) == (3, 6e6)
+    assert COLLECTIVES["scatter"](4, 8e6) == (1, 6e6)
     assert COLLECTIVES["scan"](5, 1e6) == (3, 3e6)
     for name, formula in COLLECTIVES.items():
         if name != "point-to-point":

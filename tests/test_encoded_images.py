@@ -395,7 +395,7 @@ def test_webdataset_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"png": samples[7]["png"]}, "has no label: cls is missing, or is not a number"),
     ):
         write_tar(tmp_path / "bad.tar", [*samples[:7], parts_of, *samples[8:]])
-        with pytest.raises(DataError, match=rf"bad\.tar, sample /000007: {what}"):
+        with pytest.raises(DataError, match=rf"bad\.tar, sample 000007: {what}"):
             open_url(tmp_path / "bad.tar")
     cut = tmp_path / "set" / "train-000001.tar"
     cut.write_bytes(cut.read_bytes()[:3000])
@@ -406,3 +406,40 @@ def test_webdataset_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def _files(url: Path) -> tuple[Any, Any]:
     pipeline, parts = list_splits(read(str(url)))
     return pipeline, parts["train"]
+
+
+def describe_features(table: pa.Table, label: str, names: int) -> pa.Table:
+    """Adds the metadata that Hugging Face's datasets writes."""
+    facts = {label: {"_type": "ClassLabel", "names": [str(n) for n in range(names)]}}
+    described = {"info": {"features": {"img": {"_type": "Image"}, **facts}}}
+    return table.replace_schema_metadata({b"huggingface": json.dumps(described).encode()})
+
+
+def test_the_only_column_of_classes_is_the_label(tmp_path: Path) -> None:
+    images, labels = make_images(40)
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    stored = [{"bytes": encode_image(image), "path": None} for image in images]
+    columns = {"img": pa.array(stored, kind), "fine_label": labels, "note": labels * 2}
+    table = describe_features(pa.table(columns), "fine_label", 12)
+    pq.write_table(table, tmp_path / "train.parquet")
+    (tmp_path / "README.md").write_text("As in a downloaded repository.")
+    found = open_url(tmp_path)
+    assert found.classes == 12
+    assert set(all_rows(found.train)[1].tolist()) <= set(range(10))
+    pq.write_table(pa.table(columns), tmp_path / "train.parquet")
+    with pytest.raises(UsageError) as error:
+        open_url(tmp_path)
+    assert str(error.value).endswith(
+        "no column is named label; choose one of img, fine_label, note with --label"
+    )
+    assert open_url(tmp_path, label="fine_label").classes == 10
+
+
+def test_only_documents_next_to_data_are_ignored(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1.0, 2.0], "label": [0, 1]}), tmp_path / "a.parquet")
+    for name in ("README.md", "LICENSE", "readme.txt"):
+        (tmp_path / name).write_text("text")
+    assert len(open_url(tmp_path).train) == 2
+    (tmp_path / "b.dat").write_text("text")
+    with pytest.raises(UsageError, match=r"cannot infer the format of b\.dat; use --format"):
+        open_url(tmp_path)

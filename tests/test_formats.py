@@ -330,6 +330,7 @@ def test_a_folder_of_pictures_is_a_data_set(tmp_path: Path) -> None:
         Image.fromarray(picture).save(folder / f"{number}.png")
     found = build_splits("s", read(str(tmp_path)), None, FeatureOptions())
     assert (found.input_shape, found.classes) == ((3, 5, 7), 2)
+    check_source(read(str(tmp_path)))
     x, y = rows_of(tmp_path)
     assert sorted(y.tolist()) == [0, 0, 0, 1, 1, 1]
     for picture, label in zip(np.moveaxis(x, 1, 3) * 255, y, strict=True):

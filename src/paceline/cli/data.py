@@ -65,7 +65,11 @@ def get(
     from paceline.data.download import download
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    # Elsewhere than on a terminal, the bar would leave an empty line.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
         task = bars.add_task(name, total=None)
 
         def report(file: str, done: int, size: int) -> None:

@@ -21,7 +21,7 @@ Nulls are an error unless `fill` is given. Strings are not supported.
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,13 @@ class ArrowSource(BlockSource):
         super().__init__(files, selection)
         self._decoders: dict[str, ImageDecoder] = {}
         """By column that contains encoded images."""
+
+    def _resolve(self, file: StoredFile, schema: Any, images: Sequence[str]) -> None:
+        """Selects the columns, given those with images."""
+        self.columns = tuple(schema.names)
+        self.selection = self.selection.resolve(
+            file, self.columns, "column", images, tuple(named_classes(schema))
+        )
 
     def _convert(self, block: DataBlock, table: Any, where: str, row_of: str = "") -> Rows:
         """Converts the selected columns. Raises DataError with the column and the row."""
@@ -123,7 +130,7 @@ class ParquetSource(ArrowSource):
         schema = footer.schema.to_arrow_schema()
         if not self._types:
             images = [field.name for field in schema if has_images(field.type)]
-            self.selection = self.selection.resolve(file, list(schema.names), "column", images)
+            self._resolve(file, schema, images)
             self._classes = count_named_classes(schema, self.selection.label)
             self._types = {name: schema.field(name).type for name in self.selection.names}
         for name, kind in self._types.items():
@@ -236,7 +243,7 @@ class CsvSource(ArrowSource):
         self._head_url = ""
         self._find_blocks(self._find)
         schema = self._parse(self.blocks[0], None).schema
-        self.selection = selection.resolve(self.files[0], list(schema.names), "column")
+        self._resolve(self.files[0], schema, ())
         self._types = {name: schema.field(name).type for name in self.selection.names}
         for name in self.selection.features:
             # Integers in the first block may be followed by fractions.
@@ -334,13 +341,23 @@ def image_bytes(column: Any) -> list[bytes | None]:
     return rows
 
 
-def count_named_classes(schema: Any, label: str | None) -> int | None:
-    """Returns the number of class names in the metadata that Hugging Face's datasets writes."""
+def named_classes(schema: Any) -> dict[str, int]:
+    """Returns the columns with class names, by the metadata that Hugging Face's datasets writes."""
     try:
         described = json.loads((schema.metadata or {})[b"huggingface"])
-        return len(described["info"]["features"][label]["names"])
-    except (KeyError, TypeError, ValueError):
-        return None
+        features = described["info"]["features"].items()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return {
+        name: len(facts["names"])
+        for name, facts in features
+        if isinstance(facts, dict) and isinstance(facts.get("names"), list)
+    }
+
+
+def count_named_classes(schema: Any, label: str | None) -> int | None:
+    """Returns the number of class names of a column, if they are known."""
+    return named_classes(schema).get(label or "")
 
 
 def to_array(column: Any, fill: float | None = None) -> Array:

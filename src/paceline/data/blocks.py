@@ -86,15 +86,21 @@ class ColumnSelection:
         return (*self.features, self.label) if self.label else self.features
 
     def resolve(
-        self, file: StoredFile, known: Sequence[str], unit: str, images: Sequence[str] = ()
+        self,
+        file: StoredFile,
+        known: Sequence[str],
+        unit: str,
+        images: Sequence[str] = (),
+        classes: Sequence[str] = (),
     ) -> ColumnSelection:
         """Fills in the default columns: of `images`, if there are any, else all.
 
-        Raises DataError for a missing one.
+        The label is `label`, or else the only one of `classes`. Raises DataError for a missing one.
         """
         label = self.label
-        if label is None and "label" in known and "label" not in self.features:
-            label = "label"
+        for likely in ("label", *(classes if len(classes) == 1 else ())):
+            if label is None and likely in known and likely not in self.features:
+                label = likely
         features = self.features or tuple(name for name in images or known if name != label)
         if not self.features and len(images) > 1:
             raise UsageError(f"{file.url}: several images ({', '.join(images)}); use --features")
@@ -112,6 +118,10 @@ class BlockSource(ABC):
     """Files that are read block by block, from any thread."""
 
     blocks: tuple[DataBlock, ...] = ()
+    columns: tuple[str, ...] = ()
+    """All columns, in formats in which one of them is selected as the label."""
+    reads_when_opened = True
+    """Opening reads every file, at least a part of it."""
     decodes_images = False
     """Decoding costs more than reading, and decoded rows should be stored."""
 
@@ -215,9 +225,11 @@ def guess_format(url: str, files: tuple[StoredFile, ...]) -> str:
             f"{url}: files of several formats ({', '.join(known)}); use a pattern such as "
             f"'*{FORMATS[known[0]][1][0]}', or --format"
         )
-    if not known or not all(name.endswith(FORMATS[known[0]][1]) for name in names):
-        raise UsageError(
-            f"{url}: cannot infer the format of {files[0].name}; use --format "
-            f"({', '.join(sorted(FORMATS))})"
-        )
+    suffixes = FORMATS[known[0]][1] if known else ()
+    for file, name in zip(files, names, strict=True):
+        if not name.endswith(suffixes):
+            raise UsageError(
+                f"{url}: cannot infer the format of {file.name}; use --format "
+                f"({', '.join(sorted(FORMATS))})"
+            )
     return known[0]

@@ -50,7 +50,9 @@ def build_splits(
         if wanted.uses_test and "test" not in parts:
             raise UsageError(f"{name}: validation test requires test data, and there is none")
     held = NO_VALIDATION if val is not None or "val" in parts else wanted or Validation()
-    found = _open_part(pipeline, parts["train"], options, held)
+    source = open_source(pipeline, parts["train"])
+    _check_label(pipeline, source)
+    found = build_from_source(pipeline, source, options, held)
     plain = replace(options, augment=False)
     others = {"val": found.val, "test": None} | {
         part: _open_part(pipeline, files, plain).train
@@ -67,6 +69,15 @@ def build_splits(
     elif wanted is not None and wanted.uses_test:
         others["val"] = others["test"]
     return replace(found, name=name, val=others["val"], test=others["test"])
+
+
+def _check_label(pipeline: DataPipeline, source: BlockSource) -> None:
+    """Raises UsageError if nothing can be predicted; a function of the pipeline may add labels."""
+    if source.columns and source.selection.label is None and not pipeline.maps:
+        raise UsageError(
+            f"{pipeline.urls[0]}: no column is named label; choose one of "
+            f"{', '.join(source.columns)} with --label"
+        )
 
 
 def build_dataset(pipeline: DataPipeline, options: FeatureOptions) -> DatasetSplits:

@@ -1,12 +1,17 @@
 """Downloads the published files of named datasets, and lists which of them are present."""
 
+import fcntl
 import hashlib
+import http.client
 import os
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from paceline.data import cifar
 from paceline.data.catalog import (
@@ -33,6 +38,7 @@ SOURCES = {
 """Directory of the published files, by dataset. Checksums decide, so any mirror will do."""
 TIMEOUT_S = 30.0
 CHUNK_BYTES = 1 << 18
+RANGE_NOT_SATISFIABLE = 416
 
 Report = Callable[[str, int, int], None]
 """Receives the name of a file, the bytes so far and its size."""
@@ -53,7 +59,8 @@ def download(
     """Yields each file of a dataset, and whether it was downloaded or already present.
 
     `source` replaces the published location: a URL or directory with the same file names. A file
-    gets its name only after its size and checksum have been verified. Raises DataError.
+    gets its name only after its size and checksum have been verified; until then it is hidden, and
+    the next call continues an interrupted download. Raises DataError.
     """
     name = check_name(name)
     wanted = published_files(name)
@@ -86,41 +93,128 @@ def _is_published(files: DatasetFiles, path: Path) -> bool:
 
 
 def _fetch(files: DatasetFiles, url: str, path: Path, report: Report) -> None:
+    """Downloads one file; continues one that was interrupted, also by another process."""
     size = PUBLISHED[files.entry.name, path.name].size
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        for attempt in range(1, ATTEMPTS + 1):
+    partial = path.with_name(f".{path.name}.partial")
+    with _open_locked(partial) as target:
+        earlier = target.seek(0, os.SEEK_END)
+        _check_space(path, size - earlier)
+        while True:
+            digest = _retry(url, target, size, lambda done: report(path.name, done, size))
             try:
-                digest = _copy(url, partial, lambda done: report(path.name, done, size))
-                break
-            except urllib.error.HTTPError as error:
-                raise DataError(f"{url}: the server answered {error.code} {error.reason}") from None
-            except (OSError, ValueError) as error:
-                if attempt == ATTEMPTS:
-                    reason = getattr(error, "reason", error)
-                    raise DataError(f"{url}: cannot be downloaded ({reason})") from None
-        files.check_digest(url, path.name, partial.stat().st_size, digest)
-        if path.name in cifar.ARCHIVES:
-            cifar.unpack(files, partial)  # The archive has no published MD5, its files do.
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+                files.check_digest(url, path.name, target.tell(), digest)
+                if path.name in cifar.ARCHIVES:
+                    cifar.unpack(files, partial)  # The archive has no published MD5, its files do.
+            except DataError:
+                # A wrong file is never continued. What was left may have been of another source.
+                target.truncate(0)
+                if not earlier:
+                    partial.unlink()
+                    raise
+                earlier = 0
+                continue
+            partial.replace(path)
+            return
 
 
-def _copy(url: str, path: Path, report: Callable[[int], None]) -> str:
-    """Writes the contents of a URL to a file; returns their MD5."""
+@contextmanager
+def _open_locked(partial: Path) -> Iterator[BinaryIO]:
+    """Opens a partial file for appending; an empty one is removed at the end."""
+    try:
+        target = partial.open("a+b", buffering=0)
+    except OSError as error:
+        raise DataError(f"{partial.parent}: cannot be written ({error.strerror})") from None
+    with target:
+        try:
+            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(
+                f"{partial}: another process is downloading it; wait until it has finished"
+            ) from None
+        try:
+            yield target
+        finally:
+            if target.seek(0, os.SEEK_END) == 0:
+                partial.unlink(missing_ok=True)
+
+
+def _check_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise DataError(
+            f"{path}: needs {needed:,} bytes, but only {free:,} are free; choose another directory "
+            "with --data-dir"
+        )
+
+
+def _retry(url: str, target: BinaryIO, size: int, report: Callable[[int], None]) -> str:
+    """Completes the file and returns its MD5. Raises DataError; what has arrived is kept."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return _complete(url, target, size, report)
+        except urllib.error.HTTPError as error:
+            raise DataError(f"{url}: the server answered {error.code} {error.reason}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if attempt == ATTEMPTS:
+                reason = getattr(error, "reason", error) or type(error).__name__
+                advice = "; run the command again to continue" if target.tell() else ""
+                raise DataError(f"{url}: cannot be downloaded ({reason}){advice}") from None
+    raise AssertionError
+
+
+def _complete(url: str, target: BinaryIO, size: int, report: Callable[[int], None]) -> str:
+    """Appends what is missing, if the server can send a part, and returns the MD5 of the file."""
     digest = hashlib.md5(usedforsecurity=False)
-    done = 0
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as stream, path.open("wb") as target:
-        expected = stream.headers.get("Content-Length")
-        while chunk := stream.read(CHUNK_BYTES):
+    done = target.seek(0, os.SEEK_END)
+    if done > size:
+        done = _restart(target)
+    target.seek(0)
+    while chunk := target.read(CHUNK_BYTES):
+        digest.update(chunk)
+    if done == size:
+        return digest.hexdigest()
+    request = urllib.request.Request(url)
+    if done:
+        request.add_header("Range", f"bytes={done}-")
+    try:
+        stream = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        if error.code != RANGE_NOT_SATISFIABLE or not done:
+            raise
+        _restart(target)
+        raise OSError("the server has another file than before") from None
+    with stream:
+        continues = (stream.headers.get("Content-Range") or "").startswith(f"bytes {done}-")
+        if done and not (stream.status == http.client.PARTIAL_CONTENT and continues):
+            done, digest = _restart(target), hashlib.md5(usedforsecurity=False)
+        length = stream.headers.get("Content-Length")
+        expected = None if length is None else done + int(length)
+        while (chunk := stream.read1(CHUNK_BYTES)) and done <= size:
             digest.update(chunk)
-            target.write(chunk)
+            _write(target, chunk)
             done += len(chunk)
             report(done)
-    if expected is not None and done != int(expected):
-        raise OSError(f"the connection ended after {done:,} of {int(expected):,} bytes")
+    if expected is not None and done < min(expected, size):
+        raise OSError(f"the connection ended after {done:,} of {expected:,} bytes")
     return digest.hexdigest()
+
+
+def _restart(target: BinaryIO) -> int:
+    target.truncate(0)
+    return target.seek(0)
+
+
+def _write(target: BinaryIO, chunk: bytes) -> None:
+    """Raises DataError for a full disk, which another attempt does not help."""
+    view = memoryview(chunk)
+    try:
+        while view:
+            view = view[target.write(view) :]
+    except OSError as error:
+        raise DataError(
+            f"{target.name}: cannot be written ({error.strerror}); choose another directory with "
+            "--data-dir"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ class TableSource(ArrowSource):
 
     _classes: int | None = None
 
-    def _resolve(self, file: StoredFile, schema: Any) -> None:
-        images = [field.name for field in schema if has_images(field.type)]
-        self.selection = self.selection.resolve(file, list(schema.names), "column", images)
+    def _resolve_images(self, file: StoredFile, schema: Any) -> None:
+        self._resolve(file, schema, [field.name for field in schema if has_images(field.type)])
         self._classes = count_named_classes(schema, self.selection.label)
 
     def count_classes(self) -> int | None:
@@ -50,7 +49,7 @@ class ArrowFileSource(TableSource):
             raise file.error(f"is truncated, or not an Arrow file ({error})") from None
         batches = [batch for batch in batches if batch.num_rows]
         if batches and not self._batches:
-            self._resolve(file, batches[0].schema)
+            self._resolve_images(file, batches[0].schema)
         self._batches |= {(number, index): batch for index, batch in enumerate(batches)}
         return [
             DataBlock(number, index, batch.num_rows, batch.nbytes)
@@ -75,7 +74,7 @@ class HubDatasetSource(TableSource):
         self._dataset = dataset.with_format("arrow")
         file = StoredFile(f"{type(dataset).__name__}", len(dataset))
         super().__init__((file,), selection)
-        self._resolve(file, self._dataset[:1].schema)
+        self._resolve_images(file, self._dataset[:1].schema)
         starts = range(0, len(dataset), ROWS_PER_BLOCK)
         self.blocks = tuple(
             DataBlock(0, start, min(ROWS_PER_BLOCK, len(dataset) - start), 0) for start in starts

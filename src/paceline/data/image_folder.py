@@ -19,6 +19,7 @@ IMAGES_PER_BLOCK = 128
 
 class ImageFolderSource(BlockSource):
     decodes_images = True
+    reads_when_opened = False
 
     def __init__(self, files: tuple[StoredFile, ...], selection: ColumnSelection) -> None:
         super().__init__(files, selection)

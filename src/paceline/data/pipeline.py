@@ -263,11 +263,16 @@ def _part_of(url: str) -> str:
 
 
 def open_source(pipeline: DataPipeline, files: Files, limit: int | None = None) -> BlockSource:
-    """Opens the first `limit` files, or all; their names suggest the format if none is set."""
+    """Opens the first `limit` files, or all, as where opening reads none of them.
+
+    Their names suggest the format if none is set.
+    """
     form = check_format(pipeline.format or guess_format(pipeline.urls[0], files))
     module, _, name = FORMATS[form][0].partition(":")
     found = getattr(import_module(f"paceline.data.{module}"), name)
-    source: BlockSource = found(files[:limit], pipeline.selection)
+    source: BlockSource = found(
+        files[:limit] if found.reads_when_opened else files, pipeline.selection
+    )
     return source
 
 

@@ -8,6 +8,7 @@ user's SSH keys, and hdfs uses HADOOP_CONF_DIR if it is set.
 
 import gzip
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable
@@ -30,6 +31,7 @@ FIRST_PAUSE_S = 0.5
 GZIP_MAGIC = b"\x1f\x8b"
 _GLOB = "*?["
 _HIDDEN = ("_", ".")
+_DOCUMENT = re.compile(r"(readme|licen[sc]e|copying|citation)(\..*)?|.*\.(md|rst)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,8 @@ def with_retries(url: str, act: Callable[[], T], where: str = "") -> T:
 def list_files(url: str) -> Files:
     """Returns the data files of a URL (a file, a directory or a pattern), sorted.
 
-    Names that begin with "_" or "." are markers of other programs and are skipped. Raises DataError
-    if there are no files.
+    Names that begin with "_" or "." are markers of other programs and are skipped, as are the
+    documents that accompany data, unless there is nothing else. Raises DataError without files.
     """
     store, path = open_store(url)
     found = with_retries(url, lambda: _find(store, path))
@@ -209,7 +211,8 @@ def list_files(url: str) -> Files:
             if not with_retries(url, lambda: _exists(store, bucket)):
                 raise DataError(f"{url}: bucket {bucket!r} does not exist; check its name")
         raise DataError(f"{url}: no data files found; use a file, a directory or a pattern")
-    return tuple(sorted(files, key=lambda file: file.url))
+    data = [file for file in files if not _DOCUMENT.fullmatch(file.name)]
+    return tuple(sorted(data or files, key=lambda file: file.url))
 
 
 def _exists(store: Any, bucket: str) -> bool:

@@ -64,6 +64,7 @@ class TFRecordSource(BlockSource):
             if name in selection.images or is_encoded(record[span.part].tobytes())
         ]
         self.selection = selection.resolve(file, sorted(found), "feature", images)
+        self.columns = tuple(sorted(found))
         self._decoders = {
             name: ImageDecoder(selection.shape) for name in images if name in self.selection.names
         }

@@ -88,7 +88,7 @@ def _members(file: StoredFile, stream: io.BufferedIOBase) -> Iterator[Member]:
                     name, _, suffix = last.lower().partition(".")
                     start = member.offset_data
                     yield (
-                        f"{folder}/{name}",
+                        f"{folder}/{name}" if folder else name,
                         suffix.lower(),
                         member.offset,
                         start,

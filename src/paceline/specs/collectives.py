@@ -45,10 +45,9 @@ def _parts(members: int, nbytes: float) -> Steps:
     return Steps(others, others * nbytes / members)
 
 
-def _requested_parts(members: int, nbytes: float) -> Steps:
-    """As before, and each part is requested first."""
-    parts = _parts(members, nbytes)
-    return Steps(2 * parts.messages, parts.nbytes)
+def _queued_parts(members: int, nbytes: float) -> Steps:
+    """Parts that leave without waiting for each other."""
+    return Steps(min(1, members - 1), _parts(members, nbytes).nbytes)
 
 
 def ring(members: int, nbytes: float) -> Steps:
@@ -85,9 +84,9 @@ COLLECTIVES: Final[dict[str, Formula]] = {
     "all-reduce (ring)": ring,
     "all-reduce (tree)": tree,
     "all-reduce (butterfly)": butterfly,
-    "gather": _requested_parts,
+    "gather": _parts,
     "all-gather": _parts,
-    "scatter": _parts,
+    "scatter": _queued_parts,
     "reduce-scatter": _parts,
     "all-to-all": _parts,
     "scan": _tree,
